@@ -1,0 +1,102 @@
+"""The topic catalogue: the one place where topics are named and their key, value, partitions and retention declared.
+
+Topics that must be joined partition by partition have the same count and the same partitioner (`co_partitioned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from tidemill.schemas import records
+from tidemill.schemas.config import KafkaSettings
+
+HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
+FOREVER_MS = -1
+
+
+class Topic(StrEnum):
+    """Every topic of Tidemill, without its prefix."""
+
+    DOCUMENTS = "documents"
+    TASKS = "tasks"
+    ROLLOUTS = "rollouts"
+    GROUPS = "groups"
+    DELTAS = "weights.deltas"
+    MANIFESTS = "weights.manifests"
+    ACKS = "weights.acks"
+    STEPS = "train.steps"
+    STALENESS = "staleness"
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """How one topic is keyed, typed, partitioned and kept."""
+
+    topic: Topic
+    key: str
+    """The record field that is the key."""
+    values: tuple[type, ...]
+    partitions: int
+    retention_ms: int
+    keyed: bool = True
+    """Its partition count may be overridden by `kafka.partitions`; single-partition topics are totally ordered."""
+    config: Mapping[str, str] = field(default_factory=dict)
+    dead_letters: bool = True
+
+    def partition_count(self, kafka: KafkaSettings) -> int:
+        """Partitions to create."""
+        return kafka.partitions or self.partitions if self.keyed else self.partitions
+
+    def topic_config(self) -> dict[str, str]:
+        """Topic settings as Kafka takes them."""
+        return {"cleanup.policy": "delete", "retention.ms": str(self.retention_ms), **self.config}
+
+
+def _catalogue() -> dict[Topic, TopicSpec]:
+    specs = (
+        TopicSpec(Topic.DOCUMENTS, "document_id", (records.Document,), 4, 30 * DAY_MS),
+        TopicSpec(Topic.TASKS, "task_id", (records.Task,), 8, 30 * DAY_MS),
+        TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS),
+        TopicSpec(Topic.GROUPS, "group_id", (records.Group,), 8, 30 * DAY_MS),
+        TopicSpec(Topic.DELTAS, "shard", (records.DeltaChunk,), 8, 7 * DAY_MS),
+        TopicSpec(Topic.MANIFESTS, "branch", (records.Manifest,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.ACKS, "replica_id", (records.WeightAck,), 1, 30 * DAY_MS, keyed=False),
+        TopicSpec(Topic.STEPS, "run_id", (records.TrainStep,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.STALENESS, "replica_id", (records.Staleness,), 1, 7 * DAY_MS, keyed=False),
+    )
+    return {spec.topic: spec for spec in specs}
+
+
+CATALOGUE: Mapping[Topic, TopicSpec] = _catalogue()
+
+DEAD_LETTER_SUFFIX = ".dlq"
+DEAD_LETTER_RETENTION_MS = 90 * DAY_MS
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Full topic names under a prefix."""
+
+    prefix: str
+
+    def of(self, topic: Topic) -> str:
+        """The full name of a topic."""
+        return f"{self.prefix}{topic.value}"
+
+    def dead_letter(self, topic: Topic) -> str:
+        """The full name of a topic's dead-letter topic."""
+        return f"{self.of(topic)}{DEAD_LETTER_SUFFIX}"
+
+    def parse(self, full: str) -> Topic:
+        """The topic of a full name; ValueError when it is none of this prefix's."""
+        if not full.startswith(self.prefix):
+            raise ValueError(f"topic {full!r} does not start with the prefix {self.prefix!r}")
+        return Topic(full[len(self.prefix) :])
+
+
+def co_partitioned(first: Topic, second: Topic, kafka: KafkaSettings) -> bool:
+    """Whether equal keys of both topics lie in equal partitions."""
+    return CATALOGUE[first].partition_count(kafka) == CATALOGUE[second].partition_count(kafka)

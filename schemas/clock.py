@@ -1,0 +1,15 @@
+"""Wall-clock time in the unit of every record: microseconds since the Unix epoch, UTC."""
+
+from __future__ import annotations
+
+import time
+
+
+def now_us() -> int:
+    """Microseconds since the Unix epoch."""
+    return time.time_ns() // 1_000
+
+
+def to_ms(microseconds: int) -> int:
+    """Kafka's record timestamps are milliseconds."""
+    return microseconds // 1_000

@@ -1,0 +1,193 @@
+"""Records to bytes and back: Avro single-object encoding, or the Confluent wire format where a registry is configured.
+
+Invariants: a value names its writer's schema (by CRC-64-AVRO fingerprint or registry id), so a reader never guesses;
+any schema in the recorded history is readable; bytes that cannot be read raise `DecodeError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, cast, get_args
+
+import cattrs
+import fastavro
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+from tidemill.schemas.records import Record
+
+SINGLE_OBJECT_MAGIC = b"\xc3\x01"
+CONFLUENT_MAGIC = b"\x00"
+RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
+
+_CONVERTER = cattrs.Converter()
+
+
+class DecodeError(ValueError):
+    """A value that cannot be read; the message says why."""
+
+
+class _Schema:
+    """A parsed schema, its fingerprint, and the record type it belongs to."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self.record_type = RECORD_TYPES[document["name"]]
+        self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"))
+        self.parsed = fastavro.parse_schema(_without_logical_types(document), named_schemas={})
+
+
+def _without_logical_types(node: Any) -> Any:  # noqa: ANN401 - a JSON tree
+    """Times stay integers: fastavro would turn `timestamp-micros` into datetimes."""
+    if isinstance(node, dict):
+        return {k: _without_logical_types(v) for k, v in node.items() if k != "logicalType"}
+    if isinstance(node, list):
+        return [_without_logical_types(item) for item in node]
+    return node
+
+
+def schema_file_name(record_type: type) -> str:
+    """`TrainStep` -> `train_step`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", record_type.__name__).lower()
+
+
+def _directory() -> Traversable:
+    return files("tidemill.schemas") / "avro"
+
+
+def current_schema(record_type: type) -> dict[str, Any]:
+    """The schema that records of this type are written with, as JSON."""
+    return cast(
+        "dict[str, Any]", json.loads((_directory() / f"{schema_file_name(record_type)}.avsc").read_text("utf-8"))
+    )
+
+
+def recorded_history(record_type: type) -> list[dict[str, Any]]:
+    """Every schema this type was ever written with, oldest first, as JSON."""
+    folder = _directory() / "history" / schema_file_name(record_type)
+    if not folder.is_dir():
+        return []
+    return [json.loads(entry.read_text("utf-8")) for entry in sorted(folder.iterdir(), key=lambda e: e.name)]
+
+
+@lru_cache(maxsize=1)
+def _writers() -> dict[type, _Schema]:
+    return {cls: _Schema(current_schema(cls)) for cls in RECORD_TYPES.values()}
+
+
+@lru_cache(maxsize=1)
+def _by_fingerprint() -> dict[bytes, _Schema]:
+    past = (_Schema(doc) for cls in RECORD_TYPES.values() for doc in recorded_history(cls))
+    return {schema.fingerprint: schema for schema in [*past, *_writers().values()]}
+
+
+def _write(record: Record) -> bytes:
+    buffer = io.BytesIO()
+    schema = _writers()[type(record)]
+    fastavro.schemaless_writer(buffer, schema.parsed, _CONVERTER.unstructure(record))
+    return buffer.getvalue()
+
+
+def read_body(body: bytes, writer: dict[str, Any]) -> Record:
+    """Read an Avro body that `writer` (a schema as JSON) wrote into the current record type."""
+    return _read(memoryview(body), _Schema(writer))
+
+
+def _read(body: memoryview, writer: _Schema) -> Record:
+    reader = _writers()[writer.record_type]
+    buffer = io.BytesIO(body)
+    try:
+        fields = fastavro.schemaless_reader(buffer, writer.parsed, reader.parsed)
+        if buffer.read(1):
+            raise DecodeError(f"{writer.record_type.__name__}: bytes left over after the record")
+        return _CONVERTER.structure(fields, writer.record_type)
+    except DecodeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - hostile bytes raise whatever fastavro trips over; one clear error leaves
+        raise DecodeError(f"{writer.record_type.__name__}: {type(error).__name__}: {error}") from error
+
+
+class Codec:
+    """Encodes and decodes records in one framing.
+
+    Without `registry_url` values use Avro single-object encoding and need no server. With it they use the Confluent
+    wire format, and schemas are registered under `<topic>-value` by record type on first use.
+    """
+
+    def __init__(self, registry_url: str | None = None) -> None:
+        self._registry = _Registry(registry_url) if registry_url else None
+
+    def encode(self, record: Record) -> bytes:
+        """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
+        try:
+            body = _write(record)
+        except Exception as error:  # noqa: BLE001 - fastavro raises many types for a misfit value; callers get one
+            raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
+        if self._registry is None:
+            return SINGLE_OBJECT_MAGIC + _writers()[type(record)].fingerprint + body
+        return CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big") + body
+
+    def decode(self, data: bytes | None) -> Record:
+        """The record of framed bytes, in either framing. Raises DecodeError."""
+        if data is None:
+            raise DecodeError("the record has no value (a tombstone)")
+        view = memoryview(data)
+        if view[:2] == SINGLE_OBJECT_MAGIC:
+            return _read(view[10:], self._known(bytes(view[2:10])))
+        if view[:1] == CONFLUENT_MAGIC and self._registry is not None and len(view) >= 5:
+            return _read(view[5:], self._registry.schema_of(int.from_bytes(view[1:5], "big")))
+        raise DecodeError(f"unknown framing: the value begins with {bytes(view[:4]).hex() or 'nothing'}")
+
+    @staticmethod
+    def _known(mark: bytes) -> _Schema:
+        schema = _by_fingerprint().get(mark)
+        if schema is None:
+            raise DecodeError(f"no schema with fingerprint {mark.hex()} in the catalogue or its history")
+        return schema
+
+
+class _Registry:
+    """Ids of a Confluent-compatible schema registry, looked up once each."""
+
+    def __init__(self, url: str) -> None:
+        from confluent_kafka.schema_registry import SchemaRegistryClient
+
+        self._client = (
+            SchemaRegistryClient.new_client({"url": url})
+            if url.startswith("mock://")
+            else (SchemaRegistryClient({"url": url}))
+        )
+        self._ids: dict[type, int] = {}
+        self._schemas: dict[int, _Schema] = {}
+
+    def id_of(self, record_type: type) -> int:
+        """The id under which a type's current schema is registered; registers it on first use."""
+        if record_type not in self._ids:
+            from confluent_kafka.schema_registry import Schema
+
+            text = json.dumps(current_schema(record_type))
+            self._ids[record_type] = self._client.register_schema(
+                f"tidemill.{record_type.__name__}", Schema(text, "AVRO")
+            )
+        return self._ids[record_type]
+
+    def schema_of(self, schema_id: int) -> _Schema:
+        """The writer's schema of an id. Raises DecodeError for one that is none of Tidemill's."""
+        if schema_id not in self._schemas:
+            try:
+                document = json.loads(self._client.get_schema(schema_id).schema_str)
+                self._schemas[schema_id] = _Schema(document)
+            except Exception as error:  # noqa: BLE001 - an unknown id, bad JSON and a foreign schema are one answer
+                raise DecodeError(f"schema id {schema_id} of the registry is not readable: {error}") from error
+        return self._schemas[schema_id]
+
+
+def known_schemas() -> Iterator[tuple[type, bytes]]:
+    """Record type and fingerprint of every readable schema."""
+    for mark, schema in _by_fingerprint().items():
+        yield schema.record_type, mark

@@ -1,0 +1,74 @@
+"""Settings that every role shares: where the log is, where large bytes lie, and which run this is."""
+
+from __future__ import annotations
+
+import re
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+CLAIM_CHECK_BYTES = 900_000
+"""Payloads above this go to the object store; Kafka's own default limit on a record batch is 1,048,588 bytes."""
+
+
+class Section(BaseModel):
+    """Base of every settings section: unknown keys are refused, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class KafkaSettings(Section):
+    """How to reach the log."""
+
+    bootstrap: str = ""
+    """Addresses of Kafka brokers, host:port separated by commas. Empty: the local stack, where there is one."""
+
+    topic_prefix: str = "tidemill."
+    """Put before every topic name, so that a replay writes beside the live topics and never into them."""
+
+    registry_url: str | None = None
+    """Address of a Confluent-compatible schema registry. None: Avro single-object encoding, schemas from the package."""
+
+    replication_factor: int = Field(default=1, ge=1)
+    """Replicas of each topic created by `tidemill topics`; 3 in production."""
+
+    partitions: int | None = Field(default=None, ge=1)
+    """Overrides the partition count of the keyed topics in the catalogue. Fixed for the life of a topic."""
+
+    client_options: dict[str, str] = Field(default_factory=dict)
+    """Further librdkafka settings for every client, for instance `security.protocol` and `sasl.*`."""
+
+    @field_validator("topic_prefix")
+    @classmethod
+    def _legal_prefix(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9._-]*", value):
+            raise ValueError(f"topic_prefix {value!r}: Kafka allows only letters, digits, '.', '_' and '-'")
+        return value
+
+    def address(self) -> str:
+        """The bootstrap address; ValueError when none is configured."""
+        if not self.bootstrap:
+            raise ValueError(
+                "no Kafka address: give --bootstrap HOST:PORT, set TIDEMILL_KAFKA__BOOTSTRAP, or start the local "
+                "stack with `tidemill stack up`"
+            )
+        return self.bootstrap
+
+
+class StoreSettings(Section):
+    """Where large bytes lie: anchors, checkpoints and claimed payloads."""
+
+    root: str = "data/store"
+    """A directory or any fsspec URL (s3://bucket/path, gs://bucket/path)."""
+
+
+class RunSettings(Section):
+    """Which training run this is."""
+
+    run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run. Records of other runs in the same topics are left alone."""
+
+    branch: str = Field(default="main", pattern=r"^[A-Za-z0-9._-]+$")
+    """Branch of the weight chain."""
+
+    seed: int = Field(default=0, ge=0)
+    """Root of all randomness of the run."""

@@ -1,0 +1,392 @@
+"""The records of the log, as frozen dataclasses.
+
+One dataclass per Avro schema in `avro/`; field names, order and meaning are the schema's. Invariants:
+
+- times are integers, microseconds since the Unix epoch, UTC (`*_at`);
+- token arrays are packed little-endian bytes (`u4` ids, `f4` logprobs, `u1` masks), never lists;
+- identifiers are strings, and equal identifiers mean the same thing wherever a record is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Mode(StrEnum):
+    """What a task, rollout or group is for. Only `train` ever reaches an optimizer step."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class RolloutStatus(StrEnum):
+    """How a rollout ended. A failed rollout has a reason and no reward: it is never a zero reward."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class CloseReason(StrEnum):
+    """Why a group was closed: complete, out of time, or a straggler of a group that had closed before."""
+
+    SIZE = "size"
+    DEADLINE = "deadline"
+    LATE = "late"
+
+
+class AckStatus(StrEnum):
+    """What a replica says of a version: proved from its live tensors, refused, or re-synced from an anchor."""
+
+    PROVED = "proved"
+    REFUSED = "refused"
+    ANCHORED = "anchored"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task to roll out `group_size` times. Topic `tasks`, key `task_id`."""
+
+    task_id: str
+    group_id: str
+    run_id: str
+    environment: str
+    payload: str
+    """The environment's own JSON document: what a world needs to pose the task and check the answer."""
+    mode: Mode
+    group_size: int
+    max_turns: int
+    seed: int
+    issued_at: int
+    deadline_at: int
+    """Event time after which the group closes with what has arrived."""
+    issued_version: int
+    """Newest weight version known when the task was issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a segment were sampled under weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One contiguous token sequence of a rollout: prompt, sampled turns and tool output, in order."""
+
+    n_tokens: int
+    token_ids: bytes
+    """u4[n_tokens], little-endian."""
+    loss_mask: bytes
+    """u1[n_tokens]: 1 where the policy sampled the token, 0 for prompt and tool output."""
+    logprobs: bytes
+    """f4[n_tokens], little-endian: the sampler's logprob of each sampled token, 0 elsewhere."""
+    spans: list[VersionSpan] = field(default_factory=list)
+    """Cover exactly the tokens whose mask is 1, in order, without overlap."""
+
+    def ids(self) -> npt.NDArray[np.uint32]:
+        """u4[n_tokens]."""
+        return np.frombuffer(self.token_ids, dtype="<u4")
+
+    def mask(self) -> npt.NDArray[np.uint8]:
+        """u1[n_tokens]."""
+        return np.frombuffer(self.loss_mask, dtype="u1")
+
+    def sampled_logprobs(self) -> npt.NDArray[np.float32]:
+        """f4[n_tokens]."""
+        return np.frombuffer(self.logprobs, dtype="<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardComponent:
+    """One named part of a reward; the total is the sum of value * weight."""
+
+    name: str
+    value: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Claim check: where the bytes of a payload above the limit lie, and how to check them."""
+
+    uri: str
+    n_bytes: int
+    digest: str
+    """xxh3-128 of the bytes, hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished trajectory. Topic `rollouts`, key `group_id`."""
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    run_id: str
+    environment: str
+    mode: Mode
+    index: int
+    """Place in its group, 0 <= index < group_size."""
+    group_size: int
+    deadline_at: int
+    status: RolloutStatus
+    failure: str
+    """Why it failed; empty when completed."""
+    segments: list[Segment]
+    claim: Claim | None
+    """Where `segments` lie when they are above the claim-check limit; then `segments` is empty."""
+    rewards: list[RewardComponent]
+    reward: float | None
+    """Total reward; None for a failed rollout."""
+    reward_version: str
+    success: bool | None
+    turns: int
+    prompt_tokens: int
+    sampled_tokens: int
+    version_min: int
+    """Oldest weight version among the sampled tokens; -1 when none was sampled."""
+    version_max: int
+    replica_id: str
+    region: str
+    worker_id: str
+    started_at: int
+    finished_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event time moves on in an idle partition. Written to the topic whose clock it advances."""
+
+    source: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A reference to one rollout of a group, with what group assembly decided of it."""
+
+    rollout_id: str
+    topic: str
+    partition: int
+    offset: int
+    status: RolloutStatus
+    reward: float | None
+    advantage: float | None
+    """reward - mean(reward of the completed members); None for a failed member."""
+    success: bool | None
+    sampled_tokens: int
+    version_min: int
+    version_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """An assembled GRPO group: references, not copies. Topic `groups`, key `group_id`."""
+
+    group_id: str
+    task_id: str
+    run_id: str
+    environment: str
+    mode: Mode
+    closed_by: CloseReason
+    expected_size: int
+    members: list[GroupMember]
+    """Sorted by rollout_id, so that the record does not depend on arrival order."""
+    mean_reward: float | None
+    opened_at: int
+    closed_at: int
+    """Event time of the record that closed it."""
+    rewards_shuffled: bool
+    """True in the control run: rewards were permuted within the group before the advantages were taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChunk:
+    """One chunk (at most 1 MiB) of an encoded delta. Topic `weights.deltas`, key `shard`."""
+
+    run_id: str
+    branch: str
+    version: int
+    shard: int
+    sequence: int
+    total: int
+    digest: str
+    """xxh3-128 of `payload`, hexadecimal."""
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPosition:
+    """Where the chunks of one shard of a version lie in the log."""
+
+    shard: int
+    topic: str
+    partition: int
+    offsets: list[int]
+    """One offset a chunk, in sequence order."""
+    n_bytes: int
+    digest: str
+    """xxh3-128 of the concatenated payloads, hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a version in checkpoint coordinates."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    fingerprint: str
+    """Linear fingerprint of the tensor, hexadecimal (`kernels.fingerprint`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A whole version as a Hugging Face checkpoint directory, reachable through fsspec."""
+
+    uri: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The commit record of a weight version. Topic `weights.manifests`, key `branch`."""
+
+    run_id: str
+    branch: str
+    version: int
+    parent: int | None
+    """The version that the delta applies to; None for a version that exists only as an anchor."""
+    step: int
+    learning_rate: float
+    n_elements: int
+    n_changed: int
+    delta_bytes: int
+    shards: list[ShardPosition]
+    tensors: list[TensorInfo]
+    fingerprint: str
+    """Fingerprint of the whole version: the sum of its tensors' fingerprints, hexadecimal."""
+    anchor: Anchor | None
+    trained_at: int
+    """When the optimizer step that made the version ended; step-to-served time starts here."""
+    published_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightAck:
+    """The ledger: what a replica holds, proved or not. Topic `weights.acks`, key `replica_id`."""
+
+    replica_id: str
+    region: str
+    run_id: str
+    branch: str
+    incarnation: str
+    """Changes when the replica's process changes."""
+    pid: int
+    version: int
+    """The version spoken of."""
+    serving_version: int
+    """The version served after this record."""
+    status: AckStatus
+    reason: str
+    fingerprint: str
+    """Fingerprint computed from the live engine's tensors; empty when refused before the apply."""
+    expected_fingerprint: str
+    fetch_ms: float
+    decode_ms: float
+    pause_ms: float
+    apply_ms: float
+    proof_ms: float
+    step_to_served_ms: float
+    decode_step_ms: float
+    """The engine's own median time between tokens over the last seconds; 0 when idle."""
+    requests_in_flight: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One group that a step trained on, by its place in the log."""
+
+    group_id: str
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepExclusion:
+    """One group that was read and not trained, with the reason: its one explicit, counted ending."""
+
+    group_id: str
+    topic: str
+    partition: int
+    offset: int
+    reason: str
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LagCount:
+    """`tokens` trained tokens had policy lag `lag` (trainer version minus token version)."""
+
+    lag: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """One optimizer step: everything needed to run it again. Topic `train.steps`, key `run_id`."""
+
+    run_id: str
+    step: int
+    version: int
+    """The version that this step made."""
+    parent_version: int
+    inputs: list[StepInput]
+    exclusions: list[StepExclusion]
+    seed: int
+    config_hash: str
+    objective: str
+    learning_rate: float
+    metrics: dict[str, float]
+    lag: list[LagCount]
+    rollouts: int
+    tokens: int
+    fingerprint: str
+    parent_fingerprint: str
+    started_at: int
+    finished_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """Policy lag of the tokens of one replica in one batch. Topic `staleness`, key `replica_id`."""
+
+    run_id: str
+    replica_id: str
+    region: str
+    stage: str
+    step: int
+    version: int
+    lag: list[LagCount]
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document of the mid-training corpus. Topic `documents`, key `document_id`."""
+
+    document_id: str
+    source: str
+    text: str
+
+
+Record = Task | Rollout | Tick | Group | DeltaChunk | Manifest | WeightAck | TrainStep | Staleness | Document
