@@ -73,7 +73,7 @@ class TurnHarness(Harness):
         return text.split(END, 1)[0]
 
     def observe(self, observation: Observation) -> list[int]:
-        """Token ids to append after a sampled turn; a turn cut short by its length gets its end marker here."""
+        """Token ids to append after a sampled turn, up to where the next turn is sampled."""
         return self._encode(tool_output(observation.text))
 
     def _encode(self, text: str) -> list[int]:
