@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, ResourceType
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
 
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_RETENTION_MS, Names
 from tidemill.schemas.config import KafkaSettings

@@ -281,8 +281,9 @@ class LogReader:
         """The next records, in offset order within each partition; empty when none came in `timeout_s`."""
         found = []
         for message in self._consumer.consume(max_records, timeout_s):
-            if message.error() is not None:
-                _raise_fatal(message.error())
+            error = message.error()
+            if error is not None:
+                _raise_fatal(error)
                 continue
             self._next[(message.topic() or "", message.partition() or 0)] = (message.offset() or 0) + 1
             found.append(locate(message, self._names, self._codec))
@@ -372,8 +373,9 @@ class GroupMember:
         """The next records of the partitions assigned to this member."""
         found = []
         for message in self._consumer.consume(max_records, timeout_s):
-            if message.error() is not None:
-                _raise_fatal(message.error())
+            error = message.error()
+            if error is not None:
+                _raise_fatal(error)
                 continue
             found.append(locate(message, self._names, self._codec))
         return found

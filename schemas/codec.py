@@ -108,7 +108,7 @@ def _read(body: memoryview, writer: _Schema) -> Record:
         return _CONVERTER.structure(fields, writer.record_type)
     except DecodeError:
         raise
-    except Exception as error:  # noqa: BLE001 - hostile bytes raise whatever fastavro trips over; one clear error leaves
+    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
         raise DecodeError(f"{writer.record_type.__name__}: {type(error).__name__}: {error}") from error
 
 
@@ -126,7 +126,7 @@ class Codec:
         """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
         try:
             body = _write(record)
-        except Exception as error:  # noqa: BLE001 - fastavro raises many types for a misfit value; callers get one
+        except Exception as error:  # fastavro raises many types for a misfit value; callers get one
             raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
         if self._registry is None:
             return SINGLE_OBJECT_MAGIC + _writers()[type(record)].fingerprint + body
@@ -180,9 +180,9 @@ class _Registry:
         """The writer's schema of an id. Raises DecodeError for one that is none of Tidemill's."""
         if schema_id not in self._schemas:
             try:
-                document = json.loads(self._client.get_schema(schema_id).schema_str)
+                document = json.loads(self._client.get_schema(schema_id).schema_str or "null")
                 self._schemas[schema_id] = _Schema(document)
-            except Exception as error:  # noqa: BLE001 - an unknown id, bad JSON and a foreign schema are one answer
+            except Exception as error:  # an unknown id, bad JSON and a foreign schema are one answer
                 raise DecodeError(f"schema id {schema_id} of the registry is not readable: {error}") from error
         return self._schemas[schema_id]
 

@@ -26,7 +26,7 @@ class KafkaSettings(Section):
     """Put before every topic name, so that a replay writes beside the live topics and never into them."""
 
     registry_url: str | None = None
-    """Address of a Confluent-compatible schema registry. None: Avro single-object encoding, schemas from the package."""
+    """Address of a Confluent-compatible schema registry. None: single-object encoding, schemas from the package."""
 
     replication_factor: int = Field(default=1, ge=1)
     """Replicas of each topic created by `tidemill topics`; 3 in production."""
