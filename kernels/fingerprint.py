@@ -1,0 +1,196 @@
+"""A linear fingerprint of tensors: the proof that two places hold the same weights, bit for bit.
+
+    F(tensor) = sum over i of PRF(key(name), i) * (bits[i] + 1)   mod 2**64, in two lanes with independent keys
+
+where `bits[i]` is element i's bit pattern in the checkpoint's dtype, i the flat index in checkpoint coordinates, and
+PRF the splitmix64 generator (Steele, Lea, Flood 2014) at position i of a stream that starts at the tensor's key,
+xxh3-128 of its name. What this keeps true:
+
+- the order of the elements and how they are split over shards, ranks or fused runtime tensors do not matter;
+- F(new) = F(old) + the fingerprint of the change, in time proportional to the number of changed elements;
+- index and tensor name are bound in: two elements that change places, or two tensors, change the sum;
+- every bit counts (NaN payloads, the sign of zero), and a zero element counts as much as any other.
+
+It finds damage, not malice: whoever knows the keys can build collisions. Arithmetic wraps at 2**64 by design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tidemill.kernels.compiled import compiled
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+"""Bit patterns of elements: u1 (fp8, int8, packed int4), u2 (bf16, fp16) or u4 (fp32)."""
+
+Indices = npt.NDArray[np.int64]
+"""Flat indices of elements in checkpoint coordinates."""
+
+Lanes = tuple[np.uint64, np.uint64]
+
+MASK = (1 << 64) - 1
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+MIX_2 = np.uint64(0x94D049BB133111EB)
+SHIFT_1, SHIFT_2, SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
+ONE = np.uint64(1)
+ELEMENT_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32))
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A 128-bit linear fingerprint: an element of the group (Z / 2**64) x (Z / 2**64)."""
+
+    lo: int
+    hi: int
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        """Fingerprint of the union of two disjoint sets of elements, or of a tensor and a change of it."""
+        return Fingerprint((self.lo + other.lo) & MASK, (self.hi + other.hi) & MASK)
+
+    def __sub__(self, other: Fingerprint) -> Fingerprint:
+        """The change that leads from `other` to `self`."""
+        return Fingerprint((self.lo - other.lo) & MASK, (self.hi - other.hi) & MASK)
+
+    def hex(self) -> str:
+        """32 hexadecimal digits, high lane first."""
+        return f"{self.hi:016x}{self.lo:016x}"
+
+    @classmethod
+    def from_hex(cls, text: str) -> Fingerprint:
+        """The inverse of `hex`; ValueError for anything but 32 hexadecimal digits."""
+        if len(text) != 32:
+            raise ValueError(f"a fingerprint has 32 hexadecimal digits, got {len(text)} characters: {text[:40]!r}")
+        return cls.from_bytes(bytes.fromhex(text)[::-1])
+
+    def to_bytes(self) -> bytes:
+        """16 bytes, little-endian, low lane first."""
+        return self.lo.to_bytes(8, "little") + self.hi.to_bytes(8, "little")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Fingerprint:
+        """The inverse of `to_bytes`; ValueError unless given exactly 16 bytes."""
+        if len(data) != 16:
+            raise ValueError(f"a fingerprint has 16 bytes, got {len(data)}")
+        return cls(int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little"))
+
+
+ZERO = Fingerprint(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """Where the two pseudo-random streams of one tensor start."""
+
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(cls, name: str) -> TensorKey:
+        """The key of a tensor, from xxh3-128 of its checkpoint name."""
+        digest = xxhash.xxh3_128_intdigest(name.encode())
+        return cls(digest & MASK, digest >> 64)
+
+
+def fingerprint(bits: Bits, key: TensorKey, start: int = 0) -> Fingerprint:
+    """Fingerprint of elements [start, start + bits.size) of a tensor, read in C order.
+
+    `bits` has any shape; a view that is not contiguous is copied. Raises TypeError for a dtype other than u1, u2, u4
+    and ValueError for a negative start.
+    """
+    _check_elements(bits)
+    if start < 0:
+        raise ValueError(f"start must not be negative, got {start}")
+    flat = np.ascontiguousarray(bits).reshape(-1)
+    return _of_lanes(_sum_range(flat, np.uint64(start), np.uint64(key.lo), np.uint64(key.hi)))
+
+
+def fingerprint_at(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
+    """Fingerprint of the elements at `indices` (i8[n], flat, in any order) whose patterns are `bits` (uN[n]).
+
+    For runtime tensors whose elements lie in another order than the checkpoint's. Raises like `fingerprint`.
+    """
+    _check_elements(bits)
+    _check_same_size(indices, bits)
+    flat, where = np.ascontiguousarray(bits).reshape(-1), _flat_indices(indices)
+    return _of_lanes(_sum_at(flat, where, np.uint64(key.lo), np.uint64(key.hi)))
+
+
+def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bits: Bits) -> Fingerprint:
+    """F(new) - F(old) when the elements at `indices` (i8[n]) go from `old_bits` to `new_bits` (uN[n] each).
+
+    Raises TypeError for differing or unknown dtypes and ValueError for differing sizes.
+    """
+    _check_elements(old_bits)
+    if old_bits.dtype != new_bits.dtype:
+        raise TypeError(f"old bits are {old_bits.dtype}, new bits {new_bits.dtype}: a change keeps the dtype")
+    _check_same_size(indices, old_bits)
+    _check_same_size(indices, new_bits)
+    old, new = np.ascontiguousarray(old_bits).reshape(-1), np.ascontiguousarray(new_bits).reshape(-1)
+    return _of_lanes(_sum_change(old, new, _flat_indices(indices), np.uint64(key.lo), np.uint64(key.hi)))
+
+
+def _of_lanes(lanes: Lanes) -> Fingerprint:
+    return Fingerprint(int(lanes[0]), int(lanes[1]))
+
+
+def _check_elements(bits: Bits) -> None:
+    if bits.dtype not in ELEMENT_TYPES:
+        raise TypeError(f"bit patterns must be uint8, uint16 or uint32, got {bits.dtype}: take a view as one of them")
+
+
+def _check_same_size(indices: Indices, bits: Bits) -> None:
+    if indices.size != bits.size:
+        raise ValueError(f"{indices.size} indices for {bits.size} elements")
+
+
+def _flat_indices(indices: Indices) -> Indices:
+    return np.ascontiguousarray(indices, dtype=np.int64).reshape(-1)
+
+
+@compiled
+def _prf(position: np.uint64) -> np.uint64:
+    mixed = (position ^ (position >> SHIFT_1)) * MIX_1
+    mixed = (mixed ^ (mixed >> SHIFT_2)) * MIX_2
+    return mixed ^ (mixed >> SHIFT_3)
+
+
+@compiled
+def _sum_range(bits: Bits, start: np.uint64, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
+    lo = np.uint64(0)
+    hi = np.uint64(0)
+    for i in range(bits.size):
+        step = (start + np.uint64(i) + ONE) * GAMMA
+        weight = np.uint64(bits[i]) + ONE
+        lo += _prf(key_lo + step) * weight
+        hi += _prf(key_hi + step) * weight
+    return lo, hi
+
+
+@compiled
+def _sum_at(bits: Bits, indices: Indices, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
+    lo = np.uint64(0)
+    hi = np.uint64(0)
+    for i in range(bits.size):
+        step = (np.uint64(indices[i]) + ONE) * GAMMA
+        weight = np.uint64(bits[i]) + ONE
+        lo += _prf(key_lo + step) * weight
+        hi += _prf(key_hi + step) * weight
+    return lo, hi
+
+
+@compiled
+def _sum_change(old: Bits, new: Bits, indices: Indices, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
+    lo = np.uint64(0)
+    hi = np.uint64(0)
+    for i in range(indices.size):
+        step = (np.uint64(indices[i]) + ONE) * GAMMA
+        weight = np.uint64(new[i]) - np.uint64(old[i])
+        lo += _prf(key_lo + step) * weight
+        hi += _prf(key_hi + step) * weight
+    return lo, hi
