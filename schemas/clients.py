@@ -386,6 +386,14 @@ class GroupMember:
             places = [TopicPartition(self._names.of(topic), p, offset) for (topic, p), offset in offsets.items()]
             self._consumer.commit(offsets=places, asynchronous=False)
 
+    def pause(self) -> None:
+        """Fetch nothing more from the partitions owned now; polling goes on and keeps the membership alive."""
+        self._consumer.pause(self._consumer.assignment())
+
+    def resume(self) -> None:
+        """Fetch again after `pause`."""
+        self._consumer.resume(self._consumer.assignment())
+
     def assignment(self) -> set[tuple[Topic, int]]:
         """Partitions that this member owns now."""
         return {(self._names.parse(tp.topic), tp.partition) for tp in self._consumer.assignment()}

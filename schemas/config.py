@@ -72,3 +72,13 @@ class RunSettings(Section):
 
     seed: int = Field(default=0, ge=0)
     """Root of all randomness of the run."""
+
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups that one optimizer step trains on. The feeder's admission and the trainer's batches share it."""
+
+    max_policy_lag: int = Field(default=4, ge=0)
+    """Most versions that a trained token may be behind the trainer: admission keeps to it, and the trainer excludes
+    what passes it all the same."""
+
+    max_steps: int = Field(default=60, ge=0)
+    """Optimizer steps of the run. 0: evaluation only."""
