@@ -1,0 +1,1 @@
+"""How the pieces are put together: configuration, the command line, the local stack and the demonstration."""

@@ -1,0 +1,64 @@
+"""The command line: `tidemill`, with one command a role.
+
+Imports of a role happen inside its command, so that `--help` is quick and a role's host needs only that role's extra.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from tidemill.compose.demo.command import demo
+from tidemill.compose.options import with_settings
+from tidemill.compose.query_command import query
+from tidemill.compose.roles import documents, feed, rollout, serve, sink, stream, train
+from tidemill.compose.stack.commands import stack_app
+from tidemill.compose.topics_command import topics
+
+app = typer.Typer(
+    name="tidemill",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Train a language model continuously from the events of a running product, on a durable, replayable log.
+
+Try it: `tidemill demo`. Each role also runs alone against any Kafka:
+
+    tidemill topics --create --bootstrap kafka:9092
+    tidemill train --bootstrap kafka:9092 --run-id tuesday
+    tidemill serve --bootstrap kafka:9092 --run-id tuesday --port 8100
+
+Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRAINER__MAX_STEPS=40`), then flags
+(`--set trainer.max_steps=40`); later ones win.""",
+)
+
+app.add_typer(stack_app, name="stack")
+app.command(rich_help_panel="The log")(topics)
+for _role in (feed, rollout, documents):
+    app.command(rich_help_panel="Producers")(with_settings(_role))
+app.command(rich_help_panel="Streams")(with_settings(stream))
+app.command(rich_help_panel="Trainer")(with_settings(train))
+for _role in (serve, sink):
+    app.command(rich_help_panel="Consumers")(with_settings(_role))
+app.command(rich_help_panel="Consumers")(query)
+app.command(rich_help_panel="All of it")(demo)
+
+EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)
+"""Errors whose message is written for the person at the keyboard; anything else keeps its traceback."""
+
+
+def main() -> None:
+    """Entry point: errors that explain themselves end in one line and status 1."""
+    try:
+        app()
+    except EXPLAINED as error:
+        if os.environ.get("TIDEMILL_TRACEBACK"):
+            raise
+        typer.echo(f"tidemill: {error or type(error).__name__} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

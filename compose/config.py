@@ -1,0 +1,142 @@
+"""The one typed configuration of Tidemill: every section of every role, from a TOML file, the environment and flags.
+
+Later sources win: TOML file, then `TIDEMILL_<SECTION>__<KEY>` in the environment, then flags. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from tidemill.compose.demo.config import DemoSettings
+from tidemill.compose.stack.config import StackSettings
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.streams.config import StreamSettings
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.midtrain_config import MidtrainSettings
+
+DEFAULT_FILE = Path("tidemill.toml")
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names the keys and what is wrong with each."""
+
+
+class TidemillSettings(BaseSettings):
+    """Every section of the configuration."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEMILL_", env_nested_delimiter="__", extra="forbid", use_attribute_docstrings=True
+    )
+
+    kafka: KafkaSettings = Field(default_factory=KafkaSettings)
+    """How to reach the log."""
+    store: StoreSettings = Field(default_factory=StoreSettings)
+    """Where large bytes lie."""
+    run: RunSettings = Field(default_factory=RunSettings)
+    """Which training run this is."""
+    stack: StackSettings = Field(default_factory=StackSettings)
+    """The local Kafka."""
+    midtrain: MidtrainSettings = Field(default_factory=MidtrainSettings)
+    """Next-token training that makes the starting checkpoint."""
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    """Reinforcement learning from groups."""
+    feed: FeedSettings = Field(default_factory=FeedSettings)
+    """The task feeder and its admission control."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """Rollout workers."""
+    stream: StreamSettings = Field(default_factory=StreamSettings)
+    """Group assembly."""
+    replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
+    """The vLLM replica."""
+    sink: SinkSettings = Field(default_factory=SinkSettings)
+    """The ClickHouse sink."""
+    demo: DemoSettings = Field(default_factory=DemoSettings)
+    """The demonstration."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then the TOML file."""
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None) -> TidemillSettings:
+    """The configuration from a file (default `tidemill.toml`, where it exists), the environment and flags.
+
+    Args:
+        file: a TOML file whose tables are the sections.
+        flags: a tree of values, section first, as parsed from the command line.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value is out of range.
+    """
+    if file is not None and not file.is_file():
+        raise ConfigError(f"configuration file {file} does not exist")
+
+    class Located(TidemillSettings):
+        model_config = SettingsConfigDict(toml_file=file or DEFAULT_FILE)
+
+    try:
+        return Located(**(flags or {}))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+    return "the configuration is not usable:\n" + "\n".join(lines)
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, Any]:
+    """`["trainer.max_steps=3"]` -> `{"trainer": {"max_steps": "3"}}`; the values are parsed by the model.
+
+    Raises:
+        ConfigError: an assignment has no `section.key=value` form.
+    """
+    tree: dict[str, Any] = {}
+    for text in assignments:
+        path, equals, value = text.partition("=")
+        keys = path.split(".")
+        if not equals or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance trainer.max_steps=40")
+        merge(tree, nest(keys, value))
+    return tree
+
+
+def nest(keys: list[str], value: object) -> dict[str, Any]:
+    """`["a", "b"], 1` -> `{"a": {"b": 1}}`."""
+    tree: Any = value
+    for key in reversed(keys):
+        tree = {key: tree}
+    return dict(tree)
+
+
+def merge(into: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Merge `other` into `into`, key by key; `other` wins. Returns `into`."""
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        else:
+            into[key] = value
+    return into

@@ -1,0 +1,100 @@
+"""The summary of a demonstration, for a person and for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tidemill.compose.demo.state import LoopState
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Median and 95th percentile."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a demonstration showed. Times in the unit of their name."""
+
+    run_id: str
+    seed: int
+    held_out_before: float
+    held_out_after: float
+    held_out_rollouts: int
+    """Rollouts behind each of the two rates (the smaller number)."""
+    rewards_shuffled: bool
+    learning_rate: float
+    versions: int
+    max_policy_lag: int
+    policy_lag_bound: int
+    policy_lag_tokens: dict[int, int]
+    rollouts_spanning_versions: int
+    rollouts_trained: int
+    groups: int
+    refusals: int
+    delta_bytes: Percentiles
+    delta_density: Percentiles
+    """Changed elements as a share of all; read it beside the learning rate."""
+    pause_ms: Percentiles
+    decode_step_ms: Percentiles
+    step_to_served_s: Percentiles
+    fingerprints_equal: bool
+    loop_seconds: float
+    """From the first weight version to the last proof."""
+    seconds: float
+    data_dir: Path
+
+
+def percentiles(values: list[float]) -> Percentiles:
+    """Median and 95th percentile; zeros when there is nothing."""
+    if not values:
+        return Percentiles(0.0, 0.0)
+    return Percentiles(*(round(float(v), 6) for v in np.percentile(values, [50, 95])))
+
+
+def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_dir: Path) -> Summary:
+    """The summary of a finished loop."""
+    held_out = state.held_out()
+    first, last = (held_out[0], held_out[-1]) if held_out else (None, None)
+    updates = state.updates()
+    deltas = [m for m in state.manifests.values() if m.parent is not None]
+    members = state.trained_members()
+    lag = state.lag()
+    return Summary(
+        run_id=state.run_id,
+        seed=seed,
+        held_out_before=round(first.rate, 4) if first else 0.0,
+        held_out_after=round(last.rate, 4) if last else 0.0,
+        held_out_rollouts=min(first.rollouts, last.rollouts) if first and last else 0,
+        rewards_shuffled=any(group.rewards_shuffled for group in state.train_groups()),
+        learning_rate=max((m.learning_rate for m in deltas), default=0.0),
+        versions=state.version,
+        max_policy_lag=max(lag, default=0),
+        policy_lag_bound=bound,
+        policy_lag_tokens=dict(sorted(lag.items())),
+        rollouts_spanning_versions=state.spanning(),
+        rollouts_trained=len(members),
+        groups=len(state.train_groups()),
+        refusals=state.refusals,
+        delta_bytes=percentiles([float(m.delta_bytes) for m in deltas]),
+        delta_density=percentiles([m.n_changed / m.n_elements for m in deltas]),
+        pause_ms=percentiles([ack.pause_ms for ack in updates]),
+        decode_step_ms=percentiles([ack.decode_step_ms for ack in updates if ack.decode_step_ms > 0]),
+        step_to_served_s=percentiles([ack.step_to_served_ms / 1000 for ack in updates]),
+        fingerprints_equal=state.fingerprints_equal(),
+        loop_seconds=_loop_seconds(state),
+        seconds=round(seconds, 1),
+        data_dir=data_dir,
+    )
+
+
+def _loop_seconds(state: LoopState) -> float:
+    begins = [manifest.published_at for manifest in state.manifests.values()]
+    ends = [ack.at for ack in state.served.values()]
+    return round((max(ends) - min(begins)) / 1e6, 1) if begins and ends else 0.0

@@ -1,0 +1,86 @@
+"""The live screen of the demonstration: a picture of a `LoopState`, drawn with rich."""
+
+from __future__ import annotations
+
+from rich.console import Group as Lines
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.summary import Summary
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 60
+
+
+def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
+    """The last values as a row of bars between `low` and `high`."""
+    span = (high - low) or 1.0
+    steps = [min(max((value - low) / span, 0.0), 1.0) for value in values[-SPARK_WIDTH:]]
+    return "".join(SPARKS[round(step * (len(SPARKS) - 1))] for step in steps)
+
+
+def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage: str) -> RenderableType:
+    """The whole screen."""
+    title = f"tidemill · {state.run_id} · {stage} · {elapsed_s:.0f} s"
+    return Panel(Lines(_learning(state, steps), _weights(state, bound)), title=title, border_style="cyan")
+
+
+def _learning(state: LoopState, steps: int) -> Table:
+    held_out = state.held_out()
+    rewards = [state.mean_reward(state.steps[step]) for step in sorted(state.steps)]
+    table = Table.grid(padding=(0, 2))
+    rates = ", ".join(f"v{h.version} {h.rate:.2f} (n={h.rollouts})" for h in held_out[-4:]) or "waiting"
+    table.add_row("held-out success", rates, Text(sparkline([h.rate for h in held_out]), style="green"))
+    latest = f"{rewards[-1]:.2f}" if rewards else "waiting"
+    table.add_row("reward (training)", latest, Text(sparkline(rewards), style="yellow"))
+    table.add_row("optimizer step", f"{len(state.steps)} of {steps}", "")
+    groups = state.train_groups()
+    by_reason = {reason: sum(g.closed_by == reason for g in groups) for reason in {g.closed_by for g in groups}}
+    table.add_row("groups assembled", str(len(groups)), ", ".join(f"{k} {v}" for k, v in sorted(by_reason.items())))
+    return table
+
+
+def _weights(state: LoopState, bound: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    lag = state.lag()
+    tokens = sum(lag.values())
+    shares = "  ".join(f"{k}: {v / tokens:.0%}" for k, v in sorted(lag.items()))
+    table.add_row("policy lag", f"max {max(lag, default=0)}, bound {bound}", shares)
+    newest = state.manifests.get(state.version)
+    size = (
+        ""
+        if newest is None or newest.parent is None
+        else _size_of(newest.delta_bytes, newest.n_changed, newest.n_elements)
+    )
+    table.add_row("trainer", f"v{state.version}", size)
+    for replica_id, ack in sorted(state.last_ack.items()):
+        pause = f"pause {ack.pause_ms:.1f} ms, {ack.status.value}, {ack.requests_in_flight} requests in flight"
+        table.add_row(replica_id, f"v{ack.serving_version}", pause)
+    return table
+
+
+def _size_of(delta_bytes: int, changed: int, elements: int) -> str:
+    return f"delta {delta_bytes / 1024:,.0f} KiB, {changed / elements:.1%} of the weights changed"
+
+
+def closing(summary: Summary, queries: list[str]) -> RenderableType:
+    """What remains on the screen at the end."""
+    table = Table.grid(padding=(0, 2))
+    rows = [
+        ("held-out success", f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}  ({summary.held_out_rollouts} rollouts each)"),
+        ("weight versions", f"{summary.versions}, fingerprints {'equal' if summary.fingerprints_equal else 'NOT EQUAL'}"),
+        ("policy lag", f"max {summary.max_policy_lag}, bound {summary.policy_lag_bound}"),
+        ("spanning versions", f"{summary.rollouts_spanning_versions} of {summary.rollouts_trained} trained rollouts"),
+        ("swap pause", f"p50 {summary.pause_ms.p50:.1f} ms, p95 {summary.pause_ms.p95:.1f} ms"),
+        ("step to served", f"p50 {summary.step_to_served_s.p50:.2f} s, p95 {summary.step_to_served_s.p95:.2f} s"),
+        ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
+        ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
+        ("data", str(summary.data_dir)),
+    ]  # fmt: skip
+    for name, value in rows:
+        table.add_row(name, value)
+    asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
+    return Panel(Lines(table, asks), title=f"tidemill · {summary.run_id}", border_style="green")

@@ -1,0 +1,29 @@
+"""Finding the log: a configured bootstrap address always wins over the local stack."""
+
+from __future__ import annotations
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.stack import local_bootstrap
+from tidemill.schemas.config import KafkaSettings
+
+
+def with_local_log(settings: TidemillSettings) -> TidemillSettings:
+    """Settings whose Kafka address is known: the configured one, or that of the running local stack.
+
+    Raises:
+        ConnectionError: neither is there.
+    """
+    if settings.kafka.bootstrap:
+        return settings
+    address = local_bootstrap(settings.stack)
+    if address is None:
+        raise ConnectionError(
+            "no Kafka: give --bootstrap HOST:PORT (or TIDEMILL_KAFKA__BOOTSTRAP), or start the local stack with "
+            "`tidemill stack up`"
+        )
+    return settings.model_copy(update={"kafka": with_address(settings.kafka, address)})
+
+
+def with_address(kafka: KafkaSettings, address: str) -> KafkaSettings:
+    """The same settings with another bootstrap address."""
+    return kafka.model_copy(update={"bootstrap": address})

@@ -1,0 +1,77 @@
+"""Options that every role of the command line shares, and the settings they lead to.
+
+`with_settings` gives a command these options and hands it a loaded `TidemillSettings` in their place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidemill.compose.config import TidemillSettings, load_settings, merge, nest, parse_assignments
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting; may be repeated."),
+]
+BootstrapOption = Annotated[
+    str | None, typer.Option("--bootstrap", help="Kafka address, host:port. Default: the local stack, where it runs.")
+]
+PrefixOption = Annotated[str | None, typer.Option("--topic-prefix", help="Prefix of every topic name.")]
+RunIdOption = Annotated[str | None, typer.Option("--run-id", help="Name of the training run.")]
+
+_COMMON: dict[str, tuple[Any, list[str]]] = {
+    "config": (ConfigOption, []),
+    "assignments": (SetOption, []),
+    "bootstrap": (BootstrapOption, ["kafka", "bootstrap"]),
+    "topic_prefix": (PrefixOption, ["kafka", "topic_prefix"]),
+    "run_id": (RunIdOption, ["run", "run_id"]),
+}
+
+
+def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) -> TidemillSettings:
+    """Settings of the common options (by parameter name) and a role's own flags, which win over `--set`."""
+    tree = parse_assignments(options.get("assignments") or [])
+    for name, (_, keys) in _COMMON.items():
+        if keys and options.get(name) is not None:
+            merge(tree, nest(keys, options[name]))
+    return load_settings(options.get("config"), merge(tree, flags or {}))
+
+
+def given(**flags: Any) -> dict[str, Any]:  # noqa: ANN401 - flag values of any type
+    """A flag tree from `section__key=value` arguments; values that are None were not given."""
+    tree: dict[str, Any] = {}
+    for path, value in flags.items():
+        if value is not None:
+            merge(tree, nest(path.split("__"), value))
+    return tree
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `settings_of` by the common options.
+
+    The command calls `settings_of(flag tree)` to load its settings.
+    """
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:  # noqa: ANN401 - typer's values
+        common = {name: arguments.pop(name) for name in _COMMON}
+        command(settings_of=functools.partial(settings_from, common), **arguments)
+
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings_of"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, (annotation, _) in _COMMON.items()
+    ]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped

@@ -1,0 +1,104 @@
+"""The long-running roles, each a process of its own: they meet only in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_local_log
+from tidemill.compose.options import given
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+
+
+class Phase(StrEnum):
+    """What `tidemill train` does."""
+
+    RL = "rl"
+    MIDTRAIN = "midtrain"
+
+
+def _begin(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: ANN401 - flag values of any type
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return with_local_log(settings_of(given(**flags)))
+
+
+def serve(
+    settings_of: SettingsOf,
+    replica_id: Annotated[str | None, typer.Option(help="Name of the replica.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible server.")] = None,
+    region: Annotated[str | None, typer.Option(help="Region, for staleness.")] = None,
+) -> None:
+    """Run a replica: vLLM's OpenAI-compatible server and the weight subscriber.
+
+    Joins from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
+    """
+    settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region)
+    from tidemill.consumers.replica import run
+
+    run(settings.kafka, settings.run, settings.store, settings.replica)
+
+
+def feed(
+    settings_of: SettingsOf,
+    sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,
+) -> None:
+    """Issue tasks, within the bound on staleness, and held-out tasks for evaluation."""
+    settings = _begin(settings_of, feed__sync=sync)
+    from tidemill.producers.feeder import run
+
+    run(settings.kafka, settings.run, settings.feed)
+
+
+def rollout(
+    settings_of: SettingsOf,
+    replica: Annotated[list[str] | None, typer.Option(help="Address of a replica, http://host:port; repeat.")] = None,
+) -> None:
+    """Run a rollout worker: episodes of tasks against replicas, tokens in and tokens out."""
+    settings = _begin(settings_of, rollout__replicas=replica)
+    from tidemill.producers.worker import run
+
+    run(settings.kafka, settings.run, settings.store, settings.rollout)
+
+
+def stream(settings_of: SettingsOf) -> None:
+    """Assemble groups: the Faust processor from rollouts to groups."""
+    settings = _begin(settings_of)
+    from tidemill.streams.faust_app import run
+
+    run(settings.kafka, settings.run, settings.stream)
+
+
+def train(
+    settings_of: SettingsOf,
+    phase: Annotated[Phase, typer.Option(help="rl: learn from groups; midtrain: make the starting model.")] = Phase.RL,
+    model: Annotated[str | None, typer.Option(help="Directory of the starting Hugging Face causal model.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
+) -> None:
+    """Train: from groups to weight versions, or (--phase midtrain) from documents to a starting checkpoint."""
+    if phase is Phase.MIDTRAIN:
+        settings = _begin(settings_of, midtrain__output=model)
+        from tidemill.trainer import midtrain
+
+        midtrain.run(settings.kafka, settings.run, settings.midtrain)
+        return
+    settings = _begin(settings_of, trainer__model=model, trainer__max_steps=max_steps)
+    from tidemill.trainer.run import run
+
+    run(settings.kafka, settings.run, settings.store, settings.trainer)
+
+
+def sink(
+    settings_of: SettingsOf,
+    http_port: Annotated[int | None, typer.Option(help="Port of the read-only ClickHouse HTTP endpoint.")] = None,
+) -> None:
+    """Write every topic into ClickHouse tables and serve them read-only over ClickHouse's HTTP protocol."""
+    settings = _begin(settings_of, sink__http_port=http_port)
+    from tidemill.consumers.sink import run
+
+    run(settings.kafka, settings.run, settings.sink)
