@@ -1,11 +1,12 @@
 """Child processes of one command: started with a log file each, watched, and stopped without orphans.
 
-Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error that
-carries the end of its log; stopping asks first (SIGTERM) and insists after a grace period (SIGKILL), group by group.
+Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error
+that carries the end of its log; stopping asks first (SIGTERM) and insists after a grace period (SIGKILL), group by group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -87,10 +88,8 @@ class Supervisor:
         """Ask a role to end, insist after the grace period, and take what is left of its process group along."""
         role = self._roles.pop(name)
         _signal(role, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             role.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
         _signal_group(role, signal.SIGKILL)
         role.process.wait()
 

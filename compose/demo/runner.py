@@ -59,7 +59,7 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     began = time.monotonic()
     plan = DemoPlan.of(settings)
     with _log(settings, plan, console) as located, Supervisor(plan.directory / "logs") as supervisor:
-        plan = plan.with_settings(located)
+        plan = plan.with_log_of(located)
         summary = _run(plan, supervisor, console, began)
     queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in QUERIES]
     console.print(closing(summary, queries))
@@ -144,9 +144,8 @@ def _follow(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: _Wa
 def _give_up_when_silent(plan: DemoPlan, watch: _Watch) -> None:
     silent_s = time.monotonic() - watch.heard_at
     if silent_s > plan.settings.demo.stall_timeout_s:
-        raise DemoFailed(
-            f"nothing has happened in the log for {silent_s:.0f} s; the roles' logs are in {plan.directory}/logs"
-        )
+        logs = plan.directory / "logs"
+        raise DemoFailed(f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {logs}")
 
 
 Show = Callable[[DemoPlan, LoopState, float], None]
@@ -180,14 +179,13 @@ class _LinePerStep:
         if now == self._shown or (not state.steps and not held_out):
             return
         self._shown = now
-        rate = (
-            f"held-out v{held_out[-1].version} {held_out[-1].rate:.2f} (n={held_out[-1].rollouts})" if held_out else ""
-        )
+        newest = held_out[-1] if held_out else None
+        rate = f"held-out v{newest.version} {newest.rate:.2f} (n={newest.rollouts})" if newest else ""
         reward = f"reward {state.mean_reward(state.steps[max(state.steps)]):.2f}" if state.steps else ""
         served = " ".join(f"{name} v{ack.serving_version}" for name, ack in sorted(state.last_ack.items()))
         lag = f"lag max {max(state.lag(), default=0)}"
-        print_line = f"{elapsed_s:6.0f} s  step {now[0]}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
-        self._console.print(print_line, highlight=False)
+        line = f"{elapsed_s:6.0f} s  step {now[0]}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
+        self._console.print(line, highlight=False)
 
 
 __all__ = ["DemoFailed", "RoleDied", "run_demo"]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import Summary
+from tidemill.schemas.records import Manifest
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
@@ -50,28 +51,29 @@ def _weights(state: LoopState, bound: int) -> Table:
     shares = "  ".join(f"{k}: {v / tokens:.0%}" for k, v in sorted(lag.items()))
     table.add_row("policy lag", f"max {max(lag, default=0)}, bound {bound}", shares)
     newest = state.manifests.get(state.version)
-    size = (
-        ""
-        if newest is None or newest.parent is None
-        else _size_of(newest.delta_bytes, newest.n_changed, newest.n_elements)
-    )
-    table.add_row("trainer", f"v{state.version}", size)
+    table.add_row("trainer", f"v{state.version}", _size_of(newest) if newest and newest.parent is not None else "")
     for replica_id, ack in sorted(state.last_ack.items()):
         pause = f"pause {ack.pause_ms:.1f} ms, {ack.status.value}, {ack.requests_in_flight} requests in flight"
         table.add_row(replica_id, f"v{ack.serving_version}", pause)
     return table
 
 
-def _size_of(delta_bytes: int, changed: int, elements: int) -> str:
-    return f"delta {delta_bytes / 1024:,.0f} KiB, {changed / elements:.1%} of the weights changed"
+def _size_of(manifest: Manifest) -> str:
+    density = manifest.n_changed / manifest.n_elements
+    return (
+        f"delta {manifest.delta_bytes / 1024:,.0f} KiB, {density:.1%} of the weights changed "
+        f"at learning rate {manifest.learning_rate:g}"
+    )
 
 
 def closing(summary: Summary, queries: list[str]) -> RenderableType:
     """What remains on the screen at the end."""
     table = Table.grid(padding=(0, 2))
+    equal = "equal" if summary.fingerprints_equal else "NOT EQUAL"
+    success = f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}"
     rows = [
-        ("held-out success", f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}  ({summary.held_out_rollouts} rollouts each)"),
-        ("weight versions", f"{summary.versions}, fingerprints {'equal' if summary.fingerprints_equal else 'NOT EQUAL'}"),
+        ("held-out success", f"{success}  ({summary.held_out_rollouts} rollouts each)"),
+        ("weight versions", f"{summary.versions}, fingerprints of trainer and live replicas {equal}"),
         ("policy lag", f"max {summary.max_policy_lag}, bound {summary.policy_lag_bound}"),
         ("spanning versions", f"{summary.rollouts_spanning_versions} of {summary.rollouts_trained} trained rollouts"),
         ("swap pause", f"p50 {summary.pause_ms.p50:.1f} ms, p95 {summary.pause_ms.p95:.1f} ms"),
@@ -79,7 +81,7 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
         ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
         ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
         ("data", str(summary.data_dir)),
-    ]  # fmt: skip
+    ]
     for name, value in rows:
         table.add_row(name, value)
     asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
