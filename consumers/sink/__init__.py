@@ -1,0 +1,17 @@
+"""The ClickHouse sink: every topic as a table, once per record, readable over ClickHouse's HTTP protocol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidemill.consumers.sink.config import SinkSettings
+    from tidemill.schemas.config import KafkaSettings, RunSettings
+
+
+def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
+    """Fill the tables until SIGTERM or SIGINT; see `service.run`."""
+    # The engine is loaded by the process that runs a sink, not by one that only reads its settings.
+    from tidemill.consumers.sink import service
+
+    service.run(kafka, run, sink)

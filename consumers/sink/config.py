@@ -1,0 +1,82 @@
+"""Settings of the ClickHouse sink: which engine, how much a flush holds, and where it is served."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import Field, SecretStr
+
+from tidemill.schemas.config import Section
+
+
+class TableEngine(StrEnum):
+    """Engine of the record tables. The sink writes each record once into either."""
+
+    MERGE_TREE = "MergeTree"
+    """One writer per partition, exact by its watermarks."""
+    REPLACING = "ReplacingMergeTree"
+    """Merges rows of equal position: a second guard where several writers may overlap; exact with FINAL."""
+
+
+class SinkSettings(Section):
+    """The ClickHouse sink."""
+
+    path: str = "data/clickhouse"
+    """Directory of the embedded engine (chDB), owned by one process at a time, and of the sink's state file."""
+
+    host: str = ""
+    """Address of a ClickHouse server. Empty: the embedded engine at `path`."""
+
+    port: int = Field(default=8123, ge=1, le=65535)
+    """HTTP port of the ClickHouse server."""
+
+    user: str = "default"
+    """User of the ClickHouse server."""
+
+    password: SecretStr = SecretStr("")
+    """Password of the ClickHouse server; better given by the environment than in a file."""
+
+    secure: bool = False
+    """Reach the ClickHouse server by HTTPS."""
+
+    database: str = Field(default="tidemill", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Database of the tables; created when it does not exist."""
+
+    table_engine: TableEngine = TableEngine.MERGE_TREE
+    """Engine of tables that the sink creates; existing tables keep theirs."""
+
+    http_port: int = Field(default=8123, ge=0, le=65535)
+    """Loopback port where the embedded engine answers ClickHouse's HTTP protocol, read-only. 0: a free one, named in
+    the log line and in the state file. Unused with a server, which answers for itself."""
+
+    flush_rows: int = Field(default=4000, ge=1)
+    """Rows that one flush holds at most; ClickHouse wants few large inserts."""
+
+    flush_bytes: int = Field(default=64 * 2**20, ge=2**16)
+    """Bytes of record values that one flush holds at most."""
+
+    flush_seconds: float = Field(default=1.0, gt=0)
+    """Age in seconds at which a smaller batch is flushed all the same."""
+
+    query_seconds: float = Field(default=60.0, gt=0)
+    """Longest a query over HTTP may run, in seconds."""
+
+    query_memory_bytes: int = Field(default=2 * 2**30, ge=2**20)
+    """Most memory a query over HTTP may take."""
+
+    result_bytes: int = Field(default=256 * 2**20, ge=2**16)
+    """Largest uncompressed result of a query over HTTP."""
+
+    query_threads: int = Field(default=4, ge=1)
+    """Queries over HTTP that run at once; further ones wait."""
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the tables lie in the embedded engine."""
+        return not self.host
+
+    @property
+    def directory(self) -> Path:
+        """`path`, absolute, with links resolved: the engine compares paths literally."""
+        return Path(self.path).expanduser().resolve()
