@@ -1,1 +1,36 @@
-.PHONY: setup
+# The two commands of the README, and what they share. Everything that is needed is installed from pinned versions.
+
+PYTHON ?= python3.11
+UV_VERSION := 0.13.9
+VENV := .venv
+STAMP := $(VENV)/.installed
+FOLDERS := schemas kernels producers streams trainer consumers compose
+
+.PHONY: setup demo test lint lock clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet uv==$(UV_VERSION)
+	$(VENV)/bin/uv pip sync --python $(VENV)/bin/python requirements.lock
+	$(VENV)/bin/uv pip install --python $(VENV)/bin/python --no-deps --no-build-isolation --editable .
+	mkdir -p $(VENV)/typed/tidemill
+	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder $(VENV)/typed/tidemill/$$folder; done
+	touch $@
+
+demo: setup
+	$(VENV)/bin/tidemill demo
+
+test: setup
+	$(VENV)/bin/python -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy -p tidemill
+
+lock:
+	$(VENV)/bin/uv pip compile pyproject.toml --all-extras --python-version 3.11 \
+	  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --generate-hashes --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) data build *.egg-info

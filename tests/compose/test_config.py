@@ -1,0 +1,68 @@
+"""One configuration: file, environment, flags, in that order, and nothing unknown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, parse_assignments
+
+
+def file_with(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "settings.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_later_sources_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = file_with(tmp_path, '[run]\nrun_id = "file"\nseed = 1\nmax_steps = 1\n')
+    monkeypatch.setenv("TIDEMILL_RUN__SEED", "2")
+    monkeypatch.setenv("TIDEMILL_RUN__MAX_STEPS", "2")
+    settings = load_settings(path, {"run": {"max_steps": "3"}})
+    assert (settings.run.run_id, settings.run.seed, settings.run.max_steps) == ("file", 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[run]\nunknown = 1\n", "run.unknown"),
+        ("[unknown]\nx = 1\n", "unknown"),
+        ("[run]\nseed = -1\n", "run.seed"),
+        ('[kafka]\npartitions = "many"\n', "kafka.partitions"),
+        ("[run\n", "settings.toml"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, named: str):
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        load_settings(file_with(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_settings(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize("text", ["", "x", "x=1", "a.=1", ".b=1", "a..b=1"])
+def test_assignments_of_another_form_are_refused(text: str):
+    with pytest.raises(ConfigError, match="SECTION"):
+        parse_assignments([text])
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers()), st.dictionaries(st.text(max_size=3), st.integers()))
+def test_merging_keeps_every_key_and_the_later_value(first: dict[str, int], second: dict[str, int]):
+    assert merge({"s": dict(first)}, {"s": second}) == {"s": {**first, **second}}
+
+
+def sections() -> list[type[BaseModel]]:
+    return [type(value) for value in load_settings().__dict__.values()]
+
+
+def test_every_field_is_documented_and_unknown_keys_are_refused_everywhere():
+    for section in [TidemillSettings, *sections()]:
+        assert section.model_config.get("extra") == "forbid", section
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name} has no docstring"

@@ -1,0 +1,147 @@
+"""The demonstration's numbers are a fold over the log: order, duplicates and other runs change nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.summary import percentiles, summarise
+from tidemill.compose.demo.view import closing, screen, sparkline
+from tidemill.schemas.records import (
+    AckStatus,
+    CloseReason,
+    Group,
+    GroupMember,
+    LagCount,
+    Manifest,
+    Mode,
+    RolloutStatus,
+    StepInput,
+    Task,
+    TrainStep,
+    WeightAck,
+)
+
+RUN = "run"
+
+
+def member(name: str, reward: float | None, versions: tuple[int, int] = (0, 0)) -> GroupMember:
+    done = reward is not None
+    return GroupMember(
+        rollout_id=name,
+        topic="rollouts",
+        partition=0,
+        offset=0,
+        status=RolloutStatus.COMPLETED if done else RolloutStatus.FAILED,
+        reward=reward,
+        advantage=0.0 if done else None,
+        success=reward == 1.0 if done else None,
+        sampled_tokens=5,
+        version_min=versions[0],
+        version_max=versions[1],
+    )
+
+
+def group(
+    name: str, members: list[GroupMember], mode: Mode = Mode.TRAIN, reason: CloseReason = CloseReason.SIZE
+) -> Group:
+    return Group(name, name, RUN, "ledger", mode, reason, len(members), members, None, 0, 1, False)
+
+
+def eval_task(name: str, version: int) -> Task:
+    return Task(name, name, RUN, "ledger", "{}", Mode.EVAL, 2, 8, 0, 0, 1, version)
+
+
+def step(number: int, groups: list[str], lag: list[LagCount]) -> TrainStep:
+    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
+    return TrainStep(
+        RUN, number, number, number - 1, inputs, [], 0, "c", "composer2", 1e-3, {}, lag, 2, 10, "f", "g", 0, 1
+    )
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(RUN, "main", version, version - 1 if version else None, version, 1e-3, 100, 50, 2048, [], [],
+                    f"print-{version}", None, 1_000_000 * version, 1_000_000 * version + 1)  # fmt: skip
+
+
+def ack(version: int, status: AckStatus = AckStatus.PROVED, replica: str = "r0", fingerprint: str = "") -> WeightAck:
+    expected = f"print-{version}"
+    return WeightAck(replica, "local", RUN, "main", "i", 1, version, version, status, "", fingerprint or expected,
+                     expected, 1, 1, 2.0 * version, 1, 1, 500, 3, 4, 2_000_000 * version + 2)  # fmt: skip
+
+
+def log() -> list[object]:
+    return [
+        eval_task("e0", 0),
+        eval_task("e1", 1),
+        group("e0", [member("e0/0", 1.0), member("e0/1", 0.0)], Mode.EVAL),
+        group("e1", [member("e1/0", 1.0), member("e1/1", 1.0), member("e1/2", None)], Mode.EVAL),
+        group("t0", [member("t0/0", 1.0, (0, 1)), member("t0/1", 0.0), member("t0/2", None)]),
+        group("t0", [member("t0/9", 1.0)], reason=CloseReason.LATE),
+        group("t1", [member("t1/0", 0.0)]),
+        manifest(0),
+        manifest(1),
+        step(1, ["t0"], [LagCount(0, 6), LagCount(1, 4)]),
+        ack(0, AckStatus.ANCHORED),
+        ack(1),
+        ack(1),
+    ]
+
+
+def folded(records: list[object]) -> LoopState:
+    state = LoopState(RUN)
+    for record in records:
+        state.observe(record)
+    return state
+
+
+def test_the_numbers():
+    state = folded(log())
+    assert [(h.version, h.rate, h.rollouts, h.tasks) for h in state.held_out()] == [(0, 0.5, 2, 1), (1, 1.0, 2, 1)]
+    assert (state.version, len(state.train_groups()), state.late) == (1, 2, 1)
+    assert state.lag() == {0: 6, 1: 4}
+    assert (state.spanning(), len(state.trained_members())) == (1, 2)
+    assert state.fingerprints_equal()
+    summary = summarise(state, seed=3, bound=4, seconds=9.0, data_dir=__file__)
+    assert (summary.held_out_before, summary.held_out_after) == (0.5, 1.0)
+    assert (summary.max_policy_lag, summary.policy_lag_bound, summary.versions) == (1, 4, 1)
+    assert (summary.pause_ms.p50, summary.step_to_served_s.p50) == (2.0, 0.5)
+    assert closing(summary, ["q"]) and screen(state, steps=1, bound=4, elapsed_s=1.0, stage="running")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_neither_duplicates_nor_the_order_between_topics_matters(seed: int):
+    records = log()[:10]
+    shuffled = [*records, *records]
+    random.Random(seed).shuffle(shuffled)
+    first, second = folded(records), folded(shuffled)
+    assert first.held_out() == second.held_out() and first.spanning() == second.spanning()
+
+
+def test_other_runs_are_left_alone():
+    state = folded([replace(record, run_id="other") for record in log()])
+    assert state.version == -1 and not state.groups and not state.fingerprints_equal()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [ack(1, fingerprint="another"), replace(ack(1), version=0, serving_version=0, fingerprint="print-0")],
+)
+def test_unequal_fingerprints_and_a_replica_behind_are_noticed(bad: WeightAck):
+    assert not folded([*log()[:-2], bad]).fingerprints_equal()
+
+
+def test_refusals_are_counted():
+    assert folded([*log(), ack(1, AckStatus.REFUSED)]).refusals == 1
+
+
+def test_sparkline_stays_within_its_bars():
+    assert sparkline([-1.0, 0.0, 0.5, 1.0, 9.0]) in ("▁▁▄██", "▁▁▅██")
+    assert sparkline([]) == ""
+
+
+def test_percentiles_of_nothing_are_zero():
+    assert percentiles([]) == percentiles([0.0])

@@ -1,0 +1,94 @@
+"""Children end with their parent, are stopped in groups, and are missed when they end early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidemill.compose.processes import RoleDied, Supervisor
+
+DEADLINE_S = 30.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_role_that_fails_is_reported_with_its_log(tmp_path: Path):
+    with Supervisor(tmp_path) as supervisor:
+        role = supervisor.start("bad", ["no-such-command"])
+        wait_until(lambda: role.process.poll() is not None)
+        with pytest.raises(RoleDied, match="no-such-command"):
+            supervisor.check()
+
+
+def test_a_role_may_end_well_only_where_it_may(tmp_path: Path):
+    with Supervisor(tmp_path) as supervisor:
+        role = supervisor.start("help", ["--help"])
+        wait_until(lambda: role.process.poll() is not None)
+        supervisor.check(may_end=["help"])
+        assert supervisor.ended("help")
+        with pytest.raises(RoleDied, match="ended early"):
+            supervisor.check()
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_stopping_insists_and_takes_grandchildren_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN, "utf-8")
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/sh\nexec {sys.executable} {script}\n", "utf-8")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    with Supervisor(tmp_path / "logs") as supervisor:
+        role = supervisor.start("stubborn", [])
+        wait_until(lambda: role.log.read_text().strip() != "")
+        grandchild = int(role.log.read_text())
+        supervisor.stop("stubborn", grace_s=0.2)
+    wait_until(lambda: not alive(role.process.pid) and not alive(grandchild))
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from tidemill.compose import processes
+supervisor = processes.Supervisor(Path(sys.argv[1]))
+sys.executable = sys.argv[2]
+print(supervisor.start("child", []).process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_parent_leaves_no_child(tmp_path: Path):
+    launcher = tmp_path / "launcher"
+    launcher.write_text("#!/bin/sh\nexec sleep 600\n", "utf-8")
+    launcher.chmod(0o755)
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "logs"), str(launcher)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not alive(child))

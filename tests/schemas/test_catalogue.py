@@ -1,0 +1,55 @@
+"""The catalogue declares what the design needs of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, co_partitioned
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import Tick
+
+
+def test_every_topic_is_declared_once():
+    assert set(CATALOGUE) == set(Topic)
+
+
+@pytest.mark.parametrize("topic", Topic)
+def test_keys_are_fields_of_the_records(topic: Topic):
+    spec = CATALOGUE[topic]
+    for cls in spec.values:
+        assert cls is Tick or spec.key in {field.name for field in dataclasses.fields(cls)}
+
+
+@pytest.mark.parametrize("partitions", [None, 1, 5])
+def test_rollouts_and_groups_are_co_partitioned(partitions: int | None):
+    assert co_partitioned(Topic.ROLLOUTS, Topic.GROUPS, KafkaSettings(partitions=partitions))
+
+
+@pytest.mark.parametrize("topic", [Topic.MANIFESTS, Topic.STEPS, Topic.ACKS])
+def test_chains_stay_totally_ordered(topic: Topic):
+    assert CATALOGUE[topic].partition_count(KafkaSettings(partitions=9)) == 1
+
+
+@pytest.mark.parametrize("topic", Topic)
+def test_names_go_both_ways(topic: Topic):
+    names = Names("shadow.")
+    assert names.parse(names.of(topic)) is topic
+    assert names.dead_letter(topic) == f"shadow.{topic.value}.dlq"
+
+
+@pytest.mark.parametrize("full", ["other.rollouts", "shadow.unknown", "shadow.", ""])
+def test_foreign_names_are_refused(full: str):
+    with pytest.raises(ValueError):
+        Names("shadow.").parse(full)
+
+
+def test_a_prefix_that_kafka_would_refuse_is_refused_early():
+    with pytest.raises(ValueError, match="letters"):
+        KafkaSettings(topic_prefix="no spaces")
+
+
+def test_a_missing_address_names_the_choices():
+    with pytest.raises(ValueError, match="tidemill stack up"):
+        KafkaSettings().address()

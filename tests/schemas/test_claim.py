@@ -1,0 +1,33 @@
+"""Claimed bytes come back whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.schemas.claim import ClaimError, load_claim, store_claim
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])
+def test_round_trip(tmp_path: Path, payload: bytes):
+    assert load_claim(store_claim(str(tmp_path), "a/b", payload)) == payload
+
+
+def test_any_fsspec_store_will_do():
+    assert load_claim(store_claim("memory://claims", "one", b"payload")) == b"payload"
+
+
+@pytest.mark.parametrize("damage", [b"payloae", b"payloa", b"payload+"])
+def test_changed_bytes_are_refused(tmp_path: Path, damage: bytes):
+    claim = store_claim(str(tmp_path), "one", b"payload")
+    Path(claim.uri).write_bytes(damage)
+    with pytest.raises(ClaimError, match="not the ones stored"):
+        load_claim(claim)
+
+
+def test_missing_bytes_are_said_to_be_missing(tmp_path: Path):
+    claim = store_claim(str(tmp_path), "one", b"payload")
+    Path(claim.uri).unlink()
+    with pytest.raises(ClaimError, match="gone"):
+        load_claim(claim)

@@ -1,0 +1,179 @@
+"""Producers, readers and group members against a real broker."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clients import DeliveryError, GroupMember, Located, LogReader, RecordProducer
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, send_dead_letter
+from tidemill.schemas.records import Document
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
+    create_topics(settings)
+    return settings
+
+
+def document(number: int) -> Document:
+    return Document(document_id=f"d{number}", source="test", text=f"text {number}")
+
+
+def write(settings: KafkaSettings, numbers: range) -> None:
+    with RecordProducer(settings, "test-writer") as producer:
+        for number in numbers:
+            producer.send(Topic.DOCUMENTS, document(number), key=f"d{number}")
+
+
+def read(reader: LogReader) -> list[Located]:
+    return list(reader.read_to_end(DEADLINE_S))
+
+
+def test_topics_are_as_declared_and_creating_them_again_changes_nothing(settings: KafkaSettings):
+    assert wait_for_broker(settings) >= 1
+    assert create_topics(settings) == []
+    states = check_topics(settings)
+    assert len(states) == 2 * len(CATALOGUE)
+    assert [state.drift for state in states] == [[]] * len(states)
+
+
+def test_drift_is_reported_and_missing_topics_too(settings: KafkaSettings):
+    other = settings.model_copy(update={"partitions": 3})
+    drifted = {state.name for state in check_topics(other) if state.drift}
+    assert Names(settings.topic_prefix).of(Topic.ROLLOUTS) in drifted
+    absent = settings.model_copy(update={"topic_prefix": "absent."})
+    assert all(state.drift == ["missing"] for state in check_topics(absent))
+
+
+def test_everything_written_is_read_once_in_order_of_each_partition(settings: KafkaSettings):
+    write(settings, range(500))
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        found = read(reader)
+        again = read(reader)
+    assert Counter(r.record.document_id for r in found) == Counter(f"d{n}" for n in range(500))
+    assert again == []
+    for partition in range(CATALOGUE[Topic.DOCUMENTS].partitions):
+        offsets = [r.offset for r in found if r.partition == partition]
+        assert offsets == sorted(offsets)
+
+
+def test_a_reader_starts_where_it_is_told(settings: KafkaSettings):
+    write(settings, range(40))
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        first = read(reader)
+        places = reader.next_offsets()
+    write(settings, range(40, 50))
+    with LogReader(settings, [Topic.DOCUMENTS], start=places) as reader:
+        assert {r.record.document_id for r in read(reader)} == {f"d{n}" for n in range(40, 50)}
+    with LogReader(settings, [Topic.DOCUMENTS], start="end") as reader:
+        assert read(reader) == []
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        list(reader.read_to_end())
+        one = first[0]
+        reader.seek(one.topic, one.partition, one.offset)
+        assert one in read(reader)
+
+
+def test_equal_keys_lie_where_java_would_put_them(settings: KafkaSettings):
+    with RecordProducer(settings, "test-writer") as producer:
+        positions = producer.send_acked(Topic.DOCUMENTS, [("21", document(n)) for n in range(3)])
+    # murmur2("21") = -973932308 (the test vector of Kafka's own UtilsTest), positive part modulo 4.
+    assert {p.partition for p in positions} == {(-973932308 & 0x7FFFFFFF) % 4}
+    assert [p.offset for p in positions] == [0, 1, 2]
+
+
+def test_poison_is_located_with_its_reason_and_the_stream_goes_on(settings: KafkaSettings):
+    names = Names(settings.topic_prefix)
+    with RecordProducer(settings, "test-writer") as producer:
+        for value in (b"poison", None, b"\xc3\x01" + bytes(20)):
+            producer.send_bytes(names.of(Topic.DOCUMENTS), value, key=b"k", partition=0)
+        producer.send(Topic.DOCUMENTS, document(1), key="k", partition=0)
+        with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+            producer.flush()
+            found = read(reader)
+            for located in found[:3]:
+                send_dead_letter(producer, names, located, located.error, "test")
+    assert [bool(located.error) for located in found] == [True, True, True, False]
+    assert found[3].record == document(1)
+    assert dead_letters(settings) == [(b"poison", "0"), (None, "1"), (b"\xc3\x01" + bytes(20), "2")]
+
+
+def dead_letters(settings: KafkaSettings) -> list[tuple[bytes | None, str]]:
+    from confluent_kafka import Consumer
+
+    consumer = Consumer({"bootstrap.servers": settings.address(), "group.id": "dlq", "auto.offset.reset": "earliest"})
+    consumer.subscribe([Names(settings.topic_prefix).dead_letter(Topic.DOCUMENTS)])
+    found = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < 3 and time.monotonic() < deadline:
+        message = consumer.poll(0.2)
+        if message is not None and message.error() is None:
+            headers = dict(message.headers())
+            assert headers[HEADER_REASON]
+            found.append((message.value(), headers[HEADER_OFFSET].decode()))
+    consumer.close()
+    return found
+
+
+def test_a_group_member_goes_on_from_what_was_committed(settings: KafkaSettings):
+    write(settings, range(30))
+    first = consume(settings, 30, commit=True)
+    write(settings, range(30, 40))
+    second = consume(settings, 10, commit=False)
+    third = consume(settings, 10, commit=False)
+    assert first == {f"d{n}" for n in range(30)}
+    assert second == third == {f"d{n}" for n in range(30, 40)}
+
+
+def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
+    member = GroupMember(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
+    found: list[Located] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < count and time.monotonic() < deadline:
+        found += member.poll(0.2)
+    if commit:
+        next_offsets: dict[tuple[Topic, int], int] = {}
+        for located in found:
+            place = (located.topic, located.partition)
+            next_offsets[place] = max(next_offsets.get(place, 0), located.offset + 1)
+        member.commit(next_offsets)
+    member.close()
+    return {located.record.document_id for located in found}
+
+
+def test_a_record_that_the_log_refuses_is_an_error(settings: KafkaSettings):
+    producer = RecordProducer(settings.model_copy(update={"topic_prefix": "absent."}), "test-writer")
+    with pytest.raises(DeliveryError):
+        producer.send_acked(Topic.DOCUMENTS, [("d", document(1))])
+
+
+def test_a_topic_that_does_not_exist_says_how_to_create_it(settings: KafkaSettings):
+    with pytest.raises(LookupError, match="tidemill topics --create"):
+        LogReader(settings.model_copy(update={"topic_prefix": "absent."}), [Topic.DOCUMENTS])
+
+
+def test_an_offset_that_is_no_longer_kept_is_an_error(settings: KafkaSettings):
+    from confluent_kafka import TopicPartition
+    from confluent_kafka.admin import AdminClient
+
+    write(settings, range(100))
+    client = AdminClient({"bootstrap.servers": settings.address()})
+    full = Names(settings.topic_prefix).of(Topic.DOCUMENTS)
+    for future in client.delete_records([TopicPartition(full, 0, 5)]).values():
+        future.result()
+    with pytest.raises(LookupError, match="the log begins at 5"):
+        LogReader(settings, [Topic.DOCUMENTS], start={(Topic.DOCUMENTS, 0): 2})
+
+
+def test_a_broker_that_is_not_there_is_said_to_be_not_there():
+    with pytest.raises(ConnectionError, match="tidemill stack up"):
+        wait_for_broker(KafkaSettings(bootstrap="127.0.0.1:9"), deadline_s=0.5)

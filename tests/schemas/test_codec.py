@@ -1,0 +1,126 @@
+"""Records survive the round trip in both framings, and nothing but DecodeError comes of bad bytes."""
+
+from __future__ import annotations
+
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from enum import StrEnum
+
+import fastavro
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, current_schema, known_schemas
+from tidemill.schemas.records import Document, Record, Task, Tick
+
+LONG = st.integers(-(2**63), 2**63 - 1)
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+
+
+def values_of(annotation: object) -> st.SearchStrategy:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is types.UnionType:
+        return st.none() | values_of(arguments[0])
+    if origin is list:
+        return st.lists(values_of(arguments[0]), max_size=3)
+    if origin is dict:
+        return st.dictionaries(TEXT, values_of(arguments[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return st.sampled_from(annotation)
+    if is_dataclass(annotation):
+        return records_of(typing.cast(type, annotation))
+    plain = {
+        int: LONG,
+        str: TEXT,
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        bytes: st.binary(max_size=40),
+    }
+    return plain[typing.cast(type, annotation)]
+
+
+def records_of(cls: type) -> st.SearchStrategy:
+    hints = typing.get_type_hints(cls)
+    return st.builds(cls, **{field.name: values_of(hints[field.name]) for field in fields(cls)})
+
+
+RECORDS = st.one_of(*(records_of(cls) for cls in RECORD_TYPES.values()))
+
+
+@pytest.mark.parametrize("url", [None, "mock://codec"])
+@settings(max_examples=150, deadline=None)
+@given(record=RECORDS)
+def test_round_trip(url: str | None, record: Record):
+    codec = codec_of(url)
+    assert codec.decode(codec.encode(record)) == record
+
+
+CODECS: dict[str | None, Codec] = {}
+
+
+def codec_of(url: str | None) -> Codec:
+    return CODECS.setdefault(url, Codec(url))
+
+
+def test_framings_are_the_standard_ones():
+    tick = Tick("worker", 5)
+    single = Codec().encode(tick)
+    assert single[:2] == b"\xc3\x01" and single[2:10] in dict((mark, t) for t, mark in known_schemas())
+    confluent = codec_of("mock://codec").encode(tick)
+    assert confluent[:1] == b"\x00" and confluent[5:] == single[10:]
+
+
+def test_a_reader_with_a_registry_reads_single_objects_too():
+    tick = Tick("worker", 5)
+    assert codec_of("mock://codec").decode(Codec().encode(tick)) == tick
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes):
+    with pytest.raises(DecodeError):
+        Codec().decode(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(record=RECORDS, data=st.data())
+def test_damaged_bytes_are_refused_or_read_as_some_record(record: Record, data: st.DataObject):
+    whole = Codec().encode(record)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(DecodeError):
+        Codec().decode(whole[:cut])
+    with pytest.raises(DecodeError):
+        Codec().decode(whole + b"\x00")
+    flipped = bytearray(whole)
+    flipped[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        Codec().decode(bytes(flipped))
+    except DecodeError:
+        return
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\xc3", b"\xc3\x01", b"\xc3\x01" + bytes(8), b"\x00\x00\x00\x00\x07x"])
+def test_what_has_no_schema_is_refused(value: bytes | None):
+    with pytest.raises(DecodeError):
+        Codec().decode(value)
+
+
+def test_a_registry_id_of_a_foreign_schema_is_refused():
+    from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+
+    client = SchemaRegistryClient.new_client({"url": "mock://foreign"})
+    foreign = client.register_schema("s", Schema('{"type":"record","name":"Other","fields":[]}', "AVRO"))
+    with pytest.raises(DecodeError):
+        codec_of("mock://foreign").decode(b"\x00" + foreign.to_bytes(4, "big"))
+
+
+def test_a_misfit_is_refused_before_it_is_written():
+    with pytest.raises(ValueError, match="Document"):
+        Codec().encode(Document(document_id=3, source="s", text="t"))  # type: ignore[arg-type]
+
+
+def test_times_stay_integers():
+    assert fastavro.parse_schema(current_schema(Task))  # the logical type is one that Avro knows
+    assert Codec().decode(Codec().encode(Tick("w", 1_700_000_000_000_000))) == Tick("w", 1_700_000_000_000_000)

@@ -1,0 +1,86 @@
+"""The code base as a whole: lint, format, types and the import rules of the design."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "schemas": set(),
+    "kernels": set(),
+    "producers": {"schemas"},
+    "streams": {"schemas"},
+    "trainer": {"schemas", "kernels"},
+    "consumers": {"schemas", "kernels"},
+    "compose": {"schemas", "kernels", "producers", "streams", "trainer", "consumers"},
+}
+
+
+def run(*command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_finds_nothing():
+    run("ruff", "check", ".")
+    run("ruff", "format", "--check", ".")
+
+
+def test_types_are_checked():
+    run("mypy", "-p", "tidemill")
+
+
+def imports_of(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide which folder is meant"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def forbidden(folder: str, source: str) -> list[str]:
+    allowed = MAY_IMPORT[folder] | {folder}
+    ours = [name.split(".")[1] for name in imports_of(source) if name.startswith("tidemill.")]
+    return [name for name in ours if name not in allowed]
+
+
+@pytest.mark.parametrize("folder", sorted(MAY_IMPORT))
+def test_import_rules(folder: str):
+    files = list((ROOT / folder).rglob("*.py"))
+    assert files
+    broken = {str(path): found for path in files if (found := forbidden(folder, path.read_text("utf-8")))}
+    assert not broken
+
+
+def test_the_import_rule_can_fail():
+    assert forbidden("producers", "from tidemill.trainer.step import x") == ["trainer"]
+    assert forbidden("trainer", "import tidemill.producers.worker") == ["producers"]
+    assert forbidden("trainer", "from tidemill.kernels import delta") == []
+
+
+def test_the_producer_side_needs_no_torch():
+    blocked = "import sys\nfor name in ('torch', 'transformers', 'vllm', 'faust', 'chdb'): sys.modules[name] = None\n"
+    modules = (
+        "tidemill.producers.worker, tidemill.producers.feeder, tidemill.producers.ledger, tidemill.schemas.clients"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}import {modules}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_topics_are_named_in_the_catalogue_alone():
+    from tidemill.schemas.catalogue import Topic
+
+    dotted = {topic.value for topic in Topic if "." in topic.value}
+    for path in (p for folder in MAY_IMPORT for p in (ROOT / folder).rglob("*.py")):
+        strings = {n.value for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Constant)}
+        named = {s for s in strings if isinstance(s, str) and s.removeprefix("tidemill.") in dotted}
+        assert not named or path.name == "catalogue.py", f"{path}: {named}"
