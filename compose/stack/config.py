@@ -1,0 +1,47 @@
+"""Settings of the local stack."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tidemill.schemas.config import Section
+
+HOST = "127.0.0.1"
+"""The local stack listens on the loopback interface only."""
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/tidemill`, or `~/.cache/tidemill`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill"
+
+
+class StackSettings(Section):
+    """How Apache Kafka runs on this machine."""
+
+    data_dir: Path = Path("data/stack")
+    """Where the brokers keep their data, logs, ports and process ids. One directory is one cluster."""
+
+    brokers: Literal[1, 3] = 1
+    """Brokers of the cluster, each of them a KRaft controller as well. Fixed once the directory is formatted."""
+
+    heap_mb: int = Field(default=384, ge=192)
+    """Java heap of each broker, in MiB."""
+
+    base_port: int = Field(default=0, ge=0, le=65_000)
+    """First of 2 * brokers consecutive ports. 0: free ones, chosen once and kept for later starts."""
+
+    fast_start: bool = True
+    """Compile with the JVM's quick compiler only: about half the CPU time at start, a lower peak throughput."""
+
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """How long the brokers may take until the admin API sees all of them, in seconds."""
+
+    stop_timeout_s: float = Field(default=20.0, gt=0)
+    """How long a broker may take to stop after SIGTERM before it gets SIGKILL, in seconds."""
+
+    cache_dir: Path = Field(default_factory=default_cache_dir)
+    """Where Kafka's jars are kept between clusters and runs."""

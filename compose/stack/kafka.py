@@ -1,0 +1,230 @@
+"""Apache Kafka on this machine: one or three KRaft nodes, each a detached JVM.
+
+What it keeps true: one directory is one cluster, formatted once; a node's ports and data outlive its process; commands
+on a directory run one at a time; an `up` that fails leaves none of the processes that it started; `down` leaves none.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tidemill.compose.stack.cluster import Cluster, Node, load_cluster, new_cluster, save_cluster
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.errors import BrokerFailed, StackError
+from tidemill.compose.stack.jars import jars_present, resolve_jars
+from tidemill.compose.stack.lock import exclusive
+from tidemill.compose.stack.ports import check_free, pick_ports
+from tidemill.compose.stack.process import Detached, stop_all
+from tidemill.compose.stack.properties import render, server_properties
+from tidemill.compose.stack.readiness import brokers_online, wait_online
+from tidemill.compose.stack.tools import find_java, find_maven
+
+LOG4J = Path(__file__).with_name("log4j2.properties")
+FORMAT_TIMEOUT_S = 120.0
+LOG_TAIL_LINES = 20
+
+Progress = Callable[[str], None]
+
+
+class NodeState(StrEnum):
+    """What a node is doing: serving; running but not serving; stopped on purpose; gone without being stopped."""
+
+    READY = "ready"
+    UNREADY = "unready"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node of the cluster."""
+
+    node_id: int
+    state: NodeState
+    pid: int | None
+    address: str
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackStatus:
+    """The cluster of a directory; without a cluster `nodes` is empty."""
+
+    data_dir: str
+    bootstrap: str
+    nodes: tuple[NodeStatus, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether every node serves."""
+        return bool(self.nodes) and all(node.state is NodeState.READY for node in self.nodes)
+
+
+def silent(message: str) -> None:
+    """A progress that tells nobody."""
+
+
+class LocalStack:
+    """The cluster of one data directory."""
+
+    def __init__(self, settings: StackSettings) -> None:
+        self._settings = settings
+        self._data_dir = settings.data_dir.absolute()
+
+    def up(self, progress: Progress = silent) -> StackStatus:
+        """Start what is not running and return when every broker is ready; nothing to do when all of them are.
+
+        Raises MissingTool (at once), PortTaken, BrokerFailed, StackBusy, StackError.
+        """
+        java = find_java()
+        if not jars_present(self._settings.cache_dir):
+            find_maven()
+        with self._lock(progress):
+            jars = resolve_jars(self._settings.cache_dir, progress)
+            cluster = self._cluster()
+            self._start_missing(cluster, java, jars, progress)
+            return self.status()
+
+    def down(self, progress: Progress = silent) -> None:
+        """Stop every broker of the directory; return when no process is left."""
+        if not self._data_dir.exists():
+            return
+        with self._lock(progress):
+            cluster = load_cluster(self._data_dir)
+            nodes = cluster.nodes if cluster else ()
+            stop_all([self._process(node) for node in nodes], self._settings.stop_timeout_s, progress)
+
+    def status(self) -> StackStatus:
+        """What runs now, asked of the processes and of the brokers."""
+        cluster = load_cluster(self._data_dir)
+        if cluster is None:
+            return StackStatus(str(self._data_dir), "", ())
+        pids = {node: found.pid if (found := self._process(node).find()) else None for node in cluster.nodes}
+        online = brokers_online(cluster.bootstrap) if any(pids.values()) else frozenset()
+        nodes = tuple(self._node_status(node, pids[node], online) for node in cluster.nodes)
+        return StackStatus(str(self._data_dir), cluster.bootstrap, nodes)
+
+    def _lock(self, progress: Progress) -> AbstractContextManager[None]:
+        patience = self._settings.start_timeout_s + self._settings.stop_timeout_s
+        return exclusive(self._data_dir / "stack.lock", patience, progress)
+
+    def _cluster(self) -> Cluster:
+        """The directory's cluster, made at the first start; its ports move only when asked and nothing runs."""
+        settings = self._settings
+        existing = load_cluster(self._data_dir)
+        if existing is None:
+            return self._save(new_cluster(pick_ports(2 * settings.brokers, settings.base_port)))
+        if len(existing.nodes) != settings.brokers:
+            raise StackError(
+                f"{self._data_dir} holds a cluster of {len(existing.nodes)} broker(s), not {settings.brokers}; choose "
+                f"another --data-dir, or give --brokers {len(existing.nodes)}"
+            )
+        if settings.base_port in (0, existing.nodes[0].broker_port):
+            return existing
+        if any(self._process(node).find() for node in existing.nodes):
+            raise StackError(f"the stack runs at {existing.bootstrap}; stop it first with `tidemill stack down`")
+        moved = new_cluster(pick_ports(2 * settings.brokers, settings.base_port))
+        return self._save(Cluster(existing.cluster_id, moved.nodes))
+
+    def _save(self, cluster: Cluster) -> Cluster:
+        save_cluster(self._data_dir, cluster)
+        return cluster
+
+    def _start_missing(self, cluster: Cluster, java: Path, jars: Path, progress: Progress) -> None:
+        missing = [node for node in cluster.nodes if self._process(node).find() is None]
+        check_free(port for node in missing for port in node.ports)
+        try:
+            for node in missing:
+                self._prepare(cluster, node, java, jars, progress)
+            for node in missing:
+                self._launch(node, java, jars)
+            self._wait(cluster, progress)
+        except BaseException:
+            # Also on Ctrl-C: a half-started cluster would hold its ports and memory with nobody to stop it.
+            stop_all([self._process(node) for node in missing], self._settings.stop_timeout_s, progress)
+            raise
+
+    def _prepare(self, cluster: Cluster, node: Node, java: Path, jars: Path, progress: Progress) -> None:
+        """Write the node's configuration, and format its storage unless it has been."""
+        home = node.directory(self._data_dir)
+        (home / "data").mkdir(parents=True, exist_ok=True)
+        config = home / "server.properties"
+        config.write_text(render(server_properties(cluster, node, home / "data")))
+        if (home / "data" / "meta.properties").exists():
+            return
+        progress(f"formatting the storage of broker {node.node_id}")
+        tool = ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        arguments = [*tool, "--cluster-id", cluster.cluster_id, "--config", str(config)]
+        command = [*self._jvm(node, java, jars, "format.log"), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FORMAT_TIMEOUT_S, check=False)
+        if done.returncode != 0:
+            raise BrokerFailed(f"formatting {home / 'data'} failed:\n{done.stdout}{done.stderr}")
+
+    def _launch(self, node: Node, java: Path, jars: Path) -> None:
+        home = node.directory(self._data_dir)
+        process = self._process(node)
+        server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
+        process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
+
+    def _jvm(self, node: Node, java: Path, jars: Path, log: str) -> list[str]:
+        """A small JVM that starts fast and dies rather than limp on without memory."""
+        return [
+            str(java),
+            f"-Xmx{self._settings.heap_mb}m",
+            "-XX:+UseSerialGC",
+            "-XX:+ExitOnOutOfMemoryError",
+            *(["-XX:TieredStopAtLevel=1"] if self._settings.fast_start else []),
+            f"-Dlog4j2.configurationFile={LOG4J}",
+            f"-Dtidemill.log={node.directory(self._data_dir) / log}",
+            "-cp",
+            str(jars / "*"),
+        ]
+
+    def _wait(self, cluster: Cluster, progress: Progress) -> None:
+        progress(f"waiting for {len(cluster.nodes)} broker(s) at {cluster.bootstrap}")
+        nodes = frozenset(node.node_id for node in cluster.nodes)
+        try:
+            wait_online(cluster.bootstrap, nodes, self._settings.start_timeout_s, lambda: self._check_alive(cluster))
+        except BrokerFailed as error:
+            raise BrokerFailed(f"{error}\n{self._log_tails(cluster)}") from error
+
+    def _check_alive(self, cluster: Cluster) -> None:
+        dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
+        if dead:
+            raise BrokerFailed(f"broker(s) {dead} ended while starting")
+
+    def _log_tails(self, cluster: Cluster) -> str:
+        homes = [node.directory(self._data_dir) for node in cluster.nodes]
+        return "\n".join(_tail(home / name) for home in homes for name in ("output.log", "kafka.log"))
+
+    def _node_status(self, node: Node, pid: int | None, online: frozenset[int]) -> NodeStatus:
+        log = str(node.directory(self._data_dir) / "kafka.log")
+        return NodeStatus(node.node_id, self._state(node, pid, online), pid, node.address, log)
+
+    def _state(self, node: Node, pid: int | None, online: frozenset[int]) -> NodeState:
+        if pid is not None:
+            return NodeState.READY if node.node_id in online else NodeState.UNREADY
+        return NodeState.DEAD if self._process(node).was_started else NodeState.STOPPED
+
+    def _process(self, node: Node) -> Detached:
+        home = node.directory(self._data_dir)
+        return Detached(home / "kafka.pid", f"-Dtidemill.node={home}")
+
+
+def local_bootstrap(data_dir: Path) -> str | None:
+    """Address of the local stack in `data_dir` when all of its brokers serve; else None."""
+    status = LocalStack(StackSettings(data_dir=data_dir)).status()
+    return status.bootstrap if status.ready else None
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log under its name; empty when there is none."""
+    if not path.exists():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join([f"--- last lines of {path}", *lines])

@@ -1,0 +1,68 @@
+"""A node's `server.properties`: KRaft, loopback, small, and quick to notice what happened to a client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.compose.stack.cluster import Cluster, Node
+from tidemill.compose.stack.config import HOST
+
+SMALL = {
+    # Topics are declared in the catalogue and created on purpose; Faust creates its own through the admin API.
+    "auto.create.topics.enable": "false",
+    "offsets.topic.num.partitions": "4",
+    "transaction.state.log.num.partitions": "4",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "background.threads": "2",
+    # The default of 128 MiB does not fit a small heap.
+    "log.cleaner.dedupe.buffer.size": "16777216",
+    "log.index.size.max.bytes": "1048576",
+    "log.segment.bytes": "268435456",
+}
+
+PROMPT = {
+    "group.initial.rebalance.delay.ms": "0",
+    # Members of the newer group protocol take these from the broker: a killed one is replaced after 10 s, not 45.
+    "group.consumer.session.timeout.ms": "10000",
+    "group.consumer.min.session.timeout.ms": "1000",
+    "group.consumer.heartbeat.interval.ms": "1000",
+    "group.consumer.min.heartbeat.interval.ms": "500",
+    "group.min.session.timeout.ms": "1000",
+}
+
+
+def server_properties(cluster: Cluster, node: Node, log_dir: Path) -> dict[str, str]:
+    """Every setting of one node that differs from Kafka's defaults."""
+    return {
+        "process.roles": "broker,controller",
+        "node.id": str(node.node_id),
+        "controller.quorum.voters": cluster.voters,
+        "controller.listener.names": "CONTROLLER",
+        "listeners": f"PLAINTEXT://{node.address},CONTROLLER://{HOST}:{node.controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{node.address}",
+        "log.dirs": str(log_dir),
+        **replication(len(cluster.nodes)),
+        **SMALL,
+        **PROMPT,
+    }
+
+
+def replication(brokers: int) -> dict[str, str]:
+    """Every topic on every broker; writes survive the loss of one of three."""
+    in_sync = min(2, brokers)
+    return {
+        "default.replication.factor": str(brokers),
+        "min.insync.replicas": str(in_sync),
+        "offsets.topic.replication.factor": str(brokers),
+        "transaction.state.log.replication.factor": str(brokers),
+        "transaction.state.log.min.isr": str(in_sync),
+        "share.coordinator.state.topic.replication.factor": str(brokers),
+        "share.coordinator.state.topic.min.isr": str(in_sync),
+    }
+
+
+def render(properties: dict[str, str]) -> str:
+    """As a Java properties file; a backslash is that format's escape character."""
+    return "".join(f"{key}={value.replace(chr(92), chr(92) * 2)}\n" for key, value in properties.items())

@@ -1,0 +1,42 @@
+"""Fixtures that every folder's tests share: a real Kafka, and names of their own on it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+
+EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
+
+
+@dataclass(frozen=True, slots=True)
+class Kafka:
+    """A running Kafka."""
+
+    bootstrap: str
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+    """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the length of the session."""
+    external = os.environ.get(EXTERNAL)
+    if external:
+        yield Kafka(external)
+        return
+    stack = LocalStack(StackSettings(data_dir=tmp_path_factory.mktemp("stack"), heap_mb=320))
+    try:
+        yield Kafka(stack.up(print).bootstrap)
+    finally:
+        stack.down(print)
+
+
+@pytest.fixture
+def topic_prefix() -> str:
+    """A topic prefix that no other test uses, so that tests share a broker."""
+    return f"t{uuid.uuid4().hex[:12]}."
