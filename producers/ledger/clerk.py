@@ -16,6 +16,7 @@ from random import Random
 from tidemill.producers.environment import Transcript
 from tidemill.producers.ledger.actions import Answer, Call, Operation
 from tidemill.producers.ledger.book import Ledger
+from tidemill.producers.ledger.tasks import CEILING
 from tidemill.producers.ledger.world import LedgerWorld
 
 _MUMBLES = ("add", "sub", "add total", "total", "answer", "credit", "debit")
@@ -37,6 +38,11 @@ class Clerk:
     """How often a turn slips; which slip it is, is drawn evenly."""
 
     slip_rate: float
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a rate that is no share."""
+        if not 0 <= self.slip_rate <= 1:
+            raise ValueError(f"a clerk's slip rate must be from 0 to 1, got {self.slip_rate}")
 
     def work(self, ledger: Ledger, rng: Random, spare_turns: int) -> Transcript:
         """The transcript of one attempt; it may end wrong, or without an answer when the turns are spent."""
@@ -76,4 +82,4 @@ class _Desk:
         return call
 
     def _carried(self, slip: Slip | None, rng: Random) -> int:
-        return rng.randint(0, 99) if slip is Slip.CARRY else self._total
+        return rng.randint(0, CEILING) if slip is Slip.CARRY else self._total

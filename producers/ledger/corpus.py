@@ -20,9 +20,9 @@ SOURCE = "ledger"
 
 def documents(seed: int, count: int, options: LedgerOptions, clerks: Sequence[Clerk]) -> Iterator[Document]:
     """Yields `count` documents, one ledger each, worked by a clerk drawn evenly from `clerks`."""
-    rng = Random(f"clerks:{seed}")
-    for index, ledger in enumerate(ledgers(seed, count, Split.TRAIN, options)):
-        transcript = rng.choice(clerks).work(ledger, rng, options.spare_turns)
+    authors, subjects = Random(f"ledger clerks {seed}"), Random(f"ledger documents {seed}")
+    for index, ledger in enumerate(ledgers(subjects, count, Split.TRAIN, options)):
+        transcript = authors.choice(clerks).work(ledger, authors, options.spare_turns)
         yield Document(f"{SOURCE}-{seed}-{index:07d}", SOURCE, render(ledger, transcript))
 
 

@@ -14,7 +14,7 @@ from random import Random
 from tidemill.producers.environment import Split, TaskDraft, TaskError, TaskQuery
 from tidemill.producers.ledger.book import MOST_ENTRIES, Ledger
 
-CEILING = 99
+CEILING = 49
 _LARGEST = CEILING // 2
 _HELD_OUT_ONE_IN = 8
 _PATIENCE = 10_000
@@ -30,7 +30,7 @@ class LedgerOptions:
     """When above 0, lengths are drawn evenly from `fewest_entries` to `entries`."""
     spare_turns: int = 2
     """Turns allowed beyond what a solution needs."""
-    largest: int = 30
+    largest: int = 20
     """Largest amount of an entry."""
 
     def __post_init__(self) -> None:
@@ -59,13 +59,13 @@ def split_of(payload: str) -> Split:
 def draw(query: TaskQuery) -> Iterator[TaskDraft]:
     """Yields `count` distinct drafts of the split. Raises `TaskError` when the options allow no more of them."""
     options = LedgerOptions.of(query.options)
-    for ledger in ledgers(query.seed, query.count, query.split, options):
+    rng = Random(f"ledger tasks {query.split} {query.seed}")
+    for ledger in ledgers(rng, query.count, query.split, options):
         yield TaskDraft(ledger.payload(), len(ledger.entries) + 1 + options.spare_turns, query.split)
 
 
-def ledgers(seed: int, count: int, split: Split, options: LedgerOptions) -> Iterator[Ledger]:
+def ledgers(rng: Random, count: int, split: Split, options: LedgerOptions) -> Iterator[Ledger]:
     """Yields `count` distinct ledgers of the split. Raises `TaskError` when the options allow no more of them."""
-    rng = Random(f"ledger:{split}:{seed}")
     seen: set[str] = set()
     misses = 0
     while len(seen) < count:
