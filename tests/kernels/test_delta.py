@@ -1,0 +1,176 @@
+"""Deltas are lossless for every bit pattern, independent of how they are cut, and applied to their base only."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tidemill.kernels.delta import (
+    BLOCK_ELEMENTS,
+    CHUNK_BYTES,
+    DeltaError,
+    FingerprintMismatch,
+    TensorChange,
+    Verdict,
+    apply_block,
+    cut,
+    decode_blocks,
+    decode_delta,
+    encode_delta,
+    encode_tensor,
+    guard,
+)
+from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
+
+UNHURRIED = settings(deadline=None)
+"""The first call of a compiled loop compiles it."""
+SPECIAL_BF16 = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x3F80]
+
+
+@st.composite
+def changes(draw, max_elements=200):
+    """A tensor of any element type and its successor, in which anything from nothing to everything changed."""
+    kind = draw(st.sampled_from(ELEMENT_TYPES))
+    shape = draw(hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=max(1, round(max_elements ** (1 / 3)))))
+    old = draw(hnp.arrays(kind.bits, shape))
+    keep = draw(hnp.arrays(np.bool_, shape, fill=st.booleans()))
+    new = np.where(keep, old, draw(hnp.arrays(kind.bits, shape)))
+    name = draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30))
+    return TensorChange(name, kind.name, old, new)
+
+
+def apply_all(blocks, tensors):
+    """Apply every block to the tensor of its name, in place; the verdicts."""
+    verdicts = []
+    for block in blocks:
+        verdicts.append(guard(block, tensors[block.name]))
+        if verdicts[-1] is Verdict.APPLY:
+            apply_block(block, tensors[block.name])
+    return verdicts
+
+
+@UNHURRIED
+@given(st.lists(changes(), max_size=4, unique_by=lambda c: c.name), st.integers(1, 400))
+def test_round_trip_through_chunks_of_any_size(tensors, limit):
+    chunks = list(cut(encode_delta(8, 7, tensors), limit))
+    held = {change.name: change.old_bits.copy() for change in tensors}
+    apply_all(decode_delta(chunks, 8, 7), held)
+    for change in tensors:
+        np.testing.assert_array_equal(held[change.name], change.new_bits)
+    assert all(len(chunk) == limit for chunk in chunks[:-1])
+
+
+@UNHURRIED
+@given(changes(), st.integers(1, 64))
+def test_blocks_are_independent_and_skip_what_is_already_in(change, block_elements):
+    blocks = list(encode_tensor(*change, block_elements))
+    held = {change.name: change.old_bits.copy()}
+    assert set(apply_all((d for b in reversed(blocks) for d in decode_blocks(b)), held)) <= {Verdict.APPLY}
+    np.testing.assert_array_equal(held[change.name], change.new_bits)
+    assert set(apply_all(decode_blocks(b"".join(blocks)), held)) <= {Verdict.SKIP}
+
+
+@UNHURRIED
+@given(changes(), st.integers(1, 64))
+def test_block_fingerprints_add_up_to_the_tensor(change, block_elements):
+    key = TensorKey.of(change.name)
+    total = fingerprint(change.old_bits, key)
+    for block in decode_blocks(b"".join(encode_tensor(*change, block_elements))):
+        total = total + block.target - block.base
+    assert total == fingerprint(change.new_bits, key)
+
+
+@pytest.mark.parametrize("old", SPECIAL_BF16)
+def test_special_patterns_survive(old):
+    """NaN payloads, both zeros, infinities and subnormals, from each to each."""
+    before = np.full(len(SPECIAL_BF16), old, np.uint16)
+    after = np.array(SPECIAL_BF16, np.uint16)
+    held = {"w": before.copy()}
+    apply_all(decode_blocks(b"".join(encode_tensor("w", "bfloat16", before, after))), held)
+    np.testing.assert_array_equal(held["w"], after)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([0.0001, 0.01, 0.3, 1.0]), st.integers(0, 2**32 - 1), st.sampled_from(ELEMENT_TYPES))
+def test_blocks_of_full_size(density, seed, kind):
+    generator = np.random.default_rng(seed)
+    old = generator.integers(0, 1 << 8 * kind.bits.itemsize, BLOCK_ELEMENTS + 1000, dtype=kind.bits)
+    new = np.where(generator.random(old.size) < density, old + kind.bits.type(1), old)
+    chunks = list(cut(encode_delta(1, 0, [TensorChange("w", kind.name, old, new)])))
+    assert max(map(len, chunks)) <= CHUNK_BYTES
+    held = {"w": old.copy()}
+    apply_all(decode_delta(iter(chunks), 1, 0), held)
+    np.testing.assert_array_equal(held["w"], new)
+
+
+def test_no_change_is_an_empty_delta():
+    bits = np.arange(100, dtype=np.uint16)
+    assert list(encode_tensor("w", "bfloat16", bits, bits)) == []
+    assert list(decode_delta(encode_delta(2, 1, [TensorChange("w", "bfloat16", bits, bits)]), 2, 1)) == []
+
+
+def test_equal_inputs_make_equal_bytes():
+    old = np.arange(5000, dtype=np.uint16)
+    new = np.where(old % 7 == 0, old + 1, old).astype(np.uint16)
+    change = TensorChange("w", "bfloat16", old, new)
+    assert list(encode_delta(2, 1, [change])) == list(encode_delta(2, 1, [change]))
+
+
+def one_block(old, new, name="w", dtype="bfloat16"):
+    (block,) = decode_blocks(b"".join(encode_tensor(name, dtype, old, new)))
+    return block
+
+
+def test_other_weights_are_refused_and_left_alone():
+    old = np.arange(100, dtype=np.uint16)
+    block = one_block(old, old + np.uint16(1))
+    other = old.copy()
+    other[50] ^= 1
+    with pytest.raises(FingerprintMismatch, match="re-sync from an anchor"):
+        guard(block, other)
+
+
+def test_a_change_outside_the_changed_elements_is_found():
+    old = np.arange(100, dtype=np.uint16)
+    new = old.copy()
+    new[3] = 7
+    drifted = old.copy()
+    drifted[60] ^= 0x8000
+    with pytest.raises(FingerprintMismatch):
+        guard(one_block(old, new), drifted)
+
+
+def test_another_name_size_or_width_is_refused():
+    old = np.arange(100, dtype=np.uint16)
+    block = one_block(old, old + np.uint16(1))
+    with pytest.raises(DeltaError, match="99 elements here, 100"):
+        guard(block, old[:99])
+    with pytest.raises(DeltaError, match="uint16 bit patterns, got uint32"):
+        guard(block, old.astype(np.uint32))
+    with pytest.raises(FingerprintMismatch):
+        guard(one_block(old, old + np.uint16(1), name="v"), old + np.uint16(2))
+
+
+def test_fragmented_memory_is_refused():
+    old = np.arange(100, dtype=np.uint16)
+    with pytest.raises(DeltaError, match="contiguous"):
+        apply_block(one_block(old, old + np.uint16(1)), np.zeros(200, np.uint16)[::2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("w", "bfloat16", np.zeros(3, np.uint16), np.zeros(4, np.uint16)), "keeps shapes"),
+        (("w", "complex64", np.zeros(3, np.uint16), np.zeros(3, np.uint16)), "cannot be carried"),
+        (("w", "bfloat16", np.zeros(3, np.uint8), np.zeros(3, np.uint8)), "uint16 bit patterns"),
+        (("", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16)), "name"),
+        (("x" * 1025, "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16)), "name"),
+        (("w", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16), BLOCK_ELEMENTS + 1), "blocks have"),
+        (("w", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16), 0), "blocks have"),
+    ],
+)
+def test_tensors_that_cannot_be_encoded_are_refused(arguments, message):
+    with pytest.raises(DeltaError, match=message):
+        list(encode_tensor(*arguments))

@@ -1,0 +1,147 @@
+"""The fingerprint is linear, bound to index and name, sees every bit, and equals its numpy twin."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tidemill.kernels.fingerprint import (
+    ZERO,
+    Fingerprint,
+    TensorKey,
+    fingerprint,
+    fingerprint_at,
+    fingerprint_change,
+)
+from tidemill.kernels.reference import fingerprint_reference
+
+UNHURRIED = settings(deadline=None)
+"""The first call of a compiled loop compiles it."""
+KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
+LANES = st.integers(0, 2**64 - 1)
+PATTERNS = st.sampled_from([np.uint8, np.uint16, np.uint32])
+
+
+def tensors(min_size=0, max_size=300):
+    return PATTERNS.flatmap(lambda kind: hnp.arrays(kind, st.integers(min_size, max_size)))
+
+
+@UNHURRIED
+@given(tensors(), st.integers(0, 2**40))
+def test_equals_its_numpy_twin(bits, start):
+    indices = np.arange(start, start + bits.size)
+    assert fingerprint(bits, KEY, start) == fingerprint_reference(bits, KEY, indices)
+
+
+@UNHURRIED
+@given(tensors(min_size=1), st.data())
+def test_change_leads_from_old_to_new(old, data):
+    new = data.draw(hnp.arrays(old.dtype, old.size))
+    changed = np.flatnonzero(old != new)
+    change = fingerprint_change(KEY, changed, old[changed], new[changed])
+    assert fingerprint(old, KEY) + change == fingerprint(new, KEY)
+    assert fingerprint(new, KEY) - fingerprint(old, KEY) == change
+
+
+@UNHURRIED
+@given(tensors(), st.data())
+def test_shards_sum_to_the_whole(bits, data):
+    at = data.draw(st.integers(0, bits.size))
+    assert fingerprint(bits[:at], KEY) + fingerprint(bits[at:], KEY, at) == fingerprint(bits, KEY)
+
+
+@UNHURRIED
+@given(tensors(), st.randoms(use_true_random=False))
+def test_order_does_not_matter(bits, random):
+    order = list(range(bits.size))
+    random.shuffle(order)
+    indices = np.array(order, dtype=np.int64)
+    assert fingerprint_at(bits[indices], KEY, indices) == fingerprint(bits, KEY)
+
+
+@UNHURRIED
+@given(tensors(min_size=2), st.data())
+def test_swapping_unequal_elements_changes_it(bits, data):
+    first, second = data.draw(st.lists(st.integers(0, bits.size - 1), min_size=2, max_size=2, unique=True))
+    swapped = bits.copy()
+    swapped[[first, second]] = bits[[second, first]]
+    assert (fingerprint(swapped, KEY) == fingerprint(bits, KEY)) == (bits[first] == bits[second])
+
+
+@UNHURRIED
+@given(tensors(min_size=1), st.data())
+def test_every_bit_counts(bits, data):
+    at = data.draw(st.integers(0, bits.size - 1))
+    flipped = bits.copy()
+    flipped[at] ^= bits.dtype.type(1 << data.draw(st.integers(0, bits.dtype.itemsize * 8 - 1)))
+    assert fingerprint(flipped, KEY) != fingerprint(bits, KEY)
+
+
+def test_a_zero_element_counts():
+    assert fingerprint(np.zeros(3, np.uint16), KEY) != fingerprint(np.zeros(4, np.uint16), KEY)
+
+
+def test_the_name_is_bound_in():
+    bits = np.arange(8, dtype=np.uint16)
+    assert fingerprint(bits, KEY) != fingerprint(bits, TensorKey.of("model.layers.1.mlp.down_proj.weight"))
+
+
+def test_lanes_are_independent():
+    both = fingerprint(np.arange(1000, dtype=np.uint16), KEY)
+    assert both.lo != both.hi
+
+
+def test_a_view_is_read_in_c_order():
+    bits = np.arange(12, dtype=np.uint16).reshape(3, 4)
+    assert fingerprint(bits.T, KEY) == fingerprint(np.ascontiguousarray(bits.T), KEY)
+
+
+def test_a_known_value_stays():
+    """Fingerprints lie in the log for as long as the log does: the definition must never move."""
+    value = fingerprint(np.arange(1000, dtype=np.uint16), TensorKey.of("model.norm.weight"))
+    assert value.hex() == "404ed3abb8961512bf3f420ceae2905b"
+
+
+@UNHURRIED
+@given(LANES, LANES, LANES, LANES)
+def test_group(a, b, c, d):
+    first, second = Fingerprint(a, b), Fingerprint(c, d)
+    assert first + second == second + first
+    assert first + second - second == first
+    assert first + ZERO == first
+
+
+@UNHURRIED
+@given(LANES, LANES)
+def test_text_and_bytes_round_trip(lo, hi):
+    value = Fingerprint(lo, hi)
+    assert Fingerprint.from_hex(value.hex()) == value
+    assert Fingerprint.from_bytes(value.to_bytes()) == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "g" * 32, "0" * 31, "0" * 33])
+def test_text_that_is_no_fingerprint_is_refused(text):
+    with pytest.raises(ValueError):
+        Fingerprint.from_hex(text)
+
+
+def test_bytes_that_are_no_fingerprint_are_refused():
+    with pytest.raises(ValueError, match="16 bytes"):
+        Fingerprint.from_bytes(b"\0" * 15)
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(TypeError, match="float32"):
+        fingerprint(np.zeros(3, np.float32), KEY)
+    with pytest.raises(TypeError, match="keeps the dtype"):
+        fingerprint_change(KEY, np.zeros(1, np.int64), np.zeros(1, np.uint8), np.zeros(1, np.uint16))
+
+
+def test_misfits_are_refused():
+    with pytest.raises(ValueError, match="negative"):
+        fingerprint(np.zeros(3, np.uint16), KEY, -1)
+    with pytest.raises(ValueError, match="2 indices for 3 elements"):
+        fingerprint_at(np.zeros(3, np.uint16), KEY, np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="2 indices for 3 elements"):
+        fingerprint_change(KEY, np.zeros(2, np.int64), np.zeros(2, np.uint16), np.zeros(3, np.uint16))
