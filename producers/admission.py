@@ -1,0 +1,239 @@
+"""Admission control: how many training tasks may be issued now, so that work which would be too stale never begins.
+
+The formula is AReaL's capacity, (eta + v + 1) * B - (accepted + running), counted in groups:
+
+    capacity = (eta + 1) * B - outstanding,    outstanding = issued - trained - excluded
+
+with `eta` the policy lag allowed and `B` the groups of a step. What holds:
+
+- a group counts once, whatever order its records come in and however often: the state is a set, rebuilt from the log;
+- a trained group frees its place when the version that it made is *served*, not when it is trained: a group issued in
+  between would start on tokens already one version older than the bound assumes;
+- a group that cannot be trained frees its place as soon as it closes. The trainer records exclusions only with its
+  next step, and would wait for ever for a step's worth of groups if the feeder waited for that record;
+- with eta = 0 this is the synchronous loop: a step's groups, trained, served, and only then the next ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    Manifest,
+    Mode,
+    Record,
+    RolloutStatus,
+    Task,
+    TrainStep,
+    WeightAck,
+)
+
+LATE = CloseReason.LATE.value
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPolicy:
+    """What bounds admission."""
+
+    groups_per_step: int
+    max_policy_lag: int
+    max_steps: int
+    replicas: int
+    """Replicas that must serve before anything is issued."""
+    replica_silence_us: int
+    overdue_us: int
+
+    @property
+    def places(self) -> int:
+        """Groups that may be outstanding at once: (eta + 1) * B."""
+        return (self.max_policy_lag + 1) * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """What is no longer waited for."""
+
+    groups: tuple[str, ...]
+    replicas: tuple[str, ...]
+
+
+def trainable(group: Group) -> bool:
+    """Whether a closed group carries a signal: some completed member's advantage is not zero."""
+    return any(member.status is RolloutStatus.COMPLETED and member.advantage for member in group.members)
+
+
+class ServedVersions:
+    """What the replicas serve, by their acks."""
+
+    def __init__(self, silence_us: int) -> None:
+        self._silence_us = silence_us
+        self._serving: dict[str, int] = {}
+        self._reached: dict[str, int] = {}
+
+    def observe(self, ack: WeightAck) -> None:
+        """Take an ack; of a replica's acks the one with the newest time counts. Before a first proof it serves none."""
+        if ack.at < self._reached.get(ack.replica_id, 0) or ack.serving_version < 0:
+            return
+        if ack.serving_version != self._serving.get(ack.replica_id):
+            self._reached[ack.replica_id] = ack.at
+        self._serving[ack.replica_id] = ack.serving_version
+
+    def drop_silent(self, now_us: int) -> list[str]:
+        """Forget the replicas that are still behind `silence_us` after another one served the newest version.
+
+        They count again with their next ack.
+        """
+        newest = max(self._serving.values(), default=-1)
+        leaders = [name for name, version in self._serving.items() if version == newest]
+        since = min((self._reached[name] for name in leaders), default=now_us)
+        if now_us - since <= self._silence_us:
+            return []
+        silent = [name for name, version in self._serving.items() if version < newest]
+        for name in silent:
+            del self._serving[name]
+        return silent
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas serve a proved version."""
+        return len(self._serving)
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that a replica serves; -1 when none serves."""
+        return min(self._serving.values(), default=-1)
+
+
+class AdmissionController:
+    """State machine over the records of one run and branch; the caller filters others out."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self._policy = policy
+        self._open: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._unserved: dict[int, set[str]] = {}
+        self._steps: set[int] = set()
+        self._closed: set[str] = set()
+        self._served = ServedVersions(policy.replica_silence_us)
+        self._ready = False
+        self._newest_version = -1
+
+    def observe(self, record: Record) -> int:
+        """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
+
+        Returns the capacity after it. Records of other types change nothing.
+        """
+        match record:
+            case Task(mode=Mode.TRAIN):
+                self._observe_task(record)
+            case Group(mode=Mode.TRAIN):
+                self._observe_group(record)
+            case TrainStep():
+                self._observe_step(record)
+            case Manifest():
+                self._newest_version = max(self._newest_version, record.version)
+            case WeightAck():
+                self._observe_ack(record)
+            case _:
+                pass
+        return self.capacity()
+
+    def expire(self, now_us: int) -> Expired:
+        """Stop waiting for what will not come: groups long past their deadline that never closed, silent replicas."""
+        limit = now_us - self._policy.overdue_us
+        overdue = [g for g, deadline in self._open.items() if deadline < limit and g not in self._closed]
+        for group in overdue:
+            self._end(group)
+        silent = self._served.drop_silent(now_us)
+        self._release()
+        return Expired(tuple(overdue), tuple(silent))
+
+    def capacity(self) -> int:
+        """Training tasks that may be issued now."""
+        free = self._policy.places - len(self._open)
+        return max(0, min(free, self._needed())) if self.ready else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough replicas have served a proved version; once so, it stays so."""
+        return self._ready
+
+    @property
+    def outstanding(self) -> int:
+        """Groups that hold a place."""
+        return len(self._open)
+
+    @property
+    def untrained(self) -> int:
+        """Groups that hold a place and are not trained yet."""
+        return len(self._open.keys() - self._trained())
+
+    @property
+    def unclosed(self) -> int:
+        """Groups that hold a place and have not been seen closed or trained."""
+        return len(self._open.keys() - self._closed - self._trained())
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps recorded."""
+        return len(self._steps)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step of the run is recorded."""
+        return self.steps >= self._policy.max_steps
+
+    @property
+    def newest_version(self) -> int:
+        """The newest version known from steps and manifests; -1 when there is none."""
+        return self._newest_version
+
+    @property
+    def served_version(self) -> int:
+        """The oldest version that a live replica serves; -1 when none does."""
+        return self._served.oldest
+
+    def _needed(self) -> int:
+        missing = (self._policy.max_steps - self.steps) * self._policy.groups_per_step
+        return missing - self.untrained
+
+    def _trained(self) -> set[str]:
+        return set().union(*self._unserved.values())
+
+    def _observe_task(self, task: Task) -> None:
+        if task.group_id not in self._ended:
+            self._open[task.group_id] = task.deadline_at
+
+    def _observe_group(self, group: Group) -> None:
+        if group.closed_by is CloseReason.LATE:
+            return
+        self._closed.add(group.group_id)
+        if not trainable(group):
+            self._end(group.group_id)
+
+    def _observe_step(self, step: TrainStep) -> None:
+        self._steps.add(step.step)
+        self._newest_version = max(self._newest_version, step.version)
+        for exclusion in step.exclusions:
+            if exclusion.reason != LATE:  # the group that the straggler belongs to has its own ending
+                self._end(exclusion.group_id)
+        self._unserved[step.version] = {entry.group_id for entry in step.inputs}
+        self._release()
+
+    def _observe_ack(self, ack: WeightAck) -> None:
+        self._served.observe(ack)
+        self._ready = self._ready or self._served.replicas >= self._policy.replicas
+        self._release()
+
+    def _release(self) -> None:
+        served = self.served_version
+        for version in [v for v in self._unserved if v <= served]:
+            for group in self._unserved.pop(version):
+                self._end(group)
+
+    def _end(self, group: str) -> None:
+        self._open.pop(group, None)
+        self._closed.discard(group)
+        self._ended.add(group)

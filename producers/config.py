@@ -1,0 +1,128 @@
+"""Settings of the producer roles: the task feeder and the rollout worker."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
+
+
+class FeedSettings(Section):
+    """What the task feeder issues, and how far ahead of the trainer it may run."""
+
+    environment: str = "ledger"
+    """Name of the environment that tasks are drawn from."""
+
+    options: dict[str, int] = Field(default_factory=dict)
+    """Difficulty of the tasks by name; what names there are is the environment's."""
+
+    groups_per_step: int = Field(default=8, ge=1)
+    """Groups that one optimizer step trains on; the same number as the trainer's."""
+
+    max_policy_lag: int = Field(default=2, ge=0)
+    """Most versions that a trained token may be behind the trainer (eta in the admission formula)."""
+
+    sync: bool = False
+    """Issue one step's groups, then wait until that step's version is served. The same as a policy lag of 0."""
+
+    group_size: int = Field(default=16, ge=1, le=1024)
+    """Rollouts in a training group."""
+
+    deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds of event time from a training task's issue until its group closes with what has arrived."""
+
+    overdue_s: float = Field(default=60.0, ge=0)
+    """Seconds past its deadline after which a group that never closed stops holding capacity."""
+
+    max_steps: int = Field(default=100, ge=0)
+    """Optimizer steps of the run. 0: evaluation only."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Replicas that must serve a version before the first task is issued."""
+
+    replica_silence_s: float = Field(default=60.0, gt=0)
+    """A replica whose last ack is this much older than the newest ack of any replica is no longer waited for."""
+
+    eval_before: bool = True
+    """Evaluate on held-out tasks before the first training task."""
+
+    eval_after: bool = True
+    """Evaluate on held-out tasks when the last version is served."""
+
+    eval_tasks: int = Field(default=64, ge=1)
+    """Held-out tasks of the evaluations before and after."""
+
+    eval_every: int = Field(default=0, ge=0)
+    """Versions between two evaluations during training. 0: none."""
+
+    eval_during_tasks: int = Field(default=16, ge=1)
+    """Held-out tasks of each evaluation during training: the first ones of the full set."""
+
+    eval_group_size: int = Field(default=4, ge=1, le=1024)
+    """Rollouts for each held-out task."""
+
+    eval_deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds of event time from a held-out task's issue until its group closes with what has arrived."""
+
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sign of progress after which the feeder says which topic is silent."""
+
+    @property
+    def policy_lag(self) -> int:
+        """The bound that admission applies: `max_policy_lag`, or 0 when synchronous."""
+        return 0 if self.sync else self.max_policy_lag
+
+
+class RolloutSettings(Section):
+    """How a rollout worker plays its episodes."""
+
+    replicas: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
+    """Base addresses of the replicas, http://host:port."""
+
+    model: str | None = None
+    """Model name to send with each request. None: the one that the replica serves."""
+
+    tokenizer: str | None = None
+    """Directory or fsspec URL with the checkpoint's `tokenizer.json`. None: that of the run's first anchor."""
+
+    worker_id: str | None = None
+    """Name of this worker in its records. None: host name and process id."""
+
+    max_concurrent_episodes: int = Field(default=64, ge=1)
+    """Episodes played at the same time."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature. The trainer's importance weights assume 1."""
+
+    max_context_tokens: int = Field(default=1024, ge=2)
+    """Longest context in tokens, sampled ones included. An episode that reaches it ends and is scored as it stands."""
+
+    max_group_size: int = Field(default=1024, ge=1)
+    """A task that asks for a larger group is refused to the dead-letter topic."""
+
+    episode_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time for one episode; past it, or past the task's deadline, the rollout fails."""
+
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time for one completion request; past it the request is tried again."""
+
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest time to connect to a replica."""
+
+    backoff_s: float = Field(default=0.1, gt=0)
+    """How long a replica is left alone after its first failure; doubles with each further one."""
+
+    backoff_limit_s: float = Field(default=5.0, gt=0)
+    """Longest time that a failing replica is left alone."""
+
+    claim_check_bytes: int = Field(default=CLAIM_CHECK_BYTES, ge=1)
+    """A rollout record above this size leaves its segments in the object store."""
+
+    grace_s: float = Field(default=10.0, ge=0)
+    """Seconds that running episodes get to finish on shutdown; the rest is abandoned and redelivered."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RolloutSettings:
+        if self.backoff_limit_s < self.backoff_s:
+            raise ValueError(f"backoff_limit_s ({self.backoff_limit_s:g}) is below backoff_s ({self.backoff_s:g})")
+        return self

@@ -1,0 +1,93 @@
+"""The task feeder: issues evaluation and training tasks, and exits when the run's last evaluation has closed.
+
+It holds no state that the log does not: it reads the topics to their end, and then follows them. The decisions are
+`feeder_state`'s; this module does the talking.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.environment import TaskError
+from tidemill.producers.feeder_state import MICROSECONDS, Decision, FeederState
+from tidemill.producers.registry import environments
+from tidemill.producers.shutdown import stop_on_signals
+from tidemill.producers.task_source import TaskSource
+from tidemill.producers.watchdog import WRITERS, Watchdog
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import Located, LogReader, RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.records import Task
+
+LOG = logging.getLogger(__name__)
+TOPICS = (Topic.TASKS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
+CLIENT_ID = "tidemill-feeder"
+POLL_S = 0.05
+
+
+class Feeder:
+    """One run's feeder: records in, tasks out."""
+
+    def __init__(self, run: RunSettings, feed: FeedSettings, producer: RecordProducer) -> None:
+        known = environments()
+        if feed.environment not in known:
+            raise TaskError(f"unknown environment {feed.environment!r}; known are {', '.join(sorted(known))}")
+        self._state = FeederState(run, feed)
+        self._source = TaskSource(known[feed.environment], run, feed)
+        self._watchdog = Watchdog(int(feed.stall_timeout_s * MICROSECONDS))
+        self._producer = producer
+
+    def observe(self, located: Located) -> None:
+        """Take one record of the log. One that cannot be read is its writer's or its group reader's to answer for."""
+        if located.record is None:
+            LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
+            return
+        self._state.observe(located.record)
+        self._watchdog.observe(located.topic, now_us())
+        if isinstance(located.record, Task):
+            self._source.observe(located.record)
+
+    def advance(self) -> bool:
+        """Issue what may be issued now; true when the run is over. Raises DeliveryError, TaskError."""
+        decision = self._state.decide(now_us())
+        self._report(decision)
+        if decision.names:
+            self._issue(decision)
+        return decision.done
+
+    def _issue(self, decision: Decision) -> None:
+        issued_at, version = now_us(), self._state.admission.newest_version
+        tasks = [self._source.task(name, issued_at, version) for name in decision.names]
+        self._producer.send_acked(Topic.TASKS, [(task.task_id, task) for task in tasks])
+        for task in tasks:
+            self._state.observe(task)
+        LOG.info("issued %d tasks, %s to %s, at version %d", len(tasks), tasks[0].task_id, tasks[-1].task_id, version)
+
+    def _report(self, decision: Decision) -> None:
+        for group in decision.expired.groups:
+            LOG.warning("group %s never closed; it holds no place any more", group)
+        for replica in decision.expired.replicas:
+            LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
+        for topic in self._watchdog.silent(self._state.waiting_for(), now_us()):
+            LOG.warning("no progress: nothing on topic %s. Look at %s", topic, WRITERS[topic])
+
+
+def run(kafka: KafkaSettings, run: RunSettings, feed: FeedSettings, stop: threading.Event | None = None) -> bool:
+    """Feed a run until it is over or `stop` is set (without one: SIGINT or SIGTERM comes); whether it is over.
+
+    Raises TaskError when the environment has no such tasks, DeliveryError when the log refuses them.
+    """
+    stop = stop or stop_on_signals()
+    with RecordProducer(kafka, CLIENT_ID) as producer, LogReader(kafka, TOPICS, client_id=CLIENT_ID) as reader:
+        feeder = Feeder(run, feed, producer)
+        for located in reader.read_to_end():
+            feeder.observe(located)
+        while not stop.is_set():
+            if feeder.advance():
+                return True
+            for located in reader.poll(POLL_S):
+                feeder.observe(located)
+    return False

@@ -1,0 +1,190 @@
+"""What the feeder issues next: evaluation before, training under admission control, evaluation during and after.
+
+A pure state machine: `observe` takes the records of the log in any order that each topic keeps, `decide` says what to
+issue now. What holds:
+
+- the state is a function of the records observed, so a restarted feeder that reads the log to its end goes on where it
+  stopped: a set of held-out tasks of which some were issued is completed under the same version;
+- no training task is issued while the evaluation before is open, and the evaluation after begins when the last version
+  is served;
+- a held-out group that never closes stops being waited for once it is overdue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tidemill.producers.admission import AdmissionController, AdmissionPolicy, Expired
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.task_names import Stage, TaskName, parse_task_name
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import Group, Manifest, Mode, Record, Task, TrainStep, WeightAck
+
+MICROSECONDS = 1_000_000
+
+
+def admission_policy(feed: FeedSettings) -> AdmissionPolicy:
+    """The bounds of admission that the settings ask for."""
+    return AdmissionPolicy(
+        groups_per_step=feed.groups_per_step,
+        max_policy_lag=feed.policy_lag,
+        max_steps=feed.max_steps,
+        replicas=feed.replicas,
+        replica_silence_us=int(feed.replica_silence_s * MICROSECONDS),
+        overdue_us=int(feed.overdue_s * MICROSECONDS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now."""
+
+    names: tuple[TaskName, ...]
+    """Tasks to issue, in this order."""
+    done: bool
+    """The run is over: nothing is left to issue or to wait for."""
+    expired: Expired
+
+
+class _EvalSet(NamedTuple):
+    """One evaluation: a stage at a version."""
+
+    stage: Stage
+    version: int
+
+
+class FeederState:
+    """State machine of the feeder of one run and branch; records of others are left alone."""
+
+    def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
+        self._run = run
+        self._feed = feed
+        self._admission = AdmissionController(admission_policy(feed))
+        self._next_train = 0
+        self._eval_issued: dict[_EvalSet, set[int]] = {}
+        self._eval_open: dict[str, int] = {}
+        self._eval_closed: set[str] = set()
+        self._manifest_version = -1
+
+    @property
+    def admission(self) -> AdmissionController:
+        """The admission controller, to read from."""
+        return self._admission
+
+    def observe(self, record: Record) -> None:
+        """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
+        if not self._ours(record):
+            return
+        self._admission.observe(record)
+        match record:
+            case Task():
+                self._observe_task(record)
+            case Group(mode=Mode.EVAL):
+                self._eval_closed.add(record.group_id)
+                self._eval_open.pop(record.group_id, None)
+            case Manifest():
+                self._manifest_version = max(self._manifest_version, record.version)
+            case _:
+                pass
+
+    def decide(self, now_us: int) -> Decision:
+        """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
+        expired = self._admission.expire(now_us)
+        overdue = self._expire_evaluations(now_us)
+        names = (*self._evaluations(), *self._training()) if self._admission.ready else ()
+        done = not names and self._over()
+        return Decision(names, done, Expired((*expired.groups, *overdue), expired.replicas))
+
+    def waiting_for(self) -> frozenset[Topic]:
+        """The topics that have to speak for the run to go on."""
+        admission = self._admission
+        waits = {
+            Topic.MANIFESTS: self._manifest_version < max(0, admission.newest_version),
+            Topic.ACKS: not admission.ready or admission.served_version < self._manifest_version,
+            Topic.GROUPS: bool(self._eval_open) or admission.unclosed > 0,
+            Topic.STEPS: admission.untrained > admission.unclosed and not admission.finished,
+        }
+        return frozenset(topic for topic, waiting in waits.items() if waiting)
+
+    def _ours(self, record: Record) -> bool:
+        match record:
+            case Task() | Group() | TrainStep():
+                return record.run_id == self._run.run_id
+            case Manifest() | WeightAck():
+                return record.run_id == self._run.run_id and record.branch == self._run.branch
+            case _:
+                return False
+
+    def _observe_task(self, task: Task) -> None:
+        name = parse_task_name(task.task_id)
+        if name is None:
+            return
+        if name.stage is Stage.TRAIN:
+            self._next_train = max(self._next_train, name.index + 1)
+            return
+        self._eval_issued.setdefault(_EvalSet(name.stage, name.version), set()).add(name.index)
+        if task.group_id not in self._eval_closed:
+            self._eval_open[task.group_id] = task.deadline_at
+
+    def _expire_evaluations(self, now_us: int) -> list[str]:
+        limit = now_us - int(self._feed.overdue_s * MICROSECONDS)
+        overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
+        for group in overdue:
+            del self._eval_open[group]
+            self._eval_closed.add(group)
+        return overdue
+
+    def _training(self) -> Iterator[TaskName]:
+        if self._before_pending():
+            return
+        for index in range(self._next_train, self._next_train + self._admission.capacity()):
+            yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
+
+    def _evaluations(self) -> Iterator[TaskName]:
+        for due in self._due():
+            issued = self._eval_issued.get(due, set())
+            for index in range(self._size(due.stage)):
+                if index not in issued:
+                    yield TaskName(self._run.run_id, due.stage, due.version, index)
+
+    def _due(self) -> Iterator[_EvalSet]:
+        served = self._admission.served_version
+        if self._feed.eval_before:
+            yield self._begun(Stage.EVAL_BEFORE) or _EvalSet(Stage.EVAL_BEFORE, served)
+        if self._during_due(served):
+            yield _EvalSet(Stage.EVAL_DURING, served - served % self._feed.eval_every)
+        if self._after_due(served):
+            yield self._begun(Stage.EVAL_AFTER) or _EvalSet(Stage.EVAL_AFTER, served)
+
+    def _during_due(self, served: int) -> bool:
+        every = self._feed.eval_every
+        return every > 0 and served >= every and not self._admission.finished
+
+    def _after_due(self, served: int) -> bool:
+        return self._feed.eval_after and self._admission.finished and served >= self._admission.newest_version
+
+    def _begun(self, stage: Stage) -> _EvalSet | None:
+        return next((known for known in self._eval_issued if known.stage is stage), None)
+
+    def _size(self, stage: Stage) -> int:
+        return self._feed.eval_during_tasks if stage is Stage.EVAL_DURING else self._feed.eval_tasks
+
+    def _before_pending(self) -> bool:
+        return self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE))
+
+    def _incomplete(self, stage: Stage) -> bool:
+        begun = self._begun(stage)
+        return begun is None or len(self._eval_issued[begun]) < self._size(stage)
+
+    def _stage_open(self, stage: Stage) -> bool:
+        names = (parse_task_name(group) for group in self._eval_open)
+        return any(name is not None and name.stage is stage for name in names)
+
+    def _over(self) -> bool:
+        admission = self._admission
+        last_served = admission.finished and admission.ready and admission.served_version >= admission.newest_version
+        evaluated = not self._feed.eval_after or not self._incomplete(Stage.EVAL_AFTER)
+        return last_served and evaluated and not self._eval_open

@@ -1,0 +1,214 @@
+"""The rollout worker: takes tasks, has their episodes played against the replicas, writes their rollouts.
+
+What holds:
+
+- a task's offset is committed when the log has acknowledged all its rollouts, and never past an unfinished task; what a
+  crash or a rebalance interrupts is played again under the same rollout ids;
+- every task that can be read ends in exactly `group_size` rollouts, completed or failed with a reason; one that cannot
+  be read ends in the dead-letter topic, and the worker goes on;
+- no task is taken while `max_concurrent_episodes` episodes are in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.intake import Intake, Taken
+from tidemill.producers.offsets import OffsetTracker, Partition
+from tidemill.producers.outbox import Outbox
+from tidemill.producers.player import Player
+from tidemill.producers.registry import environments
+from tidemill.producers.replica_client import open_replica_client
+from tidemill.producers.rollout_claim import RolloutClaims
+from tidemill.producers.shutdown import stop_on_signals
+from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import GroupMember, Located, RecordProducer
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.records import Record, Rollout, RolloutStatus, Task
+
+LOG = logging.getLogger(__name__)
+APPLICATION = "tidemill-rollout"
+
+
+def refusal(located: Located, settings: RolloutSettings) -> str | None:
+    """Why a record of `tasks` cannot be played at all; None when it can."""
+    task = located.record
+    if task is None:
+        return located.error
+    if not isinstance(task, Task):
+        return f"a {type(task).__name__} is not a task"
+    if not 1 <= task.group_size <= settings.max_group_size:
+        return f"group_size is {task.group_size}, allowed are 1 to {settings.max_group_size}"
+    if task.max_turns < 1:
+        return f"max_turns is {task.max_turns}, at least 1 is needed"
+    return None
+
+
+@dataclass(slots=True)
+class _Running:
+    """A task whose episodes are in hand."""
+
+    task: Task
+    partition: Partition
+    offset: int
+    remaining: int
+    failed: int = 0
+
+
+class Worker:
+    """The worker's tasks in hand, on one event loop."""
+
+    def __init__(
+        self, run: RunSettings, settings: RolloutSettings, names: Names, player: Player, outbox: Outbox
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._names = names
+        self._player = player
+        self._outbox = outbox
+        self._tracker = OffsetTracker()
+        self._jobs: dict[asyncio.Task[None], _Running] = {}
+
+    async def serve(self, intake: Intake, stop: threading.Event) -> None:
+        """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
+        try:
+            while not stop.is_set():
+                await self._round(intake, thread, self._in_hand() < self._settings.max_concurrent_episodes)
+            await self._finish(intake, thread)
+        finally:
+            await self._abandon(list(self._jobs))
+            thread.shutdown(wait=True)
+
+    async def _round(self, intake: Intake, thread: ThreadPoolExecutor, wanted: bool) -> None:
+        loop = asyncio.get_running_loop()
+        taken = await loop.run_in_executor(thread, intake.round, wanted, self._tracker.committable())
+        self._collect()
+        self._tracker.committed(taken.committed)
+        await self._drop_lost(taken)
+        for located in taken.located:
+            await self._accept(located)
+
+    async def _accept(self, located: Located) -> None:
+        partition = (located.topic, located.partition)
+        if not self._tracker.begin(partition, located.offset):
+            return
+        reason = refusal(located, self._settings)
+        if reason is not None:
+            await self._outbox.call(lambda producer: self._bury(producer, located, reason))
+        task = located.record
+        if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
+            running = _Running(task, partition, located.offset, task.group_size)
+            self._jobs[asyncio.create_task(self._work(running))] = running
+        else:
+            self._tracker.finish(partition, located.offset)
+
+    async def _work(self, running: _Running) -> None:
+        async with asyncio.TaskGroup() as episodes:
+            for index in range(running.task.group_size):
+                episodes.create_task(self._episode(running, index))
+        self._tracker.finish(running.partition, running.offset)
+        task = running.task
+        LOG.info("task %s: %d rollouts, %d failed", task.task_id, task.group_size, running.failed)
+
+    async def _episode(self, running: _Running, index: int) -> None:
+        rollout = await self._player.play(running.task, index)
+        running.remaining -= 1
+        running.failed += rollout.status is RolloutStatus.FAILED
+        await self._outbox.write(rollout.group_id, rollout)
+
+    async def _drop_lost(self, taken: Taken) -> None:
+        lost = self._tracker.partitions() - taken.owned
+        for partition in lost:
+            LOG.info("partition %s moved to another worker; its unfinished tasks are left to that one", partition)
+            self._tracker.drop(partition)
+        await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
+
+    async def _finish(self, intake: Intake, thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.grace_s
+        while self._jobs and loop.time() < deadline:
+            await self._round(intake, thread, wanted=False)
+        await self._abandon(list(self._jobs))
+        await loop.run_in_executor(thread, intake.round, False, self._tracker.committable())
+
+    async def _abandon(self, jobs: list[asyncio.Task[None]]) -> None:
+        for job in jobs:
+            LOG.info("task %s abandoned, uncommitted", self._jobs.pop(job).task.task_id)
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    def _collect(self) -> None:
+        for job in [job for job in self._jobs if job.done()]:
+            del self._jobs[job]
+            job.result()
+
+    def _in_hand(self) -> int:
+        return sum(running.remaining for running in self._jobs.values())
+
+    def _bury(self, producer: RecordProducer, located: Located, reason: str) -> None:
+        LOG.warning("refused the record at %s: %s", located.position, reason)
+        send_dead_letter(producer, self._names, located, reason, APPLICATION)
+
+
+def run(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    store: StoreSettings,
+    rollout: RolloutSettings,
+    stop: threading.Event | None = None,
+) -> None:
+    """Work until `stop` is set; without one, until SIGINT or SIGTERM.
+
+    Raises DeliveryError or KafkaException when the log fails, OSError or ValueError when there is no tokenizer to read.
+    """
+    stop = stop or stop_on_signals()
+    tokenizer_uri = rollout.tokenizer or wait_for_anchor(kafka, run, stop)
+    if tokenizer_uri is None:
+        return
+    with ExitStack() as cleanup:
+        producer = cleanup.enter_context(RecordProducer(kafka, APPLICATION))
+        outbox = Outbox(producer, Topic.ROLLOUTS, _claims(kafka, run, store, rollout))
+        cleanup.callback(outbox.close)
+        member = GroupMember(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+        cleanup.callback(member.close)
+        asyncio.run(_serve(run, rollout, Names(kafka.topic_prefix), tokenizer_uri, outbox, Intake(member), stop))
+
+
+def _claims(
+    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, rollout: RolloutSettings
+) -> Callable[[Record], Record]:
+    claims = RolloutClaims(store.root, run.run_id, rollout.claim_check_bytes, Codec(kafka.registry_url))
+
+    def checked(record: Record) -> Record:
+        return claims.checked(record) if isinstance(record, Rollout) else record
+
+    return checked
+
+
+async def _serve(
+    run: RunSettings,
+    settings: RolloutSettings,
+    names: Names,
+    tokenizer_uri: str,
+    outbox: Outbox,
+    intake: Intake,
+    stop: threading.Event,
+) -> None:
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+    async with open_replica_client(settings) as client:
+        player = Player(settings, worker_id, environments(), load_tokenizer(tokenizer_uri), client)
+        LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
+        await Worker(run, settings, names, player, outbox).serve(intake, stop)
