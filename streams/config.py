@@ -1,0 +1,75 @@
+"""Settings of the stream processors."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from tidemill.schemas.config import Section
+
+HOUR_S = 3600.0
+
+
+class StreamSettings(Section):
+    """Group assembly: when groups close, what is remembered of them, and how the worker runs.
+
+    The partition count is the topic catalogue's (`kafka.partitions` overrides it), never set here.
+    """
+
+    application: str = Field(default="group-assembly", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the processor. With the topic prefix and the run it makes the consumer group and the name of the state
+    topic: change it and the processor starts from an empty state at the beginning of the log."""
+
+    done_ttl_s: float = Field(default=6 * HOUR_S, gt=0)
+    """How long, in event time, a closed group is remembered, so that a rollout that comes again is not a new group.
+    Longer than the longest time between two deliveries of one task, and than the longest replay into a live topic."""
+
+    min_completed: int = Field(default=1, ge=1)
+    """A group with fewer completed rollouts has no mean reward and no advantages."""
+
+    shuffle_rewards: bool = False
+    """Control run: permute the rewards of a group's completed rollouts, seeded by the group's id."""
+
+    tick_interval_s: float = Field(default=1.0, gt=0)
+    """How often to look for groups whose deadline has passed while their partition is idle. Each such partition gets
+    one tick record, which advances its clock."""
+
+    max_batch: int = Field(default=500, ge=1)
+    """Most records decided before their groups are written. A batch never waits for more records to come."""
+
+    fetch_wait_ms: int = Field(default=20, ge=0)
+    """Longest time that a fetch waits for records. aiokafka has one fetch in flight a broker, so that a record of a
+    partition outside that fetch waits this long."""
+
+    commit_interval_s: float = Field(default=1.0, gt=0)
+    """How often offsets are committed. They serve lag monitors; after a restart the state topic says where to go on."""
+
+    session_timeout_s: float = Field(default=10.0, gt=0)
+    """After this long without a heartbeat the partitions of a dead worker go to the others."""
+
+    heartbeat_interval_s: float = Field(default=3.0, gt=0)
+    """Time between heartbeats; a third of the session at most."""
+
+    instance: str = ""
+    """Stable name of this worker among its peers (static membership): a restart within the session keeps its
+    partitions. Empty: a new member at each start."""
+
+    stall_timeout_s: float = Field(default=60.0, ge=0)
+    """The worker exits with an error when records wait and none was processed for this long, so that its supervisor
+    starts a fresh one. 0: never."""
+
+    data_dir: str = "data/streams"
+    """Scratch directory of Faust. It holds nothing that is needed again."""
+
+    log_level: str = Field(default="WARNING", pattern=r"^(DEBUG|INFO|WARNING|ERROR|CRITICAL)$")
+    """Level of Faust's own log messages."""
+
+    @model_validator(mode="after")
+    def _heartbeats_fit(self) -> Self:
+        if self.heartbeat_interval_s * 3 > self.session_timeout_s:
+            raise ValueError(
+                f"heartbeat_interval_s {self.heartbeat_interval_s:g} must be at most a third of session_timeout_s "
+                f"{self.session_timeout_s:g}"
+            )
+        return self

@@ -1,0 +1,75 @@
+"""Faust's Kafka transport, corrected in two places.
+
+- Where to go on reading is what the state topic says, not the group's committed offsets: Faust may commit offsets of
+  records whose state changes are still in its buffers (its flush gives up after 0.1 s), and a crash would lose them.
+- Fetches wait for a set time. aiokafka has one fetch in flight a broker, and Faust's fixed 1.5 s is how long a record
+  of a partition outside of that fetch may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from faust.transport.drivers import aiokafka as driver
+from faust.types import TP
+
+
+class PositionError(RuntimeError):
+    """The state and the log do not belong together."""
+
+
+class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # faust is untyped here
+    def _create_worker_consumer(self, transport: Any) -> Any:  # noqa: ANN401 - aiokafka's consumer
+        consumer = super()._create_worker_consumer(transport)
+        # The constructor's argument is fixed by Faust; aiokafka reads this attribute when the consumer starts.
+        consumer._fetch_max_wait_ms = self.transport.fetch_wait_ms
+        return consumer
+
+
+class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
+    def _new_consumer_thread(self) -> _ConsumerThread:
+        return _ConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
+    async def seek_to_committed(self) -> Mapping[TP, int]:
+        """Seek to the committed offsets, then to the positions of the state where there is one."""
+        found = dict(await super().seek_to_committed())
+        assigned = self.assignment()
+        wanted = {tp: offset for tp, offset in self.transport.positions().items() if tp in assigned}
+        ends = await self.highwaters(*wanted) if wanted else {}
+        for tp, offset in wanted.items():
+            _check_position(tp, offset, ends.get(tp))
+            await self._seek(tp, offset)
+            found[tp] = offset
+        return found
+
+
+def _check_position(tp: TP, offset: int, end: int | None) -> None:
+    if end is not None and offset > end:
+        raise PositionError(
+            f"the state of {tp.topic}[{tp.partition}] goes to offset {offset}, the log ends at {end}: the topic was "
+            "made anew. Give the processor another `application` name, or delete its changelog topic as well"
+        )
+
+
+class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is untyped here
+    """aiokafka transport that reads on from the positions of the state.
+
+    Args:
+        positions: the next offset to read, by input partition; asked whenever Faust seeks.
+        fetch_wait_ms: longest time that a fetch waits for records.
+    """
+
+    Consumer = _Consumer
+
+    def __init__(
+        self,
+        url: Any,  # noqa: ANN401 - a list of yarl URLs
+        app: Any,  # noqa: ANN401 - faust.App
+        *,
+        positions: Callable[[], Mapping[TP, int]],
+        fetch_wait_ms: int,
+    ) -> None:
+        super().__init__(url, app)
+        self.positions = positions
+        self.fetch_wait_ms = fetch_wait_ms

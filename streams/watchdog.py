@@ -1,0 +1,122 @@
+"""The progress watchdog: a stream worker that has records to read and reads none is of no use, and must end.
+
+Faust and aiokafka are known to stall silently after a broker outage or a rebalance. The watchdog asks the broker for
+the end of each assigned partition over its own connection, from its own thread, so that it sees a hung event loop too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+
+from tidemill.schemas.clients import consumer_settings
+from tidemill.schemas.config import KafkaSettings
+
+CHECKS_PER_TIMEOUT = 10
+REQUEST_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """There was work and none was done for `seconds`."""
+
+    seconds: float
+    waiting: int
+    """Records that wait; 0 when the worker never got to the point of reading."""
+
+    def __str__(self) -> str:
+        what = f"while {self.waiting} records wait" if self.waiting else "towards being ready to read"
+        return (
+            f"no progress for {self.seconds:.0f} s {what}: the worker is stalled and must be started again "
+            "(`stall_timeout_s` sets how long is too long)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One look at a worker."""
+
+    ready: bool
+    """Partitions are assigned and their state is recovered."""
+    positions: Mapping[int, int]
+    """Next offset by input partition when ready; before, by partition of the state topic."""
+
+
+class ProgressRule:
+    """Decides from successive looks whether the worker is stalled. Times are seconds of any monotonic clock."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._moved_at_s = now_s
+        self._last: Progress | None = None
+
+    def observe(self, now_s: float, progress: Progress, ends: Mapping[int, int]) -> Stall | None:
+        """One look, with the log's end by input partition; a partition without an end counts as read."""
+        waiting = sum(max(0, ends[p] - position) for p, position in progress.positions.items() if p in ends)
+        idle = progress.ready and not waiting
+        if idle or progress != self._last:
+            self._moved_at_s = now_s
+        self._last = progress
+        still_s = now_s - self._moved_at_s
+        return Stall(still_s, waiting) if still_s >= self._timeout_s else None
+
+
+class Watchdog:
+    """Looks at a worker's progress until stopped.
+
+    Args:
+        topic: full name of the input topic.
+        progress: asks the worker how far it is; called from the watchdog's thread.
+        on_stall: called once, from the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        topic: str,
+        timeout_s: float,
+        progress: Callable[[], Progress],
+        on_stall: Callable[[Stall], None],
+    ) -> None:
+        self._topic = topic
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._on_stall = on_stall
+        self._stopped = threading.Event()
+        # Only asked for the ends of partitions; it subscribes to nothing and joins no group.
+        self._log = Consumer(consumer_settings(kafka, "tidemill-stream-watchdog", "tidemill-stream-watchdog"))
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop looking."""
+        self._stopped.set()
+        self._thread.join(REQUEST_TIMEOUT_S * 2)
+        self._log.close()
+
+    def _watch(self) -> None:
+        rule = ProgressRule(self._timeout_s, time.monotonic())
+        while not self._stopped.wait(self._timeout_s / CHECKS_PER_TIMEOUT):
+            progress = self._progress()
+            ends = self._ends(progress.positions) if progress.ready else {}
+            stall = rule.observe(time.monotonic(), progress, ends)
+            if stall:
+                self._on_stall(stall)
+                return
+
+    def _ends(self, positions: Mapping[int, int]) -> dict[int, int]:
+        try:
+            return {p: self._end(p) for p in positions}
+        except KafkaException:
+            # Without a broker nobody can make progress, and a fresh worker could not either.
+            return {}
+
+    def _end(self, partition: int) -> int:
+        return int(self._log.get_watermark_offsets(TopicPartition(self._topic, partition), REQUEST_TIMEOUT_S)[1])

@@ -1,0 +1,177 @@
+"""Rollouts for the stream tests, and the worker as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import Located, LogReader
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
+
+RUN_ID = "run"
+CODEC = Codec()
+FAR_AWAY_US = 4_000_000_000_000_000
+
+
+def rollout(
+    group_id: str,
+    index: int,
+    *,
+    group_size: int = 4,
+    reward: float | None = 0.5,
+    deadline_at: int = FAR_AWAY_US,
+    **changes: Any,
+) -> Rollout:
+    """A rollout without tokens: group assembly looks at none. A reward of None is a failed one."""
+    failed = reward is None
+    fields: dict[str, Any] = {
+        "rollout_id": f"{group_id}/{index:03d}",
+        "group_id": group_id,
+        "task_id": f"task-{group_id}",
+        "run_id": RUN_ID,
+        "environment": "ledger",
+        "mode": Mode.TRAIN,
+        "index": index,
+        "group_size": group_size,
+        "deadline_at": deadline_at,
+        "status": RolloutStatus.FAILED if failed else RolloutStatus.COMPLETED,
+        "failure": "replica gone" if failed else "",
+        "segments": [],
+        "claim": None,
+        "rewards": [],
+        "reward": reward,
+        "reward_version": "1",
+        "success": None if failed else reward > 0.5,
+        "turns": 1,
+        "prompt_tokens": 3,
+        "sampled_tokens": 7,
+        "version_min": 1,
+        "version_max": 2,
+        "replica_id": "r",
+        "region": "local",
+        "worker_id": "w",
+        "started_at": 1,
+        "finished_at": 2,
+    }
+    return Rollout(**{**fields, **changes})
+
+
+def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes: Any) -> Located:
+    """A record of the rollouts topic at a place in partition 0."""
+    key = record.group_id.encode() if isinstance(record, Rollout) else None
+    fields: dict[str, Any] = {
+        "topic": Topic.ROLLOUTS,
+        "partition": 0,
+        "offset": offset,
+        "timestamp_ms": at_ms,
+        "key": key,
+        "value": b"",
+        "record": record,
+        "error": "" if record else "cannot be read",
+    }
+    return Located(**{**fields, **changes})
+
+
+@dataclass
+class StreamProcess:
+    """A group assembly worker as a process of its own."""
+
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        """Start it; its output goes to `log`."""
+        with self.log.open("ab") as out:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; the exit status."""
+        assert self.process is not None
+        if self.running():
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+@contextmanager
+def stream_process(
+    kafka: KafkaSettings, directory: Path, *, command: list[str] | None = None, **stream: Any
+) -> Iterator[StreamProcess]:
+    """A worker on `kafka`, started, and killed at the end if it still runs."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = directory / "settings.json"
+    sections = {"kafka": kafka.model_dump(), "run": {"run_id": RUN_ID}, "stream": stream}
+    sections["stream"].setdefault("data_dir", str(directory / "faust"))
+    settings.write_text(json.dumps(sections), "utf-8")
+    worker = StreamProcess([sys.executable, *(command or ["-m", "tidemill.streams"]), str(settings)], directory / "log")
+    worker.start()
+    try:
+        yield worker
+    finally:
+        if worker.running():
+            worker.kill()
+
+
+def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSettings:
+    """All topics under a prefix of their own."""
+    kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix, partitions=partitions)
+    create_topics(kafka)
+    return kafka
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+    """Poll until `condition` holds. Raises AssertionError past the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.05)
+
+
+def read_groups(
+    reader: LogReader, wanted: Callable[[list[Located]], bool], deadline_s: float, worker: StreamProcess | None = None
+) -> list[Located]:
+    """Records of `groups` until `wanted` of all those read holds."""
+    found: list[Located] = []
+
+    def enough() -> bool:
+        found.extend(reader.poll(0.1))
+        if worker and not worker.running():
+            raise AssertionError(f"the worker ended: {worker.log.read_text()[-2000:]}")
+        return wanted(found)
+
+    wait_until(enough, deadline_s, f"enough groups; read {len(found)} so far")
+    return found
+
+
+def group_of(found: Located) -> Group:
+    """The group that a record holds."""
+    assert isinstance(found.record, Group), found.error
+    return found.record
