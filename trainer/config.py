@@ -1,0 +1,168 @@
+"""Settings of the trainer role.
+
+The fields marked below as shaping the arithmetic are hashed into every `train.steps` record: two steps with the same
+inputs, seed and hash give the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from tidemill.schemas.config import Section
+from tidemill.trainer.corrections import CorrectionKind
+from tidemill.trainer.divergence import Estimator
+from tidemill.trainer.objectives import OBJECTIVES, ObjectiveName
+
+
+class CorrectionSettings(Section):
+    """Importance weights between the sampler and the trainer."""
+
+    kind: CorrectionKind = CorrectionKind.TIS
+    """How the ratio of trainer to sampler probability is bounded."""
+
+    low: float = Field(default=0.5, ge=0)
+    """Lower bound of the ratio, for the kinds that mask."""
+
+    high: float = Field(default=2.0, gt=0)
+    """Upper bound of the ratio."""
+
+
+class KlSettings(Section):
+    """Pull towards the reference, which is the checkpoint that the run started from."""
+
+    coefficient: float = Field(default=0.001, ge=0)
+    """Weight of the divergence; 0 leaves the reference's forward pass out."""
+
+    in_loss: bool = False
+    """False: in the reward, without gradient, as Composer 2 does. True: a term of the loss, as GRPO does."""
+
+    estimator: Estimator = Estimator.K1
+    """k1 belongs in the reward; k3 is the one for the loss."""
+
+    @model_validator(mode="after")
+    def _place_fits_estimator(self) -> Self:
+        if self.in_loss and self.estimator is Estimator.K1:
+            raise ValueError(
+                "kl.estimator k1 in the loss has a zero expected gradient, so it would do nothing: "
+                "use kl.in_loss false (k1 in the reward) or kl.estimator k3"
+            )
+        return self
+
+
+class OptimizerSettings(Section):
+    """AdamW over the fp32 master weights."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """Step size after the warm-up."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
+
+    epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+
+
+class TrainerSettings(Section):
+    """The trainer: batches from the log, the objective, the step, versions and checkpoints."""
+
+    model: str = "data/model"
+    """Directory of the Hugging Face causal model that the run starts from; also the KL reference."""
+
+    objective: ObjectiveName = ObjectiveName.COMPOSER2
+    """Which policy-gradient objective is trained."""
+
+    clip_low: float | None = Field(default=None, ge=0)
+    """Lower clip range of the policy ratio; None takes the objective's published value."""
+
+    clip_high: float | None = Field(default=None, ge=0)
+    """Upper clip range of the policy ratio; None takes the objective's published value."""
+
+    length_divisor: float = Field(default=128.0, gt=0)
+    """Constant by which composer2 and dr_grpo divide in place of a rollout's length."""
+
+    behaviour_cap: float = Field(default=2.0, gt=0)
+    """Bound of the behaviour weight of decoupled_ppo."""
+
+    correction: CorrectionSettings = CorrectionSettings()
+    """Importance weights between sampler and trainer."""
+
+    kl: KlSettings = KlSettings()
+    """Pull towards the reference."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW."""
+
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates that a batch is split into; all but the first see a policy that has moved since."""
+
+    min_completed: int = Field(default=2, ge=1)
+    """A group with fewer completed members is not trained."""
+
+    skip_no_signal: bool = True
+    """Leave out groups whose completed members all have the same reward."""
+
+    row_tokens: int = Field(default=1024, ge=16)
+    """Tokens packed into one forward pass; a longer rollout gets a row of its own."""
+
+    threads: int = Field(default=1, ge=1)
+    """Threads of the tensor library; results are reproducible for a fixed number."""
+
+    min_step_seconds: float = Field(default=0.0, ge=0)
+    """Least time between the starts of two steps, to hold the trainer back on purpose."""
+
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints; one is also written on stopping."""
+
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints kept in the store."""
+
+    anchor_every: int = Field(default=20, ge=1)
+    """Versions between anchors."""
+
+    read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""
+
+    remembered_groups: int = Field(default=20_000, ge=1)
+    """Group ids remembered so that a group that was emitted twice is trained once."""
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        recipe = OBJECTIVES[self.objective]
+        if recipe.corrects_itself and self.correction.kind is not CorrectionKind.NONE:
+            raise ValueError(
+                f"{self.objective} holds its own weight between sampler and trainer: set correction.kind to none"
+            )
+        return self
+
+    def arithmetic_hash(self) -> str:
+        """Hash of the fields that shape the arithmetic of a step, 16 hexadecimal digits."""
+        fields = self.model_dump(mode="json", include=set(ARITHMETIC_FIELDS))
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+ARITHMETIC_FIELDS = (
+    "objective",
+    "clip_low",
+    "clip_high",
+    "length_divisor",
+    "behaviour_cap",
+    "correction",
+    "kl",
+    "optimizer",
+    "minibatches",
+    "row_tokens",
+    "threads",
+)

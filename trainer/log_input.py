@@ -1,0 +1,224 @@
+"""The trainer's inputs from the log: groups in order, and the rollouts that they refer to by place.
+
+`groups` and `rollouts` are co-partitioned and a rollout precedes its group, so reading both forward finds nearly every
+rollout in memory. One that is not there, after a restart or for a group that closed long after, is fetched by offset.
+What is undecodable or is no group goes to the dead-letter topic, and reading goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.claim import ClaimError, load_claim
+from tidemill.schemas.clients import Located, LogReader, RecordProducer
+from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.records import Group, GroupMember, Rollout, StepInput
+from tidemill.trainer.batch import InvalidRolloutError, check
+from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
+from tidemill.trainer.groups import TrainableGroup, completed
+
+CLIENT = "tidemill-trainer"
+FETCH_DEADLINE_S = 60.0
+"""Longest wait for a rollout that the log holds."""
+
+
+class MissingRolloutError(LookupError):
+    """The log holds no such rollout where a group says it is: its retention has passed, or the reference is wrong."""
+
+
+class ReadAhead:
+    """Rollouts by place, oldest forgotten first when they pass `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held: OrderedDict[tuple[int, int], tuple[Located, int]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, located: Located) -> None:
+        """Keep one record; the newest is always kept, whatever its size."""
+        place = (located.partition, located.offset)
+        if place in self._held:
+            return
+        self._held[place] = (located, len(located.value or b""))
+        self._bytes += self._held[place][1]
+        while self._bytes > self._limit_bytes and len(self._held) > 1:
+            self._bytes -= self._held.popitem(last=False)[1][1]
+
+    def take(self, partition: int, offset: int) -> Located | None:
+        """Give a record out and forget it; None when it is not held."""
+        located, size = self._held.pop((partition, offset), (None, 0))
+        self._bytes -= size
+        return located
+
+
+class RolloutLog:
+    """The `rollouts` topic by partition and offset."""
+
+    def __init__(self, kafka: KafkaSettings, limit_bytes: int) -> None:
+        self._codec = Codec(kafka.registry_url)
+        self._reader = LogReader(kafka, [Topic.ROLLOUTS], start="end", client_id=CLIENT, codec=self._codec)
+        self._held = ReadAhead(limit_bytes)
+
+    def read_ahead(self, timeout_s: float) -> None:
+        """Hold the next rollouts of the log."""
+        for located in self._reader.poll(timeout_s):
+            self._held.put(located)
+
+    def rollout(self, member: GroupMember) -> Rollout:
+        """The rollout of a group's member, with its segments.
+
+        Raises:
+            MissingRolloutError: the log or the store no longer holds it.
+            InvalidRolloutError: what lies there is something else.
+            TimeoutError: the broker did not deliver it in time.
+        """
+        located = self._held.take(member.partition, member.offset) or self._fetch(member.partition, member.offset)
+        record = located.record
+        if not isinstance(record, Rollout) or record.rollout_id != member.rollout_id:
+            raise InvalidRolloutError(
+                f"rollouts[{member.partition}] offset {member.offset} does not hold rollout {member.rollout_id}"
+            )
+        return self._with_segments(record)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._reader.close()
+
+    def _fetch(self, partition: int, offset: int) -> Located:
+        if offset >= self._reader.end_offsets().get((Topic.ROLLOUTS, partition), 0):
+            raise MissingRolloutError(f"rollouts[{partition}] ends before offset {offset}")
+        if self._next_offset(partition) > offset:
+            self._reader.seek(Topic.ROLLOUTS, partition, offset)
+        deadline = time.monotonic() + FETCH_DEADLINE_S
+        while self._next_offset(partition) <= offset:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rollouts[{partition}] offset {offset} not delivered in {FETCH_DEADLINE_S:g} s")
+            self.read_ahead(0.1)
+        located = self._held.take(partition, offset)
+        if located is None:
+            raise MissingRolloutError(
+                f"rollouts[{partition}] no longer holds offset {offset}: its retention has passed"
+            )
+        return located
+
+    def _next_offset(self, partition: int) -> int:
+        return self._reader.next_offsets()[Topic.ROLLOUTS, partition]
+
+    def _with_segments(self, rollout: Rollout) -> Rollout:
+        if rollout.claim is None:
+            return rollout
+        try:
+            record = self._codec.decode(load_claim(rollout.claim))
+        except (ClaimError, DecodeError) as error:
+            raise MissingRolloutError(f"rollout {rollout.rollout_id}: {error}") from error
+        if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
+            raise InvalidRolloutError(f"{rollout.claim.uri} does not hold rollout {rollout.rollout_id}")
+        return record
+
+
+class GroupLog:
+    """The `groups` topic from given offsets on."""
+
+    def __init__(self, kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> None:
+        if not isinstance(start, str):
+            start = {(Topic.GROUPS, partition): offset for partition, offset in start.items()}
+        self._reader = LogReader(kafka, [Topic.GROUPS], start=start, client_id=CLIENT)
+        self._producer = producer
+        self._names = Names(kafka.topic_prefix)
+
+    def poll(self, timeout_s: float) -> list[tuple[StepInput, Group]]:
+        """The next groups with their places."""
+        found = []
+        for located in self._reader.poll(timeout_s):
+            if isinstance(located.record, Group):
+                found.append((place_of(located, located.record), located.record))
+            else:
+                reason = located.error or f"{type(located.record).__name__} is no record of this topic"
+                send_dead_letter(self._producer, self._names, located, reason, CLIENT)
+        return found
+
+    def at(self, place: StepInput) -> Group:
+        """The group at a recorded place. Raises LookupError when something else, or nothing, lies there."""
+        self._reader.seek(Topic.GROUPS, place.partition, place.offset)
+        deadline = time.monotonic() + FETCH_DEADLINE_S
+        while time.monotonic() < deadline:
+            for located in self._reader.poll(0.1, max_records=1):
+                if (located.partition, located.offset) == (place.partition, place.offset):
+                    return _expected(located, place)
+                if located.partition == place.partition and located.offset > place.offset:
+                    raise LookupError(f"groups[{place.partition}] no longer holds offset {place.offset}")
+        raise TimeoutError(f"groups[{place.partition}] offset {place.offset} not delivered in {FETCH_DEADLINE_S:g} s")
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._reader.close()
+
+
+class LogInput:
+    """Feeds a `BatchBuilder` from the log."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        builder: BatchBuilder,
+        producer: RecordProducer,
+        *,
+        limit_bytes: int,
+        vocab_size: int,
+    ) -> None:
+        self._builder = builder
+        self._groups = GroupLog(kafka, producer, builder.progress().next_offsets)
+        self._rollouts = RolloutLog(kafka, limit_bytes)
+        self._vocab_size = vocab_size
+
+    def poll(self, timeout_s: float, version: int) -> None:
+        """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`."""
+        self._rollouts.read_ahead(0.0)
+        for place, group in self._groups.poll(timeout_s):
+            if self._builder.wants(place, group, version):
+                self._resolve(place, group)
+
+    def _resolve(self, place: StepInput, group: Group) -> None:
+        try:
+            self._builder.accept(trainable(place, group, self._rollouts, self._vocab_size))
+        except MissingRolloutError:
+            self._builder.exclude(place, group, Exclusion.MISSING_ROLLOUT)
+        except InvalidRolloutError:
+            self._builder.exclude(place, group, Exclusion.INVALID_ROLLOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._groups.close()
+        self._rollouts.close()
+
+
+def trainable(place: StepInput, group: Group, rollouts: RolloutLog, vocab_size: int) -> TrainableGroup:
+    """A group with the checked rollouts of its completed members. Raises as `RolloutLog.rollout`."""
+    found = tuple(rollouts.rollout(member) for member in completed(group))
+    for rollout in found:
+        check(rollout, vocab_size)
+    return TrainableGroup(place, group, found)
+
+
+def place_of(located: Located, group: Group) -> StepInput:
+    """Where a group lies in the log."""
+    return StepInput(
+        group_id=group.group_id, topic=located.topic.value, partition=located.partition, offset=located.offset
+    )
+
+
+def _expected(located: Located, place: StepInput) -> Group:
+    if isinstance(located.record, Group) and located.record.group_id == place.group_id:
+        return located.record
+    raise LookupError(f"groups[{place.partition}] offset {place.offset} does not hold group {place.group_id}")

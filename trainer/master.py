@@ -1,0 +1,83 @@
+"""Master weights and their serving view: fp32 for the optimizer, bf16 for everybody else.
+
+The model's parameters are fp32 tensors that only ever hold bf16 values: the serving view, the very numbers that the
+replicas serve. Gradients are taken there and applied to the fp32 masters, which are then rounded into the parameters
+again. So trainer and sampler at one version hold equal weights, and an update too small for bf16 is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tidemill.trainer.config import OptimizerSettings
+
+
+class MasterWeights:
+    """fp32 master weights of `model`, with AdamW over them."""
+
+    def __init__(self, model: PreTrainedModel, settings: OptimizerSettings) -> None:
+        self._settings = settings
+        self._parameters = dict(model.named_parameters())
+        self._masters = {name: p.detach().clone().float() for name, p in self._parameters.items()}
+        self._optimizer = torch.optim.AdamW(
+            self._masters.values(),
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            weight_decay=settings.weight_decay,
+            foreach=False,
+        )
+        self._round()
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of step `step` (the first is 1), after linear warm-up."""
+        warmup = self._settings.warmup_steps
+        return self._settings.learning_rate * (min(1.0, step / warmup) if warmup else 1.0)
+
+    def update(self, learning_rate: float) -> float:
+        """Apply the gradients of the model's parameters, clear them, round; the gradient norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(
+            self._parameters.values(), self._settings.max_grad_norm, error_if_nonfinite=True, foreach=False
+        )
+        for name, parameter in self._parameters.items():
+            self._masters[name].grad, parameter.grad = parameter.grad, None
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._round()
+        return float(norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """Masters, moments and update counts under `kind/name` keys: everything that `load` needs."""
+        state = {f"master/{name}": master for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            for kind, value in self._optimizer.state[master].items():
+                state[f"{kind}/{name}"] = value
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a saved state. Raises ValueError when it is of another model."""
+        self._require_same_tensors(state)
+        for name, master in self._masters.items():
+            master.copy_(state[f"master/{name}"])
+            kinds = [key.split("/", 1)[0] for key in state if key.endswith(f"/{name}")]
+            moments = {kind: state[f"{kind}/{name}"].clone() for kind in kinds if kind != "master"}
+            self._optimizer.state[master] = moments
+        self._round()
+
+    def _require_same_tensors(self, state: Mapping[str, Tensor]) -> None:
+        saved = {key.split("/", 1)[1]: value.shape for key, value in state.items() if key.startswith("master/")}
+        own = {name: master.shape for name, master in self._masters.items()}
+        if saved != own:
+            odd = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
+            raise ValueError(f"the saved state is of another model; tensors that differ: {', '.join(odd[:5])}")
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(self._masters[name].to(torch.bfloat16))

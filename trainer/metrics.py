@@ -1,0 +1,100 @@
+"""What one optimizer step reports, from the tensors it trained on: pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidemill.schemas.records import LagCount, Rollout
+from tidemill.trainer import divergence
+from tidemill.trainer.batch import sampled_versions
+from tidemill.trainer.groups import TrainableGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What was seen of the T sampled tokens of one row, all f4[T] and without gradient."""
+
+    logprobs: Tensor
+    sampler_logprobs: Tensor
+    weights: Tensor
+    entropy: Tensor
+    clipped: Tensor
+    """f4[]: tokens whose clipped surrogate had no gradient."""
+
+
+def mismatch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """How far trainer and sampler are apart on the trained tokens, by policy lag and by arithmetic together."""
+    log_ratio = _joined([t.logprobs for t in traces]) - _joined([t.sampler_logprobs for t in traces])
+    weights = _joined([t.weights for t in traces])
+    return {
+        "mismatch/k1": float(divergence.k1(log_ratio).double().mean()),
+        "mismatch/k3": float(divergence.k3(log_ratio).double().mean()),
+        "mismatch/mean_abs_dlogp": float(log_ratio.abs().double().mean()),
+        "mismatch/max_abs_dlogp": float(log_ratio.abs().max()),
+        "mismatch/chi_square": divergence.chi_square(log_ratio),
+        "mismatch/ess": divergence.effective_sample_size(log_ratio),
+        "mismatch/beyond_2": divergence.share_beyond(log_ratio, 2.0),
+        "correction/bounded": float((~weights.isclose(log_ratio.exp())).double().mean()),
+        "correction/mean": float(weights.double().mean()),
+    }
+
+
+def token_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+    """Entropy in nats and the share of clipped tokens."""
+    entropy = _joined([t.entropy for t in traces])
+    return {
+        "entropy": float(entropy.double().mean()),
+        "clip_fraction": sum(float(t.clipped) for t in traces) / entropy.numel(),
+    }
+
+
+def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
+    """Means over the trained rollouts: reward, its components, success, turns and length."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = [float(reward) for group in groups for reward in group.rewards()]
+    judged = [float(r.success) for r in rollouts if r.success is not None]
+    return {
+        "reward": _mean(rewards),
+        "success": _mean(judged),
+        "turns": _mean([float(r.turns) for r in rollouts]),
+        "sampled_tokens": _mean([float(r.sampled_tokens) for r in rollouts]),
+        **_component_means(rollouts),
+    }
+
+
+def lag_counts(rollouts: Iterable[Rollout], version: int) -> list[LagCount]:
+    """Tokens by policy lag (`version`, which the trainer holds, minus the token's version), ascending."""
+    counts: Counter[int] = Counter()
+    for rollout in rollouts:
+        counts.update((version - sampled_versions(rollout)).tolist())
+    return [LagCount(lag, tokens) for lag, tokens in sorted(counts.items())]
+
+
+def lag_metrics(lag: Sequence[LagCount]) -> dict[str, float]:
+    """Mean and greatest policy lag of the trained tokens, in versions."""
+    tokens = sum(count.tokens for count in lag)
+    return {
+        "lag/mean": sum(count.lag * count.tokens for count in lag) / tokens,
+        "lag/max": float(max(count.lag for count in lag)),
+    }
+
+
+def _component_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for component in rollout.rewards:
+            values.setdefault(f"reward/{component.name}", []).append(component.value)
+    return {name: _mean(found) for name, found in sorted(values.items())}
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

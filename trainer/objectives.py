@@ -1,0 +1,202 @@
+"""Policy-gradient objectives, each a pure function over the sampled tokens of some rollouts.
+
+An objective is a recipe of three published choices: how a group's rewards become advantages, what each token
+contributes (its surrogate, to be maximised), and how contributions are averaged. The loss is minus the average, so that
+the losses of any split of a batch into rows add up to the loss of the batch: averages divide by the totals of the batch
+and never by those of a row.
+
+Notation (tensors of the T sampled tokens of a row, in order): pi = policy under training, pi_old = policy at the start
+of the step, mu = sampler, A = advantage, w = pi / pi_old, c = correction weight between sampler and trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from tidemill.trainer.advantages import AdvantageKind
+from tidemill.trainer.corrections import sequence_lengths, sequence_sum
+from tidemill.trainer.divergence import ESTIMATORS, Estimator
+
+
+class ObjectiveName(StrEnum):
+    """Name of an objective."""
+
+    COMPOSER2 = "composer2"
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    RLOO = "rloo"
+    REINFORCE = "reinforce"
+    DECOUPLED_PPO = "decoupled_ppo"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The sampled tokens of whole rollouts. A rollout is never split over two `Tokens`."""
+
+    logprobs: Tensor
+    """f4[T]: log pi, with gradient."""
+    old_logprobs: Tensor
+    """f4[T]: log pi_old, without gradient."""
+    sampler_logprobs: Tensor
+    """f4[T]: log mu, as recorded by the sampler."""
+    advantages: Tensor
+    """f4[T]: the advantage of the token's rollout."""
+    weights: Tensor
+    """f4[T]: c, without gradient."""
+    sequence: Tensor
+    """i8[T]: the rollout of each token, in [0, n_sequences) of the batch."""
+    reference_logprobs: Tensor | None = None
+    """f4[T]: log pi_ref; needed only where a KL is part of the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sizes of the whole batch, which rows divide by."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Numbers that an objective may use."""
+
+    clip_low: float
+    """w is clipped below at 1 - clip_low."""
+    clip_high: float
+    """w is clipped above at 1 + clip_high."""
+    length_divisor: float
+    """Constant that stands for a rollout's length in the constant average."""
+    behaviour_cap: float
+    """Upper bound of pi_old / mu in decoupled PPO."""
+    kl_coefficient: float = 0.0
+    """Weight of the KL to the reference in the loss."""
+    kl_estimator: Estimator = Estimator.K3
+
+
+Surrogate = Callable[[Tokens, Totals, Options], Tensor]
+Average = Callable[[Tensor, Tokens, Totals, Options], Tensor]
+
+
+def policy_gradient(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """c * A * log pi, f4[T]: REINFORCE with a correction weight."""
+    return tokens.weights * tokens.advantages * tokens.logprobs
+
+
+def clipped(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """c * min(w A, clip(w, 1 - low, 1 + high) A), f4[T]: PPO's surrogate (arXiv 1707.06347)."""
+    ratio = (tokens.logprobs - tokens.old_logprobs).exp()
+    return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
+
+
+def sequence_clipped(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """c * min(s A, clip(s) A) with s = (pi(o) / pi_old(o))^(1 / |o|) of the rollout, f4[T]: GSPO (arXiv 2507.18071)."""
+    log_ratio = tokens.logprobs - tokens.old_logprobs
+    lengths = sequence_lengths(tokens.sequence, totals.sequences).clamp(min=1)
+    ratio = (sequence_sum(log_ratio, tokens.sequence, totals.sequences) / lengths).exp()[tokens.sequence]
+    return tokens.weights * _pessimistic(ratio, tokens.advantages, options)
+
+
+def truncated_policy_gradient(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """c * sg(clip(w, 1 - low, 1 + high)) * A * log pi, f4[T]: CISPO (arXiv 2506.13585); no token loses its gradient."""
+    ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
+    bounded = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    return tokens.weights * bounded * tokens.advantages * tokens.logprobs
+
+
+def decoupled(tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """min(pi_old / mu, cap) * min(w A, clip(w) A), f4[T]: decoupled PPO (arXiv 2110.00641, AReaL 2505.24298).
+
+    pi_old is the proximal policy that the clip is taken around and mu the behaviour policy; their ratio is frozen. It
+    brings its own correction, so `weights` must be one.
+    """
+    behaviour = (tokens.old_logprobs - tokens.sampler_logprobs).exp().clamp(max=options.behaviour_cap)
+    return behaviour * clipped(tokens, totals, options)
+
+
+def constant_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """Sum / (rollouts * length_divisor): a token weighs the same in a short and in a long rollout (Dr. GRPO)."""
+    return values.sum() / (totals.sequences * options.length_divisor)
+
+
+def token_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """Sum / sampled tokens of the batch (DAPO, arXiv 2503.14476)."""
+    return values.sum() / max(totals.tokens, 1)
+
+
+def sequence_mean(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """Mean over rollouts of the mean over their tokens (GRPO)."""
+    lengths = sequence_lengths(tokens.sequence, totals.sequences)
+    return (values / lengths[tokens.sequence]).sum() / totals.sequences
+
+
+def sequence_total(values: Tensor, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """Mean over rollouts of the sum over their tokens, so of log pi of whole rollouts (REINFORCE, RLOO)."""
+    return values.sum() / totals.sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One objective: advantages, surrogate, average, and the clip range its paper gives."""
+
+    advantage: AdvantageKind
+    surrogate: Surrogate
+    average: Average
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    corrects_itself: bool = False
+    """The surrogate holds its own weight between sampler and trainer."""
+
+
+OBJECTIVES: dict[ObjectiveName, Recipe] = {
+    ObjectiveName.COMPOSER2: Recipe(AdvantageKind.CENTRED, policy_gradient, constant_mean),
+    ObjectiveName.GRPO: Recipe(AdvantageKind.STANDARDISED, clipped, sequence_mean),
+    ObjectiveName.DR_GRPO: Recipe(AdvantageKind.CENTRED, clipped, constant_mean),
+    ObjectiveName.DAPO: Recipe(AdvantageKind.STANDARDISED, clipped, token_mean, clip_high=0.28),
+    ObjectiveName.GSPO: Recipe(
+        AdvantageKind.STANDARDISED, sequence_clipped, sequence_mean, clip_low=3e-4, clip_high=4e-4
+    ),
+    ObjectiveName.CISPO: Recipe(
+        AdvantageKind.STANDARDISED, truncated_policy_gradient, token_mean, clip_low=1.0, clip_high=4.0
+    ),
+    ObjectiveName.RLOO: Recipe(AdvantageKind.LEAVE_ONE_OUT, policy_gradient, sequence_total),
+    ObjectiveName.REINFORCE: Recipe(AdvantageKind.RAW, policy_gradient, sequence_total),
+    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean, corrects_itself=True),
+}
+"""CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
+
+
+def loss(recipe: Recipe, tokens: Tokens, totals: Totals, options: Options) -> Tensor:
+    """f4[]: the share of `tokens` in the loss of the batch; the shares of a batch's rows add up to its loss."""
+    values = recipe.surrogate(tokens, totals, options)
+    if options.kl_coefficient:
+        values = values - options.kl_coefficient * reference_divergence(tokens, options.kl_estimator)
+    return -recipe.average(values, tokens, totals, options)
+
+
+def reference_divergence(tokens: Tokens, estimator: Estimator) -> Tensor:
+    """f4[T]: KL(pi || pi_ref) token by token, with gradient. Raises ValueError without reference logprobs."""
+    if tokens.reference_logprobs is None:
+        raise ValueError("a KL in the loss needs the reference's logprobs, and this batch was built without them")
+    return ESTIMATORS[estimator](tokens.reference_logprobs - tokens.logprobs)
+
+
+def clip_fraction(tokens: Tokens, options: Options) -> Tensor:
+    """f4[]: number of tokens whose clipped surrogate has no gradient (w beyond the bound on its advantage's side)."""
+    ratio = (tokens.logprobs.detach() - tokens.old_logprobs).exp()
+    above = (ratio > 1.0 + options.clip_high) & (tokens.advantages > 0)
+    below = (ratio < 1.0 - options.clip_low) & (tokens.advantages < 0)
+    return (above | below).float().sum()
+
+
+def _pessimistic(ratio: Tensor, advantages: Tensor, options: Options) -> Tensor:
+    bounded = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    return torch.minimum(ratio * advantages, bounded * advantages)
