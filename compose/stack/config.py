@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from tidemill.schemas.config import Section
 
@@ -25,8 +24,8 @@ class StackSettings(Section):
     data_dir: Path = Path("data/stack")
     """Where the brokers keep their data, logs, ports and process ids. One directory is one cluster."""
 
-    brokers: Literal[1, 3] = 1
-    """Brokers of the cluster, each of them a KRaft controller as well. Fixed once the directory is formatted."""
+    brokers: int = 1
+    """Brokers of the cluster, 1 or 3, each of them a KRaft controller as well. Fixed at the first start."""
 
     heap_mb: int = Field(default=384, ge=192)
     """Java heap of each broker, in MiB."""
@@ -45,3 +44,10 @@ class StackSettings(Section):
 
     cache_dir: Path = Field(default_factory=default_cache_dir)
     """Where Kafka's jars are kept between clusters and runs."""
+
+    @field_validator("brokers")
+    @classmethod
+    def _one_or_three(cls, value: int) -> int:
+        if value not in (1, 3):
+            raise ValueError("1 or 3 brokers: two or four controllers survive no more than one or three do")
+        return value

@@ -81,9 +81,7 @@ class LocalStack:
 
         Raises MissingTool (at once), PortTaken, BrokerFailed, StackBusy, StackError.
         """
-        java = find_java()
-        if not jars_present(self._settings.cache_dir):
-            find_maven()
+        java = require_tools(self._settings)
         with self._lock(progress):
             jars = resolve_jars(self._settings.cache_dir, progress)
             cluster = self._cluster()
@@ -216,9 +214,17 @@ class LocalStack:
         return Detached(home / "kafka.pid", f"-Dtidemill.node={home}")
 
 
-def local_bootstrap(data_dir: Path) -> str | None:
-    """Address of the local stack in `data_dir` when all of its brokers serve; else None."""
-    status = LocalStack(StackSettings(data_dir=data_dir)).status()
+def require_tools(settings: StackSettings | None = None) -> Path:
+    """The `java` to use, found before any slow work; MissingTool without it, or without a Maven that is needed."""
+    java = find_java()
+    if not jars_present((settings or StackSettings()).cache_dir):
+        find_maven()
+    return java
+
+
+def local_bootstrap(settings: StackSettings) -> str | None:
+    """Address of the local stack of these settings when all of its brokers serve; else None."""
+    status = LocalStack(settings).status()
     return status.bootstrap if status.ready else None
 
 

@@ -30,7 +30,7 @@ class Detached:
         null = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
         out = (os.POSIX_SPAWN_OPEN, 1, str(output), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         actions = [null, out, (os.POSIX_SPAWN_DUP2, 1, 2)]
-        pid = os.posix_spawn(command[0], command, os.environ, file_actions=actions, setsid=True)
+        pid = os.posix_spawn(command[0], list(command), os.environ, file_actions=actions, setsid=True)
         self.pid_file.write_text(f"{pid}\n")
         return pid
 

@@ -33,8 +33,13 @@ def wait_online(bootstrap: str, nodes: frozenset[int], timeout_s: float, check: 
 
 def _admin(bootstrap: str) -> AdminClient:
     # Refused connections are expected while a broker starts: no log lines, and quick new tries.
-    options = {"bootstrap.servers": bootstrap, "reconnect.backoff.ms": 50, "reconnect.backoff.max.ms": 200}
-    return AdminClient({**options, "log_level": 0})
+    options: dict[str, str | int | float] = {
+        "bootstrap.servers": bootstrap,
+        "reconnect.backoff.ms": 50,
+        "reconnect.backoff.max.ms": 200,
+        "log_level": 0,
+    }
+    return AdminClient(options)
 
 
 def _ask(admin: AdminClient, timeout_s: float) -> frozenset[int]:

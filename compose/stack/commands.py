@@ -1,0 +1,113 @@
+"""`tidemill stack up|down|status`: the local Kafka on the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tidemill.compose.config import load_settings
+from tidemill.compose.stack.errors import StackError
+from tidemill.compose.stack.kafka import LocalStack, StackStatus
+
+stack_app = typer.Typer(
+    no_args_is_help=True,
+    help="""Apache Kafka on this machine, loopback only: start it, stop it, see how it is.
+
+Needs Java 17 and, the first time, Maven. The commands of the other roles find it by themselves.""",
+)
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
+]
+DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="The cluster's directory; default data/stack.")]
+BrokersOption = Annotated[int | None, typer.Option("--brokers", help="1 (the default) or 3; fixed at the first start.")]
+HeapOption = Annotated[int | None, typer.Option("--heap-mb", help="Java heap of each broker in MiB; default 384.")]
+PortOption = Annotated[
+    int | None, typer.Option("--port", help="First of 2 ports a broker; default: free ones, kept for later starts.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+@stack_app.command()
+def up(
+    config: ConfigOption = None,
+    data_dir: DataDirOption = None,
+    brokers: BrokersOption = None,
+    heap_mb: HeapOption = None,
+    port: PortOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the brokers and wait until they serve. Safe to repeat: what runs is left alone.
+
+    Example: tidemill stack up --brokers 3 --port 19092
+    """
+    stack = _stack(config, data_dir=data_dir, brokers=brokers, heap_mb=heap_mb, base_port=port)
+    try:
+        _show(stack.up(_tell), as_json)
+    except StackError as error:
+        raise _failed(error) from error
+
+
+@stack_app.command()
+def down(config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Stop the brokers and leave no process. The data stays, for the next start.
+
+    Example: tidemill stack down --data-dir data/stack
+    """
+    stack = _stack(config, data_dir=data_dir)
+    try:
+        stack.down(_tell)
+        _show(stack.status(), as_json)
+    except StackError as error:
+        raise _failed(error) from error
+
+
+@stack_app.command()
+def status(config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """Show each broker's state, process and address. Exit status 1 unless all of them serve.
+
+    Example: tidemill stack status --json
+    """
+    try:
+        found = _stack(config, data_dir=data_dir).status()
+    except StackError as error:
+        raise _failed(error) from error
+    _show(found, as_json)
+    raise typer.Exit(0 if found.ready else 1)
+
+
+def _stack(config: Path | None, **flags: Any) -> LocalStack:  # noqa: ANN401 - values of any setting
+    given = {name: value for name, value in flags.items() if value is not None}
+    return LocalStack(load_settings(config, {"stack": given}).stack)
+
+
+def _tell(message: str) -> None:
+    """Progress goes to standard error: standard output is for the result."""
+    typer.echo(message, err=True)
+
+
+def _failed(error: StackError) -> typer.Exit:
+    typer.echo(f"tidemill stack: {error}", err=True)
+    return typer.Exit(1)
+
+
+def _show(found: StackStatus, as_json: bool) -> None:
+    if as_json:
+        json.dump({"ready": found.ready, **asdict(found)}, sys.stdout, indent=2)
+        typer.echo()
+    else:
+        typer.echo(describe(found))
+
+
+def describe(found: StackStatus) -> str:
+    """The status as lines for a person."""
+    if not found.nodes:
+        return f"no cluster in {found.data_dir}; `tidemill stack up` makes one"
+    head = f"{'ready' if found.ready else 'not ready'} at {found.bootstrap} ({found.data_dir})"
+    nodes = [f"  broker {n.node_id}: {n.state}, pid {n.pid or '-'}, {n.address}, log {n.log}" for n in found.nodes]
+    return "\n".join([head, *nodes])
