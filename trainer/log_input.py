@@ -127,9 +127,8 @@ class GroupLog:
     """The `groups` topic from given offsets on."""
 
     def __init__(self, kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> None:
-        if not isinstance(start, str):
-            start = {(Topic.GROUPS, partition): offset for partition, offset in start.items()}
-        self._reader = LogReader(kafka, [Topic.GROUPS], start=start, client_id=CLIENT)
+        begin = start if isinstance(start, str) else {(Topic.GROUPS, p): offset for p, offset in start.items()}
+        self._reader = LogReader(kafka, [Topic.GROUPS], start=begin, client_id=CLIENT)
         self._producer = producer
         self._names = Names(kafka.topic_prefix)
 
