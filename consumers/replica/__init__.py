@@ -1,0 +1,28 @@
+"""The replica role: a vLLM engine with its OpenAI-compatible server that follows the weight versions of a branch."""
+
+from __future__ import annotations
+
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+
+__all__ = ["ReplicaSettings", "run"]
+
+
+def run(kafka: KafkaSettings, run: RunSettings, store: StoreSettings, replica: ReplicaSettings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        kafka: the log.
+        run: the run and the branch to follow.
+        store: where the trainer's anchors lie; manifests name them in full, so that only its presence is checked.
+        replica: the replica itself.
+
+    Raises:
+        RuntimeError: vLLM is not installed, or was imported before its environment was set.
+    """
+    prepare_environment(replica.threads)
+    # Imported here because vLLM reads its environment when it is imported.
+    from tidemill.consumers.replica.role import serve
+
+    serve(kafka, run, replica)

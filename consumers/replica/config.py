@@ -1,0 +1,70 @@
+"""Settings of a replica: one vLLM engine with its HTTP server and its weight subscriber.
+
+Everything here is known before the process imports vLLM; what a version looks like comes from the log.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from pydantic import Field
+
+from tidemill.schemas.config import Section
+
+
+class KvPolicy(StrEnum):
+    """What a running request does with keys and values that older weights computed."""
+
+    STALE = "stale"
+    """Keep them: no recomputation, later tokens attend to a slightly older prefix."""
+    RECOMPUTE = "recompute"
+    """Drop them: every running request is prefilled again under the new weights (one long step an update)."""
+
+
+class EngineDtype(StrEnum):
+    """Compute dtype of the engine. Both hold every bf16 value exactly, so that a version can be proved from them."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class ReplicaSettings(Section):
+    """How one replica serves and how it follows the weight versions of a branch."""
+
+    replica_id: str = Field(default="replica-0", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Name of the replica: key of its acknowledgements, value of the `x-tidemill-replica` header."""
+    region: str = "local"
+    """Region that staleness is reported for."""
+    host: str = "127.0.0.1"
+    """Address that the HTTP server listens on; loopback unless the operator opens it."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """TCP port of the HTTP server; 0 lets the system choose one, which the log line and the status name."""
+    served_model: str = "tidemill"
+    """Model name of the OpenAI-compatible endpoints."""
+    dtype: EngineDtype = EngineDtype.FLOAT32
+    """Compute dtype. Serving weights are bf16-valued: float32 holds them exactly and is faster on a CPU without AMX."""
+    kv_cache_mb: int = Field(default=128, ge=4)
+    """Size of the KV cache in MiB; committed memory on a CPU."""
+    max_model_len: int = Field(default=512, ge=32)
+    """Longest prompt plus completion, in tokens."""
+    max_num_seqs: int = Field(default=128, ge=1)
+    """Requests decoded in one engine step."""
+    max_num_batched_tokens: int = Field(default=4096, ge=32)
+    """Tokens computed in one engine step; bounds how long a prefill holds up decoding."""
+    block_size: int = Field(default=32, multiple_of=32)
+    """Tokens in a KV block: the grain of prefix caching. A CPU engine needs a multiple of 32."""
+    threads: int = Field(default=1, ge=1)
+    """Compute threads of the engine."""
+    kv_policy: KvPolicy = KvPolicy.STALE
+    """What running requests do with older keys and values when the weights change."""
+    log_stats: bool = False
+    """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
+    staging_dir: Path | None = None
+    """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
+    fetch_timeout_s: float = Field(default=30.0, gt=0)
+    """How long the chunks that a manifest names may take to be read before the version is refused."""
+    poll_interval_s: float = Field(default=0.05, gt=0, le=10)
+    """How long one poll of `weights.manifests` waits for a record."""
+    anchor_wait_s: float | None = Field(default=None, gt=0)
+    """How long to wait at start for a first anchor; without a limit when not set."""

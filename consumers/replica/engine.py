@@ -1,0 +1,104 @@
+"""The replica's engine client: vLLM's `AsyncLLM` with versioned weights.
+
+Keeps true:
+
+- `version` is the version that the engine core serves, and changes only when the core has confirmed it;
+- every request is salted with the version at its admission, so that it never reuses a prefix that older weights
+  computed: vLLM's prefix cache outlives a weight change. It may finish under a newer version; its salt is then never
+  given to a new request.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tidemill.consumers.replica.config import KvPolicy
+from tidemill.consumers.replica.live_weights import ElementChange
+from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.weight_map import TensorSpec
+
+
+class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its types
+    """`AsyncLLM` whose weights have a version. Build it with `start`."""
+
+    version: int
+    kv_policy: KvPolicy
+
+    @classmethod
+    async def start(
+        cls, arguments: Namespace, tensors: Sequence[TensorSpec], version: int, kv_policy: KvPolicy
+    ) -> ReplicaEngine:
+        """Load the checkpoint that `arguments` name, map its tensors and call it `version`.
+
+        Raises:
+            RuntimeError: the engine did not start, or holds the model in a way that cannot be mapped.
+        """
+        engine: ReplicaEngine = cls.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+        engine.version, engine.kv_policy = version, kv_policy
+        specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
+        try:
+            await engine._call("tidemill_install", specs, version)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    async def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 - vLLM's untyped utility calls
+        return await self.engine_core.call_utility_async(method, *arguments)
+
+    async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
+        """Write the changed elements and serve `version` from the next engine step on. Raises on a refused write."""
+        indices = b"".join(change.indices.astype("<i8", copy=False).tobytes() for change in changes)
+        bits = b"".join(change.bits.astype("<u2", copy=False).tobytes() for change in changes)
+        names, counts = [change.name for change in changes], [len(change.indices) for change in changes]
+        report = await self._call("tidemill_apply", names, counts, indices, bits, version, self._recompute)
+        self.version = version
+        return _applied(report)
+
+    async def load(self, directory: Path, version: int) -> Applied:
+        """Overwrite every tensor from a checkpoint directory and serve `version`."""
+        report = await self._call("tidemill_load", str(directory), version, self._recompute)
+        self.version = version
+        return _applied(report)
+
+    async def undo(self) -> None:
+        """Take the last `apply` back."""
+        self.version = int(await self._call("tidemill_undo"))
+
+    async def prove(self) -> Proof:
+        """Fingerprint the live tensors while tokens flow. Nothing may be applied meanwhile."""
+        report = await self._call("tidemill_prove")
+        return Proof(report["total"], report["tensors"], report["damage"], report["proof_ms"])
+
+    @property
+    def _recompute(self) -> bool:
+        return self.kv_policy is KvPolicy.RECOMPUTE
+
+    def generate(
+        self,
+        prompt: Any,  # noqa: ANN401 - vLLM's own types
+        sampling_params: SamplingParams,
+        *rest: Any,  # noqa: ANN401 - vLLM's own types
+        **options: Any,  # noqa: ANN401 - vLLM's own types
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's `generate`, salted with the version served now. Raises VLLMValidationError for a seeded request."""
+        if sampling_params.seed is not None:
+            # On a CPU a seeded request that is prefilled in two pieces ends the engine core (vLLM 0.32).
+            raise VLLMValidationError("this replica takes no per-request seeds: leave `seed` out", parameter="seed")
+        salted = {**prompt, "cache_salt": f"version-{self.version}"}
+        outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)
+        return outputs
+
+
+def _applied(report: Mapping[str, float]) -> Applied:
+    times = (report["apply_ms"], report["pause_ms"], report["decode_step_ms"])
+    return Applied(*times, requests_in_flight=int(report["requests_in_flight"]))

@@ -1,0 +1,49 @@
+"""Environment of the engine, set before vLLM is imported (`vllm.envs` reads much of it once, at import).
+
+Why each is set: the multiprocessing executor would add a process and two hops to every call; the one compiled
+logprob helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend
+on the thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
+"""Process id of the server, so that its engine core dies with it."""
+
+_ALWAYS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_ATTN_SPLIT_KV": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_NEVER = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_BATCH_INVARIANT")
+
+
+def engine_environment(threads: int) -> dict[str, str]:
+    """The variables that an engine with `threads` compute threads needs."""
+    counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
+    return {**_ALWAYS, **counts, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+
+
+def prepare_environment(threads: int) -> None:
+    """Set the engine's variables in this process.
+
+    Raises:
+        RuntimeError: vLLM was imported already, so that it would not see them.
+    """
+    wanted = engine_environment(threads)
+    settled = all(os.environ.get(name) == value for name, value in wanted.items())
+    if "vllm" in sys.modules and not settled:
+        raise RuntimeError("vLLM was imported before the replica's environment was set: call prepare_environment first")
+    for name in _NEVER:
+        os.environ.pop(name, None)
+    os.environ.update(wanted)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())

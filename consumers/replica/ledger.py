@@ -1,0 +1,95 @@
+"""The replica's side of `weights.acks`: what it holds, proved or not, and what each version cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidemill.consumers.replica.proof import Applied
+from tidemill.schemas.records import AckStatus, Manifest, WeightAck
+
+Write = Callable[[WeightAck], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who acknowledges."""
+
+    replica_id: str
+    region: str
+    run_id: str
+    branch: str
+    incarnation: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds that a version's way to the engine took; 0 for what was not reached."""
+
+    fetch_ms: float = 0.0
+    decode_ms: float = 0.0
+    proof_ms: float = 0.0
+    step_to_served_ms: float = 0.0
+
+
+_NOT_APPLIED = Applied(0.0, 0.0, 0.0, 0)
+
+
+class Ledger:
+    """Writes acknowledgements and keeps the counts that the status shows."""
+
+    def __init__(self, identity: Identity, write: Write, now_us: Callable[[], int]) -> None:
+        self.identity = identity
+        self._write, self._now_us = write, now_us
+        self.applied = 0
+        self.refused = 0
+        self.last_pause_ms = 0.0
+        self.last_reason = ""
+        self.version = -1
+        self.fingerprint = ""
+
+    def since_us(self, moment_us: int) -> float:
+        """Milliseconds from a recorded time to now."""
+        return max(0, self._now_us() - moment_us) / 1e3
+
+    def served(self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str = "") -> None:
+        """`manifest`'s version was proved from the live tensors and is served."""
+        self.version, self.fingerprint = manifest.version, manifest.fingerprint
+        self.applied += 1
+        self.last_pause_ms = applied.pause_ms
+        self._write(self._ack(status, manifest, applied, times, reason, manifest.fingerprint))
+
+    def refuse(self, manifest: Manifest, reason: str, times: Timings, fingerprint: str = "") -> None:
+        """`manifest`'s version is not served; `fingerprint` is what the live tensors had, when it came that far."""
+        self.refused += 1
+        self.last_reason = reason
+        self._write(self._ack(AckStatus.REFUSED, manifest, _NOT_APPLIED, times, reason, fingerprint))
+
+    def _ack(
+        self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str, fingerprint: str
+    ) -> WeightAck:
+        who = self.identity
+        return WeightAck(
+            replica_id=who.replica_id,
+            region=who.region,
+            run_id=who.run_id,
+            branch=who.branch,
+            incarnation=who.incarnation,
+            pid=who.pid,
+            version=manifest.version,
+            serving_version=self.version,
+            status=status,
+            reason=reason,
+            fingerprint=fingerprint,
+            expected_fingerprint=manifest.fingerprint,
+            fetch_ms=times.fetch_ms,
+            decode_ms=times.decode_ms,
+            pause_ms=applied.pause_ms,
+            apply_ms=applied.apply_ms,
+            proof_ms=times.proof_ms,
+            step_to_served_ms=times.step_to_served_ms,
+            decode_step_ms=applied.decode_step_ms,
+            requests_in_flight=applied.requests_in_flight,
+            at=self._now_us(),
+        )

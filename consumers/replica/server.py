@@ -1,0 +1,136 @@
+"""vLLM's own OpenAI-compatible server around the replica's engine, and what Tidemill adds to it.
+
+The application, its routes and its metrics are vLLM's. Added, by a subclass of the completion handler, a middleware
+and one route:
+
+- each choice of `/v1/completions` carries `weight_versions`: [[version, start, end], ...] over its sampled tokens
+  (not in streamed responses);
+- the response header `x-tidemill-replica`, and `GET /tidemill/status`.
+"""
+
+from __future__ import annotations
+
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.outputs import RequestOutput
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.engine import ReplicaEngine
+from tidemill.consumers.replica.status import ReplicaStatus
+
+_EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
+
+
+def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
+    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser."""
+    values = {
+        "model": model,
+        "served-model-name": settings.served_model,
+        "host": settings.host,
+        "port": settings.port,
+        "dtype": settings.dtype.value,
+        "max-model-len": settings.max_model_len,
+        "max-num-seqs": settings.max_num_seqs,
+        "max-num-batched-tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
+        "block-size": settings.block_size,
+        "kv-cache-memory-bytes": settings.kv_cache_mb << 20,
+        "worker-extension-cls": _EXTENSION,
+        "generation-config": "vllm",
+    }
+    switches = ["enforce-eager", "enable-prefix-caching", "disable-uvicorn-access-log", "disable-fastapi-docs"]
+    if not settings.log_stats:
+        switches.append("disable-log-stats")
+    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    arguments: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        flags + [f"--{name}" for name in switches]
+    )
+    validate_parsed_serve_args(arguments)
+    return arguments
+
+
+class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
+    """vLLM's completion handler, whose choices say which version sampled which token."""
+
+    def request_output_to_completion_response(
+        self,
+        final_res_batch: list[RequestOutput],
+        *rest: Any,  # noqa: ANN401 - passed through to vLLM
+        **options: Any,  # noqa: ANN401 - passed through to vLLM
+    ) -> CompletionResponse:
+        """vLLM's response with `weight_versions` in each choice."""
+        response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
+        outputs = [output for result in final_res_batch for output in result.outputs]
+        for choice, output in zip(response.choices, outputs, strict=True):
+            spans = output.weight_versions or []
+            choice.weight_versions = [[int(span.version), span.start, span.end] for span in spans]
+        return response
+
+
+class ReplicaHeader:
+    """ASGI middleware: names the replica in every HTTP response."""
+
+    def __init__(self, app: ASGIApp, replica_id: str) -> None:
+        self._app = app
+        self._header = (b"x-tidemill-replica", replica_id.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the exchange on, adding the header to its response."""
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), self._header]
+            await send(message)
+
+        await self._app(scope, receive, send_named if scope["type"] == "http" else send)
+
+
+async def build_replica_app(
+    engine: ReplicaEngine, arguments: Namespace, replica_id: str, status: Callable[[], ReplicaStatus]
+) -> ASGIApp:
+    """vLLM's application over `engine`, with the replica's additions."""
+    tasks = await engine.get_supported_tasks()
+    app = build_app(arguments, tasks, engine.model_config)
+    await init_app_state(engine, app.state, arguments, tasks)
+    app.state.openai_serving_completion = VersionedCompletion(
+        engine,
+        app.state.openai_serving_models,
+        online_renderer=app.state.online_renderer,
+        request_logger=None,
+    )
+    app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
+    # vLLM has built its middleware stack already: the header goes around the whole application.
+    return ReplicaHeader(app, replica_id)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises OSError, naming the address, when it is taken."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"cannot use {host}:{port} ({error.strerror}): choose another port") from error
+    return bound
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """An HTTP server that leaves signals to its caller; `await server.serve(sockets=[...])` runs it."""
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=2
+    )
+    server: uvicorn.Server = NoSignalServer(config)
+    return server
