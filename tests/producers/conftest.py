@@ -1,0 +1,149 @@
+"""A replica that answers as told: the HTTP side of the producers' tests. It samples nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tidemill.producers.harness import END, MARKERS
+
+Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and one for each marker."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return tokenizer
+
+
+def solution(context: str) -> str:
+    """The right next turn of a ledger episode."""
+    prompt, *outputs = context.split("<|tool|>")
+    entries = [(kind, int(amount)) for kind, amount in re.findall(r"(credit|debit) (\d+)", prompt)]
+    total = sum(amount if kind == "credit" else -amount for kind, amount in entries[: len(outputs)])
+    if len(outputs) == len(entries):
+        return f"answer {total}"
+    kind, amount = entries[len(outputs)]
+    return f"{'add' if kind == 'credit' else 'sub'} {total} {amount}"
+
+
+def completion_body(token_ids, logprobs=None, versions=None, finish_reason="stop") -> dict:
+    count = len(token_ids)
+    choice = {
+        "index": 0,
+        "text": "",
+        "token_ids": token_ids,
+        "logprobs": {"token_logprobs": [-0.5] * count if logprobs is None else logprobs},
+        "finish_reason": finish_reason,
+        "weight_versions": [[0, 0, count]] if versions is None else versions,
+    }
+    return {"object": "text_completion", "choices": [choice]}
+
+
+class FakeReplica:
+    """Serves on a loopback port from a thread of its own; `answer(request, number)` may be replaced at any time."""
+
+    def __init__(self, tokenizer: Tokenizer, replica_id: str) -> None:
+        self.tokenizer = tokenizer
+        self.replica_id = replica_id
+        self.version = 0
+        self.requests: list[dict] = []
+        self.answer: Answer = self.solve
+        self._port = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def solve(self, request: dict, _number: int) -> web.StreamResponse:
+        context = self.tokenizer.decode(request["prompt"], skip_special_tokens=False)
+        ids = self.tokenizer.encode(solution(context) + END, add_special_tokens=False).ids[: request["max_tokens"]]
+        return web.json_response(completion_body(ids, versions=[[self.version, 0, len(ids)]]))
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(ready,))
+        self._thread.start()
+        assert ready.wait(20)
+
+    def stop(self) -> None:
+        """Close the port and cut what is in flight."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(20)
+            assert not self._thread.is_alive()
+            self._loop = self._thread = None
+
+    def _serve(self, ready: threading.Event) -> None:
+        asyncio.run(self._main(ready))
+
+    async def _main(self, ready: threading.Event) -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=2**26)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/tidemill/status", self._status)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True)
+        await site.start()
+        self._port = runner.addresses[0][1]
+        ready.set()
+        await self._ended.wait()
+        await runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        response = await self.answer(body, len(self.requests))
+        response.headers["x-tidemill-replica"] = self.replica_id
+        return response
+
+    async def _status(self, _request: web.Request) -> web.StreamResponse:
+        return web.json_response({"replica_id": self.replica_id, "region": "here", "version": self.version})
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+@pytest.fixture
+def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
+    """Makes started fake replicas; they are gone after the test."""
+    made: list[FakeReplica] = []
+
+    def make(replica_id: str = "r1") -> FakeReplica:
+        replica = FakeReplica(tokenizer, replica_id)
+        replica.start()
+        made.append(replica)
+        return replica
+
+    yield make
+    for replica in made:
+        replica.stop()
+
+
+@pytest.fixture
+def bodies() -> Callable[..., dict]:
+    """Makes a replica's answer."""
+    return completion_body

@@ -1,0 +1,390 @@
+"""The feeder: what it issues and when, that it goes on from the log alone, and the whole role on a real Kafka."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.producers import feeder
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.environment import Split, TaskDraft, TaskError
+from tidemill.producers.feeder_state import FeederState
+from tidemill.producers.ledger import LEDGER
+from tidemill.producers.task_names import Stage, TaskName, parse_task_name
+from tidemill.producers.task_source import TaskSource
+from tidemill.producers.watchdog import Watchdog
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import LogReader, RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.records import (
+    AckStatus,
+    CloseReason,
+    Group,
+    GroupMember,
+    Manifest,
+    Mode,
+    RolloutStatus,
+    StepInput,
+    Task,
+    TrainStep,
+    WeightAck,
+)
+
+SECOND = 1_000_000
+RUN = RunSettings(run_id="run", seed=3)
+FEED = FeedSettings(
+    groups_per_step=2,
+    max_policy_lag=1,
+    max_steps=3,
+    group_size=4,
+    eval_tasks=3,
+    eval_every=2,
+    eval_during_tasks=1,
+    eval_group_size=2,
+    deadline_s=50,
+    eval_deadline_s=80,
+    overdue_s=10,
+)
+
+
+def closed(task: Task, reason=CloseReason.SIZE) -> Group:
+    members = [
+        GroupMember(f"{task.group_id}/{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, 1.0 * i, i - 0.5, True, 5, 0, 0)
+        for i in range(2)
+    ]
+    name = task.group_id
+    return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, 0, 0, False)
+
+
+def step(number, groups) -> TrainStep:
+    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
+    return TrainStep("run", number, number, number - 1, inputs, [], 0, "", "", 0.1, {}, [], 8, 40, "", "", 0, 0)
+
+
+def manifest(version) -> Manifest:
+    return Manifest("run", "main", version, None, version, 0.1, 0, 0, 0, [], [], "", None, 0, 0)
+
+
+def ack(version, at=0) -> WeightAck:
+    status = AckStatus.PROVED
+    return WeightAck("a", "", "run", "main", "i", 1, version, version, status, "", "", "", 0, 0, 0, 0, 0, 0, 0, 0, at)
+
+
+class World:
+    """The rest of the loop, played by hand: everything that was ever on the log, and a feeder that read it."""
+
+    def __init__(self, feed=FEED):
+        self.feed, self.log, self.now = feed, [], 1000 * SECOND
+        self.restart()
+
+    def restart(self):
+        self.state = FeederState(RUN, self.feed)
+        self.source = TaskSource(LEDGER, RUN, self.feed)
+        for record in self.log:
+            self._observe(record)
+
+    def _observe(self, record):
+        self.state.observe(record)
+        if isinstance(record, Task):
+            self.source.observe(record)
+
+    def write(self, *records):
+        for record in records:
+            self.log.append(record)
+            self._observe(record)
+
+    def issue(self, limit=None) -> list[Task]:
+        decision = self.state.decide(self.now)
+        names = decision.names[:limit]
+        tasks = [self.source.task(name, self.now, self.state.admission.newest_version) for name in names]
+        self.write(*tasks)
+        return tasks
+
+    def done(self) -> bool:
+        return self.state.decide(self.now).done
+
+    def train(self, number, tasks):
+        self.write(step(number, [task.group_id for task in tasks]), manifest(number))
+
+
+def stages(tasks) -> list[str]:
+    return [str(task.task_id).split("/", 1)[1] for task in tasks]
+
+
+names = st.builds(
+    TaskName,
+    run_id=st.from_regex(r"[A-Za-z0-9._-]+", fullmatch=True),
+    stage=st.sampled_from(Stage),
+    version=st.integers(0, 10**17),
+    index=st.integers(0, 10**17),
+).map(lambda name: replace(name, version=0) if name.stage is Stage.TRAIN else name)
+
+
+@given(names)
+def test_a_task_name_is_read_back(name):
+    assert parse_task_name(str(name)) == name
+
+
+@given(st.text(max_size=40))
+def test_what_is_no_task_name_is_none(text):
+    found = parse_task_name(text)
+    assert found is None or int(str(found).rsplit("/", 1)[1]) == int(text.rsplit("/", 1)[1])
+
+
+def test_a_run_from_the_first_evaluation_to_the_last():
+    world = World()
+    assert world.issue() == [], "no replica serves yet"
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    assert stages(before) == [f"eval-before/v0/{i}" for i in range(3)]
+    assert world.issue() == [], "training waits for the evaluation"
+    world.write(*map(closed, before))
+
+    first = world.issue()
+    assert stages(first) == [f"train/{i}" for i in range(4)]
+    assert world.issue() == []
+    world.write(*map(closed, first))
+    world.train(1, first[:2])
+    assert world.issue() == [], "version 1 is not served yet"
+    world.write(ack(1, 1))
+    second = world.issue()
+    assert stages(second) == ["train/4", "train/5"], "the last step's groups, and no more"
+    world.write(*map(closed, second))
+    world.train(2, first[2:])
+    world.write(ack(2, 2))
+    during = world.issue()
+    assert stages(during) == ["eval-during/v2/0"]
+    world.train(3, second)
+    assert world.issue() == [], "the last version is not served yet"
+    world.write(ack(3, 3))
+    after = world.issue()
+    assert stages(after) == [f"eval-after/v3/{i}" for i in range(3)]
+    assert not world.done()
+    world.write(*map(closed, after))
+    assert not world.done(), "an evaluation during training is still open"
+    world.write(closed(during[0]))
+    assert world.done()
+
+
+def test_held_out_tasks_compare_and_are_never_trained():
+    world = World()
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    world.write(*map(closed, before))
+    trained = world.issue()
+    world.write(*map(closed, trained))
+    assert len({task.payload for task in trained}) == 4
+    assert not {task.payload for task in trained} & {task.payload for task in before}
+    assert {task.mode for task in before} == {Mode.EVAL} and {task.group_size for task in before} == {2}
+    assert [task.deadline_at - task.issued_at for task in (before[0], trained[0])] == [80 * SECOND, 50 * SECOND]
+    name = TaskName("run", Stage.EVAL_AFTER, 9, 1)
+    assert world.source.task(name, 0, 9).payload == before[1].payload
+
+
+def test_a_synchronous_run_waits_for_each_version():
+    world = World(FEED.model_copy(update={"sync": True, "eval_before": False, "eval_every": 0}))
+    world.write(manifest(0), ack(0))
+    first = world.issue()
+    assert stages(first) == ["train/0", "train/1"]
+    world.write(*map(closed, first))
+    assert world.issue() == []
+    world.train(1, first)
+    assert world.issue() == []
+    world.write(ack(1, 1))
+    assert stages(world.issue()) == ["train/2", "train/3"]
+
+
+def test_a_restart_goes_on_in_the_middle_of_an_evaluation():
+    world = World()
+    world.write(manifest(0), ack(0))
+    begun = world.issue(limit=2)
+    world.write(ack(1, 1))
+    world.restart()
+    assert stages(world.issue()) == ["eval-before/v0/2"], "under the version that it began with"
+    assert stages(begun) == ["eval-before/v0/0", "eval-before/v0/1"]
+
+
+def test_a_restart_never_issues_a_prompt_again():
+    world = World(FEED.model_copy(update={"eval_before": False, "max_policy_lag": 9, "max_steps": 10}))
+    world.write(manifest(0), ack(0))
+    for limit in (3, 4, 5):
+        world.issue(limit)
+        world.restart()
+    tasks = [record for record in world.log if isinstance(record, Task)]
+    assert stages(tasks) == [f"train/{i}" for i in range(12)]
+    assert len({task.payload for task in tasks}) == 12
+    assert len({task.seed for task in tasks}) == 12
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_state_is_a_function_of_the_records(rng):
+    world = World()
+    world.write(manifest(0), ack(0))
+    world.write(*map(closed, world.issue()))
+    first = world.issue()
+    world.write(*map(closed, first))
+    world.train(1, first[:2])
+    decided = world.state.decide(world.now)
+    rng.shuffle(world.log)
+    world.log += rng.choices(world.log, k=5)
+    world.restart()
+    assert world.state.decide(world.now) == decided
+    assert world.state.waiting_for() == {Topic.ACKS, Topic.STEPS}
+
+
+def test_records_of_other_runs_and_branches_are_left_alone():
+    world = World()
+    world.write(replace(manifest(0), branch="other"), replace(ack(0), run_id="other"))
+    assert world.issue() == []
+    world.write(ack(0))
+    world.write(*[replace(closed(task), run_id="other") for task in world.issue()])
+    assert world.issue() == []
+
+
+def test_an_evaluation_that_never_closes_is_not_waited_for():
+    world = World()
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    world.write(*map(closed, before[1:]))
+    world.now += 91 * SECOND
+    decision = world.state.decide(world.now)
+    assert decision.expired.groups == (before[0].group_id,)
+    assert len(decision.names) == 4
+
+
+def test_evaluation_only():
+    world = World(FEED.model_copy(update={"max_steps": 0, "eval_after": False}))
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    assert not world.done()
+    world.write(*map(closed, before))
+    assert world.done()
+
+
+def test_the_topics_that_are_waited_for():
+    world = World()
+    assert world.state.waiting_for() == {Topic.MANIFESTS, Topic.ACKS}
+    world.write(manifest(0))
+    assert world.state.waiting_for() == {Topic.ACKS}
+    world.write(ack(0))
+    before = world.issue()
+    assert world.state.waiting_for() == {Topic.GROUPS}
+    world.write(*map(closed, before))
+    first = world.issue()
+    world.write(closed(first[0]))
+    assert world.state.waiting_for() == {Topic.GROUPS, Topic.STEPS}
+    world.write(step(1, [first[0].group_id, first[1].group_id]))
+    assert world.state.waiting_for() == {Topic.GROUPS, Topic.MANIFESTS}
+
+
+def test_the_watchdog_names_a_silent_topic_once_per_timeout():
+    watchdog = Watchdog(timeout_us=10)
+    waiting = {Topic.GROUPS}
+    assert watchdog.silent(waiting, 100) == []
+    watchdog.observe(Topic.GROUPS, 105)
+    watchdog.observe(Topic.STEPS, 105)
+    assert watchdog.silent(waiting, 114) == []
+    assert watchdog.silent(waiting, 115) == [Topic.GROUPS]
+    assert watchdog.silent(waiting, 116) == []
+    assert watchdog.silent(set(), 130) == []
+    assert watchdog.silent(waiting, 131) == [], "the clock starts when the waiting does"
+
+
+def test_a_source_that_mixes_its_splits_is_refused():
+    mixed = replace(LEDGER, tasks=lambda query: iter([TaskDraft("{}", 3, Split.TRAIN)] * query.count))
+    with pytest.raises(TaskError, match="answered a query for eval tasks with a train one"):
+        TaskSource(mixed, RUN, FEED)
+
+
+def test_a_source_that_runs_dry_says_so():
+    few = replace(
+        LEDGER, tasks=lambda query: (TaskDraft(f"{query.split}{i}", 3, query.split) for i in range(min(3, query.count)))
+    )
+    source = TaskSource(few, RUN, FEED)
+    with pytest.raises(TaskError, match="no unused training task left"):
+        for index in range(4):
+            source.task(TaskName("run", Stage.TRAIN, 0, index), 0, 0)
+
+
+def test_unknown_environments_and_options_are_refused():
+    with pytest.raises(TaskError, match="unknown environment 'nope'; known are ledger"):
+        feeder.Feeder(RUN, FeedSettings(environment="nope"), producer=None)
+    with pytest.raises(TaskError, match="no option 'colour'"):
+        feeder.Feeder(RUN, FeedSettings(options={"colour": 1}), producer=None)
+
+
+class Loop:
+    """The rest of the loop on a real Kafka: closes every group, trains in order, acknowledges every version."""
+
+    def __init__(self, kafka: KafkaSettings):
+        self.kafka, self.tasks, self.waiting, self.steps = kafka, [], [], 0
+
+    def serve(self, stop: threading.Event) -> None:
+        with RecordProducer(self.kafka, "test-loop") as producer, LogReader(self.kafka, [Topic.TASKS]) as reader:
+            producer.send_acked(Topic.MANIFESTS, [("main", manifest(0))])
+            producer.send_acked(Topic.ACKS, [("a", ack(0))])
+            while not stop.is_set():
+                for located in reader.poll(0.05):
+                    if isinstance(located.record, Task):
+                        self._close(producer, located.record)
+
+    def _close(self, producer, task) -> None:
+        self.tasks.append(task)
+        producer.send_acked(Topic.GROUPS, [(task.group_id, closed(task))])
+        if task.mode is Mode.TRAIN:
+            self.waiting.append(task.group_id)
+        if len(self.waiting) == 2:
+            self.steps += 1
+            producer.send_acked(Topic.STEPS, [("run", step(self.steps, self.waiting))])
+            producer.send_acked(Topic.MANIFESTS, [("main", manifest(self.steps))])
+            producer.send_acked(Topic.ACKS, [("a", ack(self.steps, at=now_us()))])
+            self.waiting = []
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
+    create_topics(settings)
+    return settings
+
+
+def poison(log: KafkaSettings) -> None:
+    names = Names(log.topic_prefix)
+    with RecordProducer(log, "poisoner") as producer:
+        for topic in feeder.TOPICS:
+            for value in (b"", b"\xc3\x01garbage", b"\x00" * 50, None):
+                producer.send_bytes(names.of(topic), value, key=b"x")
+
+
+def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
+    poison(log)
+    loop, loop_stop = Loop(log), threading.Event()
+    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
+    other_side.start()
+    try:
+        first_stop = threading.Event()
+        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, first_stop))
+        first.start()
+        deadline = time.monotonic() + 30
+        while loop.steps < 1 and time.monotonic() < deadline:
+            first_stop.wait(0.01)
+        first_stop.set()
+        first.join(30)
+        poison(log)
+        assert feeder.run(log, RUN, FEED, threading.Event()), "the second one ends by itself"
+    finally:
+        loop_stop.set()
+        other_side.join(30)
+    issued = stages(loop.tasks)
+    assert len(issued) == len(set(issued)), "nothing is issued twice"
+    assert [name for name in issued if name.startswith("train")] == [f"train/{i}" for i in range(6)]
+    assert issued[:3] == [f"eval-before/v0/{i}" for i in range(3)]
+    assert issued[-3:] == [f"eval-after/v3/{i}" for i in range(3)]
+    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 6
