@@ -1,0 +1,395 @@
+"""The rollout worker: what is committed when, what every task ends in, and the whole role on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+from confluent_kafka import Consumer, TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.producers import worker
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environment import Environment
+from tidemill.producers.ledger import LEDGER
+from tidemill.producers.offsets import OffsetTracker
+from tidemill.producers.outbox import Outbox
+from tidemill.producers.player import EXPIRED, Player
+from tidemill.producers.replica_client import open_replica_client
+from tidemill.producers.rollout_claim import claimed_rollout
+from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import DeliveryError, Located, LogReader, RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.records import Anchor, Manifest, Mode, Rollout, RolloutStatus, Task, Tick
+
+RUN = RunSettings(run_id="run")
+HOUR_US = 3_600_000_000
+PARTITION = (Topic.TASKS, 0)
+
+
+def task(index=0, group_size=4, payload='{"entries":[3,4]}', deadline_in_us=HOUR_US, **changes) -> Task:
+    name = f"run/train/{index}"
+    now = now_us()
+    made = Task(name, name, "run", "ledger", payload, Mode.TRAIN, group_size, 6, 0, now, now + deadline_in_us, 0)
+    return replace(made, **changes)
+
+
+# -- offsets --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=12), st.data())
+def test_no_offset_is_committed_past_unfinished_work(gaps, data):
+    tracker, offset, unfinished, begun = OffsetTracker(), 0, set(), []
+    for gap in gaps:
+        offset += gap
+        assert tracker.begin(PARTITION, offset)
+        unfinished.add(offset)
+        begun.append(offset)
+        for done in data.draw(st.lists(st.sampled_from(begun), max_size=3)):
+            tracker.finish(PARTITION, done)
+            unfinished.discard(done)
+        offsets = tracker.committable()
+        if PARTITION in offsets:
+            assert offsets[PARTITION] <= min(unfinished, default=offset + 1)
+            tracker.committed(offsets)
+            assert tracker.committable() == {}
+    for done in unfinished:
+        tracker.finish(PARTITION, done)
+    tracker.committed(tracker.committable())
+    assert not any(tracker.begin(PARTITION, again) for again in begun), "delivered again, begun once"
+
+
+def test_a_partition_that_comes_back_starts_afresh():
+    tracker = OffsetTracker()
+    tracker.begin(PARTITION, 5)
+    tracker.drop(PARTITION)
+    tracker.finish(PARTITION, 5)
+    assert tracker.committable() == {} and tracker.partitions() == set()
+    assert tracker.begin(PARTITION, 5)
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (None, "no schema"),
+        (Tick("t", 0), "a Tick is not a task"),
+        (task(group_size=0), "group_size is 0"),
+        (task(group_size=2**40), "group_size is 1099511627776"),
+        (task(max_turns=0), "max_turns is 0"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(record, reason):
+    located = Located(Topic.TASKS, 0, 0, 0, b"", b"", record, "no schema" if record is None else "")
+    assert reason in worker.refusal(located, RolloutSettings())
+    assert worker.refusal(replace(located, record=task()), RolloutSettings()) is None
+
+
+# -- one rollout ----------------------------------------------------------------------------------------------------
+
+
+def settings_for(*replicas, **changes) -> RolloutSettings:
+    addresses = [replica.address for replica in replicas]
+    return RolloutSettings(replicas=addresses, worker_id="w", backoff_s=0.01, backoff_limit_s=0.05, **changes)
+
+
+def play(settings, tokenizer, a_task, known: dict[str, Environment] | None = None) -> Rollout:
+    async def main():
+        async with open_replica_client(settings) as client:
+            return await Player(settings, "w", known or {"ledger": LEDGER}, tokenizer, client).play(a_task, 1)
+
+    return asyncio.run(main())
+
+
+def failed(rollout: Rollout) -> str:
+    assert rollout.status is RolloutStatus.FAILED
+    assert (rollout.reward, rollout.success, rollout.segments, rollout.rewards) == (None, None, [], [])
+    return rollout.failure
+
+
+def test_a_rollout_knows_where_it_was_made(new_replica, tokenizer):
+    replica = new_replica("r9")
+    replica.version = 4
+    found = play(settings_for(replica), tokenizer, task())
+    assert found.success and (found.rollout_id, found.version_min, found.version_max) == ("run/train/0/1", 4, 4)
+    assert (found.replica_id, found.region, found.worker_id, found.turns) == ("r9", "here", "w", 3)
+    assert 0 < found.started_at <= found.finished_at
+
+
+def test_a_rollout_that_spans_two_versions(new_replica, tokenizer):
+    replica = new_replica()
+
+    async def answer(request, number):
+        replica.version = number // 2
+        return await replica.solve(request, number)
+
+    replica.answer = answer
+    found = play(settings_for(replica), tokenizer, task())
+    assert found.success and (found.version_min, found.version_max) == (0, 1)
+    assert [span.version for span in found.segments[0].spans] == [0, 1, 1]
+
+
+def test_a_late_task_fails_before_it_starts(new_replica, tokenizer):
+    replica = new_replica()
+    assert failed(play(settings_for(replica), tokenizer, task(deadline_in_us=-1))) == EXPIRED
+    assert replica.requests == []
+
+
+def test_a_replica_down_in_the_middle_of_an_episode_is_waited_for(new_replica, tokenizer):
+    replica = new_replica()
+
+    async def answer(request, number):
+        return web.Response(status=503) if 2 <= number <= 6 else await replica.solve(request, number)
+
+    replica.answer = answer
+    assert play(settings_for(replica), tokenizer, task()).success
+
+
+def test_a_failed_generation_is_never_a_zero_reward(new_replica, tokenizer):
+    replica = new_replica()
+
+    async def down(_request, _number):
+        return web.Response(status=500, text="engine is dead")
+
+    async def nonsense(_request, _number):
+        return web.Response(text="{")
+
+    replica.answer = down
+    reason = failed(play(settings_for(replica, episode_timeout_s=0.3), tokenizer, task()))
+    assert reason.startswith("timeout: no result within 0.3 s") and "engine is dead" in reason
+    replica.answer = nonsense
+    assert "bad response" in failed(play(settings_for(replica), tokenizer, task()))
+
+
+def test_a_defect_of_an_environment_fails_its_rollout(new_replica, tokenizer):
+    class Defective(type(LEDGER.reward)):
+        def score(self, task, transcript):
+            raise ZeroDivisionError("no turns")
+
+    settings = settings_for(new_replica())
+    known = {"ledger": replace(LEDGER, reward=Defective())}
+    assert "ZeroDivisionError" in failed(play(settings, tokenizer, task(), known))
+    assert "unknown environment 'chess'" in failed(play(settings, tokenizer, task(environment="chess")))
+
+
+def test_a_refused_batch_raises_at_its_writers():
+    class Full:
+        def send_acked(self, _topic, records):
+            if any(record.at == 1 for _, record in records):
+                raise DeliveryError("the log is full")
+
+    async def main():
+        outbox = Outbox(Full(), Topic.ROLLOUTS, lambda record: record)
+        with pytest.raises(DeliveryError):
+            await outbox.write("k", Tick("t", 1))
+        await outbox.write("k", Tick("t", 2))
+        outbox.close()
+
+    asyncio.run(main())
+
+
+# -- the role on a real Kafka ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+class Bench:
+    """Starts workers and reads what they wrote."""
+
+    def __init__(self, log: KafkaSettings, store: StoreSettings, tokenizer_dir):
+        self.log, self.store, self.tokenizer = log, store, str(tokenizer_dir)
+        self.codec = Codec()
+
+    def issue(self, *tasks: Task) -> None:
+        with RecordProducer(self.log, "test-feeder") as producer:
+            producer.send_acked(Topic.TASKS, [(task.task_id, task) for task in tasks])
+
+    @contextmanager
+    def worker(self, settings: RolloutSettings):
+        """A running worker; what it raises is raised at the end."""
+        stop, raised = threading.Event(), []
+        settings = settings.model_copy(update={"tokenizer": self.tokenizer})
+
+        def body():
+            try:
+                worker.run(self.log, RUN, self.store, settings, stop)
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(30)
+            assert not thread.is_alive()
+        assert raised == []
+
+    def rollouts(self, until: Callable[[list[Rollout]], bool], deadline_s=40.0) -> list[Rollout]:
+        """Everything on `rollouts` once `until` holds of it."""
+        found: list[Rollout] = []
+        deadline = time.monotonic() + deadline_s
+        with LogReader(self.log, [Topic.ROLLOUTS]) as reader:
+            while not until(found):
+                assert time.monotonic() < deadline, Counter(rollout.group_id for rollout in found)
+                found += [located.record for located in reader.poll(0.1)]
+        return found
+
+    def dead_letters(self) -> list[tuple[bytes | None, dict[str, bytes]]]:
+        consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": self.log.topic_prefix})
+        topic = Names(self.log.topic_prefix).dead_letter(Topic.TASKS)
+        partitions = [TopicPartition(topic, p, 0) for p in consumer.list_topics(topic).topics[topic].partitions]
+        total = sum(consumer.get_watermark_offsets(partition)[1] for partition in partitions)
+        consumer.assign(partitions)
+        letters = consumer.consume(total, 20) if total else []
+        consumer.close()
+        return [(letter.value(), dict(letter.headers())) for letter in letters]
+
+    def uncommitted(self) -> int:
+        """Tasks on the log beyond the workers' committed offsets."""
+        group = f"{self.log.topic_prefix}rollout.{RUN.run_id}"
+        consumer = Consumer({"bootstrap.servers": self.log.bootstrap, "group.id": group})
+        topic = Names(self.log.topic_prefix).of(Topic.TASKS)
+        places = consumer.committed([TopicPartition(topic, partition) for partition in range(2)])
+        left = sum(consumer.get_watermark_offsets(place)[1] - max(place.offset, 0) for place in places)
+        consumer.close()
+        return left
+
+
+@pytest.fixture
+def bench(log, tmp_path, tokenizer_dir) -> Bench:
+    return Bench(log, StoreSettings(root=str(tmp_path / "store")), tokenizer_dir)
+
+
+def whole(count: int, size: int = 4) -> Callable[[list[Rollout]], bool]:
+    """All rollouts of `count` groups of `size` are there."""
+    return lambda found: len({rollout.rollout_id for rollout in found}) >= count * size
+
+
+def test_every_task_ends_in_its_rollouts_or_in_the_dead_letters(bench, new_replica):
+    replica = new_replica()
+    names = Names(bench.log.topic_prefix)
+    bench.issue(task(0), task(1, payload="?"), task(2, group_size=0), task(3, environment="chess"), task(4, run_id="o"))
+    with RecordProducer(bench.log, "poisoner") as producer:
+        for value in (b"\xc3\x01nothing", b"", None):
+            producer.send_bytes(names.of(Topic.TASKS), value, key=b"x")
+    bench.issue(task(5), task(6, deadline_in_us=-1))
+    with bench.worker(settings_for(replica)):
+        found = bench.rollouts(whole(5))
+    by_group = Counter((rollout.group_id, rollout.status) for rollout in found)
+    assert by_group == {
+        ("run/train/0", RolloutStatus.COMPLETED): 4,
+        ("run/train/1", RolloutStatus.FAILED): 4,
+        ("run/train/3", RolloutStatus.FAILED): 4,
+        ("run/train/5", RolloutStatus.COMPLETED): 4,
+        ("run/train/6", RolloutStatus.FAILED): 4,
+    }
+    reasons = {rollout.group_id: rollout.failure for rollout in found if rollout.failure}
+    assert reasons["run/train/6"] == EXPIRED
+    letters = bench.dead_letters()
+    refused = [headers["tidemill-reason"] for value, headers in letters if value and b"run/train/2" in value]
+    assert len(letters) == 4 and refused == [b"group_size is 0, allowed are 1 to 1024"]
+    assert bench.uncommitted() == 0
+
+
+def test_what_shutdown_interrupts_is_played_again_under_the_same_ids(bench, new_replica):
+    replica = new_replica()
+    stuck = threading.Event()
+
+    async def answer(request, number):
+        while stuck.is_set() and number > 9:
+            await asyncio.sleep(0.01)
+        return await replica.solve(request, number)
+
+    replica.answer = answer
+    stuck.set()
+    bench.issue(*[task(index) for index in range(4)])
+    with bench.worker(settings_for(replica, grace_s=0.1)):
+        deadline = time.monotonic() + 20
+        while len(replica.requests) < 12:
+            assert time.monotonic() < deadline
+            stuck.wait(0.01) if not stuck.is_set() else threading.Event().wait(0.01)
+    assert bench.uncommitted() > 0, "unfinished tasks are not committed"
+    stuck.clear()
+    with bench.worker(settings_for(replica)):
+        found = bench.rollouts(whole(4))
+    assert {rollout.rollout_id for rollout in found} == {f"run/train/{i}/{j}" for i in range(4) for j in range(4)}
+    assert all(rollout.success for rollout in found)
+    assert bench.uncommitted() == 0
+
+
+def test_a_replica_killed_under_way_and_back_loses_nothing(bench, new_replica):
+    replica = new_replica()
+    bench.issue(*[task(index) for index in range(20)])
+    with bench.worker(settings_for(replica, max_concurrent_episodes=8)):
+        bench.rollouts(lambda found: len(found) > 8)
+        replica.stop()
+        replica.start()
+        found = bench.rollouts(whole(20))
+    assert all(rollout.status is RolloutStatus.COMPLETED for rollout in found)
+
+
+def test_a_second_worker_takes_its_share(bench, new_replica):
+    replicas = [new_replica("r1"), new_replica("r2")]
+    many = 30
+    with bench.worker(settings_for(replicas[0], max_concurrent_episodes=8)):
+        bench.issue(*[task(index) for index in range(many)])
+        bench.rollouts(lambda found: len(found) > 4)
+        with bench.worker(settings_for(replicas[1], max_concurrent_episodes=8)):
+            bench.rollouts(lambda found: any(rollout.replica_id == "r2" for rollout in found) or whole(many)(found))
+            bench.issue(*[task(index) for index in range(many, 2 * many)])
+            found = bench.rollouts(
+                lambda found: whole(2 * many)(found) and any(rollout.replica_id == "r2" for rollout in found)
+            )
+    assert {rollout.replica_id for rollout in found} == {"r1", "r2"}
+    assert bench.uncommitted() == 0
+
+
+def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):
+    settings = settings_for(new_replica(), claim_check_bytes=1)
+    bench.issue(task(0))
+    with bench.worker(settings):
+        found = bench.rollouts(whole(1))
+    for rollout in found:
+        assert rollout.segments == [] and rollout.claim is not None
+        restored = claimed_rollout(rollout, bench.codec)
+        assert restored.segments[0].n_tokens > 0
+        assert replace(restored, segments=[], claim=rollout.claim) == rollout
+
+
+def test_the_tokenizer_comes_from_the_first_anchor(log, tokenizer_dir, tokenizer):
+    manifest = Manifest("run", "main", 0, None, 0, 0.1, 0, 0, 0, [], [], "", Anchor(str(tokenizer_dir), 1), 0, 0)
+    with RecordProducer(log, "test-trainer") as producer:
+        producer.send_acked(Topic.MANIFESTS, [("main", replace(manifest, run_id="other")), ("main", manifest)])
+    uri = wait_for_anchor(log, RUN, threading.Event())
+    assert uri == str(tokenizer_dir)
+    assert load_tokenizer(uri).to_str() == tokenizer.to_str()
+    stopped = threading.Event()
+    stopped.set()
+    assert wait_for_anchor(log, RUN, stopped) is None
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        load_tokenizer(str(tmp_path))
