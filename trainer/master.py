@@ -65,9 +65,8 @@ class MasterWeights:
         self._require_same_tensors(state)
         for name, master in self._masters.items():
             master.copy_(state[f"master/{name}"])
-            kinds = [key.split("/", 1)[0] for key in state if key.endswith(f"/{name}")]
-            moments = {kind: state[f"{kind}/{name}"].clone() for kind in kinds if kind != "master"}
-            self._optimizer.state[master] = moments
+            moments = [key for key in state if key.split("/", 1)[1] == name and not key.startswith("master/")]
+            self._optimizer.state[master] = {key.split("/", 1)[0]: state[key].clone() for key in moments}
         self._round()
 
     def _require_same_tensors(self, state: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,195 @@
+"""A training session: the weights, where they are in the run, and the records of each step.
+
+The order of a step is fixed, so that a stop anywhere can be made good from the log: the optimizer step, its record
+acknowledged, then the version's chunks and its manifest, then (where one is due) the checkpoint. What is recorded and
+not yet published is made again from the recorded inputs, and checked against the recorded fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import Rollout, Staleness, TrainStep
+from tidemill.trainer.batch_builder import Batch, Progress
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.metrics import lag_counts
+from tidemill.trainer.publish import VersionMark, WeightPublisher
+from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.step import Learner, StepOutcome
+
+STAGE = "train"
+
+
+class NotRepeatableError(RuntimeError):
+    """A recorded step, made again, cannot give the recorded weights; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the weights are in the run."""
+
+    step: int
+    version: int
+    view: ServingView
+    fingerprint: str
+    """Of `view`, hexadecimal."""
+
+
+class Session:
+    """Trains, records and publishes steps from `learner`'s weights on, which are those of `step`."""
+
+    def __init__(
+        self,
+        run: RunSettings,
+        settings: TrainerSettings,
+        learner: Learner,
+        producer: RecordProducer,
+        publisher: WeightPublisher,
+        *,
+        step: int,
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._learner = learner
+        self._producer = producer
+        self._publisher = publisher
+        self._config_hash = settings.arithmetic_hash()
+        self.place = self._snapshot(step)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return int(self._learner.model.config.vocab_size)
+
+    def publish_first(self) -> None:
+        """Publish the starting weights as version 0, an anchor; a version 0 in the log has to be the same."""
+        place = self.place
+        self._publisher.publish(VersionMark(place.version, None, place.step, 0.0, now_us()), None, place.view)
+
+    def train(self, batch: Batch) -> TrainStep:
+        """Train one step on `batch`, record it and publish its version."""
+        started, clock = now_us(), time.monotonic()
+        before, step = self.place, self.place.step + 1
+        outcome = self._learner.train(batch.groups, step, before.version, step_seed(self._run.seed, step))
+        self.place = self._snapshot(step)
+        record = self._record(batch, before, outcome, started, time.monotonic() - clock)
+        self._producer.send_acked(Topic.STEPS, [(self._run.run_id, record)])
+        self._finish(record, batch.groups, before)
+        return record
+
+    def repeat(self, record: TrainStep, groups: Sequence[TrainableGroup]) -> None:
+        """Make a recorded step again from its inputs, check it, and publish what of it is missing.
+
+        Raises NotRepeatableError when the settings are others than then, or the weights come out different.
+        """
+        self._require_same_settings(record)
+        before = self.place
+        self._learner.train(groups, record.step, before.version, record.seed)
+        self.place = self._snapshot(record.step)
+        if self.place.fingerprint != record.fingerprint:
+            raise NotRepeatableError(
+                f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
+                "run it on the machine type and library versions of then, or start a new run"
+            )
+        self._finish(record, groups, before)
+
+    def checkpoint(self, store: CheckpointStore, progress: Progress) -> None:
+        """Store the weights with how far the log is used up."""
+        state = CheckpointState(
+            run_id=self._run.run_id,
+            branch=self._run.branch,
+            step=self.place.step,
+            version=self.place.version,
+            fingerprint=self.place.fingerprint,
+            config_hash=self._config_hash,
+            progress=progress,
+        )
+        store.write(state, self._learner.masters.state())
+
+    def _snapshot(self, step: int) -> Place:
+        view = serving_view(self._learner.model)
+        # Each step makes one version, and version 0 is what the run starts from.
+        return Place(step=step, version=step, view=view, fingerprint=total_fingerprint(tensor_infos(view)).hex())
+
+    def _finish(self, record: TrainStep, groups: Sequence[TrainableGroup], before: Place) -> None:
+        newest = self._publisher.newest
+        if newest is None or newest.version < record.version:
+            for staleness in staleness_records(record, groups):
+                self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
+        mark = VersionMark(
+            version=record.version,
+            parent=record.parent_version,
+            step=record.step,
+            learning_rate=record.learning_rate,
+            trained_at=record.finished_at,
+        )
+        self._publisher.publish(mark, before.view, self.place.view)
+
+    def _record(self, batch: Batch, before: Place, outcome: StepOutcome, started: int, seconds: float) -> TrainStep:
+        excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)
+        return TrainStep(
+            run_id=self._run.run_id,
+            step=self.place.step,
+            version=self.place.version,
+            parent_version=before.version,
+            inputs=[group.place for group in batch.groups],
+            exclusions=batch.exclusions,
+            seed=step_seed(self._run.seed, self.place.step),
+            config_hash=self._config_hash,
+            objective=self._settings.objective.value,
+            learning_rate=outcome.learning_rate,
+            metrics={**outcome.metrics, **{k: float(n) for k, n in excluded.items()}, "seconds": seconds},
+            lag=outcome.lag,
+            rollouts=outcome.rollouts,
+            tokens=outcome.tokens,
+            fingerprint=self.place.fingerprint,
+            parent_fingerprint=before.fingerprint,
+            started_at=started,
+            finished_at=now_us(),
+        )
+
+    def _require_same_settings(self, record: TrainStep) -> None:
+        if record.config_hash != self._config_hash:
+            raise NotRepeatableError(
+                f"step {record.step} is in the log, has no checkpoint, and was trained with other settings (hash "
+                f"{record.config_hash}, now {self._config_hash}): start once with the settings of then, and change "
+                "them after the next checkpoint"
+            )
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """The seed of a step, in [0, 2**63)."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
+
+
+def staleness_records(record: TrainStep, groups: Sequence[TrainableGroup]) -> list[Staleness]:
+    """Policy lag of the trained tokens of each replica of a step."""
+    rollouts = sorted((r for group in groups for r in group.rollouts), key=_source)
+    return [
+        Staleness(
+            run_id=record.run_id,
+            replica_id=replica_id,
+            region=region,
+            stage=STAGE,
+            step=record.step,
+            version=record.parent_version,
+            lag=lag_counts(found, record.parent_version),
+            at=record.finished_at,
+        )
+        for (replica_id, region), found in groupby(rollouts, _source)
+    ]
+
+
+def _source(rollout: Rollout) -> tuple[str, str]:
+    return rollout.replica_id, rollout.region
