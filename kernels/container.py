@@ -4,9 +4,9 @@
     blocks               `kernels.block`, any number
     trailer   40 bytes   magic, format, blocks, changed elements, xxh3-128 of these and of every block's digest in order
 
-The stream is cut into chunks for the log; a block may span chunks. A reader holds one block at a time. Whatever is
-cut off, left out, repeated, moved or altered raises DeltaError, at the latest at the trailer: nothing may be made
-visible before the trailer has been read.
+The stream may be cut anywhere into chunks for the log; a block may span chunks. A reader holds one block at a time.
+Whatever is cut off, left out, repeated, moved or altered raises DeltaError, at the latest at the trailer: nothing may
+be made visible before the trailer has been read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import xxhash
 
 from tidemill.kernels.block import DIGEST_SIZE, HEADER_SIZE, BlockHeader, DecodedBlock, read_body, read_header
 from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.fingerprint import ZERO
 
 STREAM_MAGIC = b"TMs\x01"
 TRAILER_MAGIC = b"TMe\x01"
 STREAM_FORMAT = 1
 EDGE = struct.Struct("<4sIqq")
 EDGE_SIZE = EDGE.size + DIGEST_SIZE
-CHUNK_BYTES = (1 << 20) - 4096
-"""Bytes of a chunk: with its record's fields it stays below Kafka's default limit on a batch."""
 
 
 class StreamWriter:
@@ -37,6 +36,8 @@ class StreamWriter:
         self.blocks = 0
         self.changed = 0
         """Changed elements of the blocks so far."""
+        self.change = ZERO
+        """Fingerprint of the change that the blocks so far make."""
 
     def header(self) -> bytes:
         """The first bytes of the stream."""
@@ -48,23 +49,12 @@ class StreamWriter:
         self._digests.update(header.digest)
         self.blocks += 1
         self.changed += header.changed
+        self.change += header.target - header.base
         return data
 
     def trailer(self) -> bytes:
         """The last bytes of the stream."""
         return _trailer(self.blocks, self.changed, self._digests)
-
-
-def cut(pieces: Iterable[bytes], limit: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Regroup a stream of bytes into chunks of exactly `limit` bytes, the last one shorter. Holds one chunk."""
-    pending = bytearray()
-    for piece in pieces:
-        pending += piece
-        while len(pending) > limit:
-            yield bytes(pending[:limit])
-            del pending[:limit]
-    if pending:
-        yield bytes(pending)
 
 
 def decode_blocks(data: bytes | memoryview) -> Iterator[DecodedBlock]:

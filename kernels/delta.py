@@ -16,14 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from tidemill.kernels.block import BLOCK_ELEMENTS, NAME_LIMIT, BlockHeader, DecodedBlock, write_block
-from tidemill.kernels.container import CHUNK_BYTES, StreamWriter, cut, decode_blocks, decode_delta
+from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
 from tidemill.kernels.elements import DeltaError, ElementType, element_type, flat_bits
 from tidemill.kernels.fingerprint import Bits, TensorKey, fingerprint, fingerprint_change
 from tidemill.kernels.payload import pack
 
 __all__ = [
     "BLOCK_ELEMENTS",
-    "CHUNK_BYTES",
     "DecodedBlock",
     "DeltaError",
     "FingerprintMismatch",
@@ -31,7 +30,6 @@ __all__ = [
     "TensorChange",
     "Verdict",
     "apply_block",
-    "cut",
     "decode_blocks",
     "decode_delta",
     "encode_delta",
@@ -86,7 +84,7 @@ def encode_tensor(
 
 
 def encode_delta(version: int, parent: int, tensors: Iterable[TensorChange]) -> Iterator[bytes]:
-    """Encode the step from `parent` to `version` as a stream of bytes, one block at a time; see `cut`.
+    """Encode the step from `parent` to `version` as a stream of bytes, one block at a time.
 
     Raises DeltaError like `encode_tensor`.
     """

@@ -1,0 +1,59 @@
+"""The serving view: the bf16 weights that replicas serve, as bit patterns in checkpoint coordinates.
+
+A view names each weight once, by the model's own state-dict name, in the order of the state dict. A tied weight has
+the name under which the model meets it first (`model.embed_tokens.weight`, not `lm_head.weight`), as in a Hugging
+Face checkpoint. A view is a snapshot: later optimizer steps do not reach into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.schemas.records import TensorInfo
+
+SERVING_DTYPE = "bfloat16"
+
+ServingView = Mapping[str, npt.NDArray[np.uint16]]
+"""State-dict name -> u2 bit patterns, in the tensor's shape."""
+
+
+def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
+    """A snapshot of `model`'s weights, rounded to bf16 (to nearest, ties to even).
+
+    Raises TypeError for a weight that is no floating-point tensor.
+    """
+    view: dict[str, npt.NDArray[np.uint16]] = {}
+    seen: set[int] = set()
+    # keep_vars: tied names then hold the same object, not two views of it.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            view[name] = bf16_bits(name, tensor)
+    return view
+
+
+def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """A copy of a floating-point tensor as bf16 bit patterns, in its shape. Raises TypeError for another type."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} is {tensor.dtype}: only floating-point weights can be served as {SERVING_DTYPE}")
+    rounded = tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+    bits: npt.NDArray[np.uint16] = rounded.view(torch.int16).numpy().view(np.uint16)
+    return bits
+
+
+def tensor_infos(view: ServingView) -> list[TensorInfo]:
+    """Name, type, shape and fingerprint of each weight of a view, in its order."""
+    return [
+        TensorInfo(name, SERVING_DTYPE, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())
+        for name, bits in view.items()
+    ]
+
+
+def total_fingerprint(tensors: list[TensorInfo]) -> Fingerprint:
+    """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
+    return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
