@@ -22,6 +22,7 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
+from tidemill.producers.corpus_config import CorpusSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.trainer.config import TrainerSettings
@@ -49,6 +50,8 @@ class TidemillSettings(BaseSettings):
     """Which training run this is."""
     stack: StackSettings = Field(default_factory=StackSettings)
     """The local Kafka."""
+    corpus: CorpusSettings = Field(default_factory=CorpusSettings)
+    """The mid-training documents."""
     midtrain: MidtrainSettings = Field(default_factory=MidtrainSettings)
     """Next-token training that makes the starting checkpoint."""
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)

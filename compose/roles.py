@@ -44,6 +44,14 @@ def serve(
     run(settings.kafka, settings.run, settings.store, settings.replica)
 
 
+def documents(settings_of: SettingsOf) -> None:
+    """Write the mid-training documents of the run's seed to their topic."""
+    settings = _begin(settings_of)
+    from tidemill.producers.corpus import run
+
+    run(settings.kafka, settings.run, settings.corpus)
+
+
 def feed(
     settings_of: SettingsOf,
     sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,

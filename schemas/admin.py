@@ -22,6 +22,7 @@ from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_RETENTION_MS, Name
 from tidemill.schemas.config import KafkaSettings
 
 REQUEST_TIMEOUT_S = 20.0
+POLL_S = 0.05
 
 
 class BrokerUnreachable(ConnectionError):
@@ -75,11 +76,14 @@ def wanted_topics(kafka: KafkaSettings) -> Iterator[WantedTopic]:
         yield WantedTopic(names.of(spec.topic), partitions, spec.topic_config())
         if spec.dead_letters:
             retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
-            yield WantedTopic(names.dead_letter(spec.topic), partitions, retention)
+            yield WantedTopic(names.dead_letter(spec.topic), 1, retention)
 
 
 def create_topics(kafka: KafkaSettings) -> list[str]:
-    """Create what is missing; the names created. Raises KafkaException when the broker refuses."""
+    """Create what is missing and wait until it can be used; the names created.
+
+    Raises KafkaException when the broker refuses, TimeoutError when partitions stay without a leader.
+    """
     new = [
         NewTopic(t.name, t.partitions, replication_factor=kafka.replication_factor, config=t.config)
         for t in wanted_topics(kafka)
@@ -93,7 +97,23 @@ def create_topics(kafka: KafkaSettings) -> list[str]:
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
+    _wait_until_led(client, {topic.topic for topic in new})
     return created
+
+
+def _wait_until_led(client: AdminClient, names: set[str]) -> None:
+    """The broker acknowledges a topic before its partitions have leaders; a client that comes at once would fail."""
+    deadline = time.monotonic() + REQUEST_TIMEOUT_S
+    while not names <= _led(client):
+        if time.monotonic() > deadline:
+            missing = sorted(names - _led(client))
+            raise TimeoutError(f"topics without leaders {REQUEST_TIMEOUT_S:g} s after their creation: {missing}")
+        time.sleep(POLL_S)
+
+
+def _led(client: AdminClient) -> set[str]:
+    topics = client.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+    return {name for name, t in topics.items() if t.partitions and all(p.leader >= 0 for p in t.partitions.values())}
 
 
 def check_topics(kafka: KafkaSettings) -> list[TopicState]:

@@ -35,6 +35,19 @@ from tidemill.schemas.records import Record
 MAX_RECORD_BYTES = 1_048_576
 DELIVERY_TIMEOUT_MS = 120_000
 METADATA_TIMEOUT_S = 20.0
+RETRY_S = 0.05
+TRANSIENT = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
+        KafkaError.NETWORK_EXCEPTION,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._PARTITION_EOF,
+    }
+)
+"""Errors that librdkafka outlives by itself; its `retriable` flag is set for transactional calls alone."""
 
 
 class DeliveryError(RuntimeError):
@@ -267,7 +280,7 @@ class LogReader:
 
     def _resolve_ends(self) -> None:
         for tp in self._assignment:
-            low, high = self._consumer.get_watermark_offsets(tp, timeout=METADATA_TIMEOUT_S)
+            low, high = self._watermarks(tp)
             if tp.offset == OFFSET_END:
                 tp.offset = high
             elif tp.offset == OFFSET_BEGINNING:
@@ -276,6 +289,18 @@ class LogReader:
                 raise LookupError(
                     f"{tp.topic}[{tp.partition}]: offset {tp.offset} is no longer kept, the log begins at {low}"
                 )
+
+    def _watermarks(self, tp: TopicPartition) -> tuple[int, int]:
+        # A partition that was created a moment ago, or whose leader moves, answers with a retriable error first.
+        deadline = time.monotonic() + METADATA_TIMEOUT_S
+        while True:
+            try:
+                low, high = self._consumer.get_watermark_offsets(tp, timeout=METADATA_TIMEOUT_S)
+                return low, high
+            except KafkaException as error:
+                if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_S)
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 500) -> list[Located]:
         """The next records, in offset order within each partition; empty when none came in `timeout_s`."""
@@ -291,12 +316,7 @@ class LogReader:
 
     def end_offsets(self) -> dict[tuple[Topic, int], int]:
         """End of the log now, by (topic, partition): the offset that the next record will have."""
-        return {
-            (self._names.parse(tp.topic), tp.partition): self._consumer.get_watermark_offsets(
-                tp, timeout=METADATA_TIMEOUT_S
-            )[1]
-            for tp in self._assignment
-        }
+        return {(self._names.parse(tp.topic), tp.partition): self._watermarks(tp)[1] for tp in self._assignment}
 
     def next_offsets(self) -> dict[tuple[Topic, int], int]:
         """The next offset to be read, by (topic, partition)."""
@@ -347,9 +367,8 @@ def _start_offset(start: str | Mapping[tuple[Topic, int], int], topic: Topic, pa
 
 
 def _raise_fatal(error: KafkaError) -> None:
-    if error.code() == KafkaError._PARTITION_EOF or (error.retriable() and not error.fatal()):
-        return
-    raise KafkaException(error)
+    if error.code() not in TRANSIENT:
+        raise KafkaException(error)
 
 
 class GroupMember:

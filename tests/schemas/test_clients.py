@@ -151,7 +151,9 @@ def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
 
 
 def test_a_record_that_the_log_refuses_is_an_error(settings: KafkaSettings):
-    producer = RecordProducer(settings.model_copy(update={"topic_prefix": "absent."}), "test-writer")
+    impatient = {"topic.metadata.propagation.max.ms": "500"}
+    absent = settings.model_copy(update={"topic_prefix": "absent.", "client_options": impatient})
+    producer = RecordProducer(absent, "test-writer")
     with pytest.raises(DeliveryError):
         producer.send_acked(Topic.DOCUMENTS, [("d", document(1))])
 
