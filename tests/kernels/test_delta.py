@@ -1,5 +1,7 @@
 """Deltas are lossless for every bit pattern, independent of how they are cut, and applied to their base only."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -104,6 +106,24 @@ def test_blocks_of_full_size(density, seed, kind):
     held = {"w": old.copy()}
     apply_all(decode_delta(iter(chunks), 1, 0), held)
     np.testing.assert_array_equal(held["w"], new)
+
+
+def peak_bytes(blocks):
+    """Peak memory of encoding and decoding a tensor of some full blocks as a stream, beyond its own."""
+    old = np.zeros(blocks * BLOCK_ELEMENTS, np.uint16)
+    new = np.arange(old.size, dtype=np.uint32).astype(np.uint16)
+    tracemalloc.start()
+    try:
+        for _ in decode_delta(encode_delta(1, 0, [TensorChange("w", "bfloat16", old, new)]), 1, 0):
+            pass
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_bounded_by_the_block():
+    peak_bytes(1)
+    assert peak_bytes(6) < 1.6 * peak_bytes(2)
 
 
 def test_no_change_is_an_empty_delta():
