@@ -1,0 +1,188 @@
+"""Synthetic rollouts and groups, and a tiny model to train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    GroupMember,
+    Mode,
+    RewardComponent,
+    Rollout,
+    RolloutStatus,
+    Segment,
+    StepInput,
+    VersionSpan,
+)
+from tidemill.trainer.groups import TrainableGroup
+
+VOCAB = 64
+
+
+def tiny_model(seed: int = 0) -> PreTrainedModel:
+    """A random Qwen3 of two layers."""
+    torch.manual_seed(seed)
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=256,
+            **shape,
+        )
+    )
+
+
+def segment(seed: int, n_tokens: int = 24, version: int = 0, later: int | None = None) -> Segment:
+    """A prompt, a sampled turn, tool output, a second turn (under version `later`, if given), more tool output."""
+    rng = np.random.default_rng(seed)
+    mask = np.zeros(n_tokens, np.uint8)
+    first, second = (6, n_tokens // 2), (n_tokens // 2 + 4, n_tokens - 2)
+    mask[slice(*first)] = mask[slice(*second)] = 1
+    logprobs = np.where(mask, -np.log(VOCAB) + rng.normal(0, 0.1, n_tokens), 0).astype("<f4")
+    return Segment(
+        n_tokens=n_tokens,
+        token_ids=rng.integers(0, VOCAB, n_tokens).astype("<u4").tobytes(),
+        loss_mask=mask.tobytes(),
+        logprobs=logprobs.tobytes(),
+        spans=[VersionSpan(version, *first), VersionSpan(version if later is None else later, *second)],
+    )
+
+
+def rollout(group_id: str, index: int, reward: float, size: int = 4, version: int = 0, **changes: object) -> Rollout:
+    """A completed rollout whose tokens depend on its name alone."""
+    seed = sum(map(ord, group_id)) * 100 + index
+    made = segment(seed, 20 + seed % 13, version)
+    sampled = int(made.mask().sum())
+    made_rollout = Rollout(
+        rollout_id=f"{group_id}-{index}",
+        group_id=group_id,
+        task_id=group_id,
+        run_id="run",
+        environment="test",
+        mode=Mode.TRAIN,
+        index=index,
+        group_size=size,
+        deadline_at=0,
+        status=RolloutStatus.COMPLETED,
+        failure="",
+        segments=[made],
+        claim=None,
+        rewards=[RewardComponent("correct", reward, 1.0)],
+        reward=reward,
+        reward_version="1",
+        success=reward > 0.5,
+        turns=2,
+        prompt_tokens=6,
+        sampled_tokens=sampled,
+        version_min=version,
+        version_max=version,
+        replica_id=f"replica-{index % 2}",
+        region="local",
+        worker_id="worker",
+        started_at=0,
+        finished_at=0,
+    )
+    return replace(made_rollout, **changes)
+
+
+def member_of(record: Rollout, partition: int, offset: int) -> GroupMember:
+    """A group's reference to a rollout."""
+    return GroupMember(
+        rollout_id=record.rollout_id,
+        topic=Topic.ROLLOUTS.value,
+        partition=partition,
+        offset=offset,
+        status=record.status,
+        reward=record.reward,
+        advantage=0.0 if record.reward is not None else None,
+        success=record.success,
+        sampled_tokens=record.sampled_tokens,
+        version_min=record.version_min,
+        version_max=record.version_max,
+    )
+
+
+def group_of(group_id: str, members: list[GroupMember], **changes: object) -> Group:
+    """A group closed by size."""
+    rewards = [member.reward for member in members if member.reward is not None]
+    made = Group(
+        group_id=group_id,
+        task_id=group_id,
+        run_id="run",
+        environment="test",
+        mode=Mode.TRAIN,
+        closed_by=CloseReason.SIZE,
+        expected_size=len(members),
+        members=members,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+        opened_at=0,
+        closed_at=0,
+        rewards_shuffled=False,
+    )
+    return replace(made, **changes)
+
+
+def trainable_group(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 0.0), **changes: object):
+    """A group that can be trained on."""
+    size = len(rewards)
+    rollouts = [rollout(group_id, index, reward, size, **changes) for index, reward in enumerate(rewards)]
+    members = [member_of(record, 0, index) for index, record in enumerate(rollouts)]
+    place = StepInput(group_id, Topic.GROUPS.value, 0, sum(map(ord, group_id)))
+    return TrainableGroup(place, group_of(group_id, members), tuple(rollouts))
+
+
+@pytest.fixture(name="tiny_model")
+def tiny_model_factory() -> Callable[..., PreTrainedModel]:
+    """`tiny_model`, for tests."""
+    return tiny_model
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path: Path) -> str:
+    """A directory with the tiny model in bf16."""
+    directory = tmp_path / "model"
+    tiny_model().to(torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def make_rollout() -> Callable[..., Rollout]:
+    """`rollout`, for tests."""
+    return rollout
+
+
+@pytest.fixture
+def make_segment() -> Callable[..., Segment]:
+    """`segment`, for tests."""
+    return segment
+
+
+@pytest.fixture
+def make_member() -> Callable[..., GroupMember]:
+    """`member_of`, for tests."""
+    return member_of
+
+
+@pytest.fixture
+def make_group() -> Callable[..., Group]:
+    """`group_of`, for tests."""
+    return group_of
+
+
+@pytest.fixture
+def make_trainable() -> Callable[..., TrainableGroup]:
+    """`trainable_group`, for tests."""
+    return trainable_group

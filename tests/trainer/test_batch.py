@@ -1,0 +1,167 @@
+"""Packing: rows hold every rollout once, logprobs do not depend on packing, malformed rollouts are refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.schemas.records import Segment, VersionSpan
+from tidemill.trainer.attention import use_packed_attention
+from tidemill.trainer.batch import InvalidRolloutError, check, pack, sampled_versions
+from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
+
+VOCAB = 64
+
+
+@pytest.fixture
+def rollouts(make_rollout):
+    return [make_rollout(f"g{i // 4}", i % 4, float(i % 2)) for i in range(12)]
+
+
+def logprobs_by_rollout(model, rows) -> dict[int, torch.Tensor]:
+    found = {}
+    for row in rows:
+        logprobs = frozen_logprobs(model, row)
+        for rollout in row.sequence.unique().tolist():
+            found[rollout] = logprobs[row.sequence == rollout]
+    return found
+
+
+def test_packed_logprobs_equal_unpacked_ones(tiny_model, rollouts) -> None:
+    model = tiny_model().eval()
+    use_packed_attention(model)
+    packed = logprobs_by_rollout(model, pack(rollouts, 100, VOCAB))
+    single = {i: logprobs_by_rollout(model, pack([r], 100, VOCAB))[0] for i, r in enumerate(rollouts)}
+    assert packed.keys() == single.keys()
+    for index, logprobs in single.items():
+        torch.testing.assert_close(packed[index], logprobs, rtol=0, atol=1e-5)
+
+
+def test_logprobs_equal_those_of_the_stock_attention(tiny_model, rollouts) -> None:
+    model = tiny_model().eval()
+    ids = torch.from_numpy(rollouts[0].segments[0].ids().astype(np.int64))[None]
+    with torch.no_grad():
+        scores = model(input_ids=ids).logits[0].log_softmax(-1)
+    expected = scores[:-1].gather(1, ids[0, 1:, None]).squeeze(1)
+    use_packed_attention(model)
+    row = pack(rollouts[:3], 1000, VOCAB)[0]
+    mask = torch.from_numpy(rollouts[0].segments[0].mask()[1:] == 1)
+    torch.testing.assert_close(frozen_logprobs(model, row)[row.sequence == 0], expected[mask], rtol=0, atol=1e-5)
+
+
+def test_a_token_sees_nothing_of_its_neighbours_in_the_row(tiny_model, rollouts, make_segment) -> None:
+    model = tiny_model().eval()
+    use_packed_attention(model)
+    changed = [rollouts[0], replace(rollouts[1], segments=[make_segment(999, rollouts[1].segments[0].n_tokens)])]
+    before, after = pack(rollouts[:2], 1000, VOCAB)[0], pack(changed, 1000, VOCAB)[0]
+    assert before.input_ids.shape == after.input_ids.shape
+    own = before.sequence == 0
+    assert torch.equal(frozen_logprobs(model, before)[own], frozen_logprobs(model, after)[own])
+
+
+def test_entropy_is_that_of_the_whole_distribution(tiny_model, rollouts) -> None:
+    model = tiny_model().eval()
+    use_packed_attention(model)
+    row = pack(rollouts[:1], 1000, VOCAB)[0]
+    _, entropy = sampled_logprobs(model, row)
+    with torch.no_grad():
+        out = model(input_ids=row.input_ids, position_ids=row.position_ids, sequence_lengths=row.lengths)
+    p = out.logits[0, row.predictors].softmax(-1).double()
+    torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), row_tokens=st.integers(16, 120))
+@settings(max_examples=40, deadline=None)
+def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_tokens: int) -> None:
+    made = [plain_rollout([plain_segment(10 * k + i, 8 + 7 * i) for i in range(n)]) for k, n in enumerate(sizes)]
+    rows = pack(made, row_tokens, VOCAB)
+    owners = torch.cat([row.sequence for row in rows])
+    assert torch.bincount(owners).tolist() == [sum(int(s.mask().sum()) for s in r.segments) for r in made]
+    assert len({i for row in rows for i in set(row.sequence.tolist())}) == sum(
+        len(set(row.sequence.tolist())) for row in rows
+    ), "a rollout is in two rows"
+    for row in rows:
+        assert sum(row.lengths) == row.input_ids.shape[1]
+        assert row.input_ids.shape[1] <= row_tokens or len(set(row.sequence.tolist())) == 1
+        assert torch.equal(row.input_ids[0][row.predictors + 1], row.targets)
+        starts = np.cumsum([0, *row.lengths[:-1]])
+        assert (row.position_ids[0] == 0).nonzero().flatten().tolist() == starts.tolist()
+
+
+def plain_segment(seed: int, n_tokens: int) -> Segment:
+    rng = np.random.default_rng(seed)
+    mask = np.ones(n_tokens, np.uint8)
+    mask[:3] = 0
+    return Segment(
+        n_tokens,
+        rng.integers(0, VOCAB, n_tokens).astype("<u4").tobytes(),
+        mask.tobytes(),
+        np.full(n_tokens, -1.0, "<f4").tobytes(),
+        [VersionSpan(0, 3, n_tokens)],
+    )
+
+
+class Bare:
+    """The fields of a rollout that packing reads."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self.rollout_id, self.segments = "r", segments
+
+
+def plain_rollout(segments: list[Segment]) -> Bare:
+    return Bare(segments)
+
+
+def test_same_rollouts_give_the_same_rows(rollouts) -> None:
+    for a, b in zip(pack(rollouts, 100, VOCAB), pack(rollouts, 100, VOCAB), strict=True):
+        assert a.lengths == b.lengths
+        assert torch.equal(a.input_ids, b.input_ids)
+
+
+def test_token_versions_follow_the_spans(make_rollout, make_segment) -> None:
+    made = make_rollout("g", 0, 1.0, segments=[make_segment(1, 24, version=3, later=5)])
+    assert sampled_versions(made).tolist() == [3] * 6 + [5] * 6
+
+
+def broken(made: Segment, **changes: object) -> Segment:
+    return replace(made, **changes)
+
+
+def with_value(data: bytes, dtype: str, place: int, value: float) -> bytes:
+    array = np.frombuffer(data, dtype).copy()
+    array[place] = value
+    return array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"n_tokens": s.n_tokens + 1}, "arrays of"),
+        (lambda s: {"token_ids": s.token_ids[:-1]}, "arrays of"),
+        (lambda s: {"token_ids": with_value(s.token_ids, "<u4", 0, VOCAB)}, "vocabulary of 64"),
+        (lambda s: {"loss_mask": with_value(s.loss_mask, "u1", 0, 1)}, "first token"),
+        (lambda s: {"loss_mask": with_value(s.loss_mask, "u1", 7, 2)}, "other than 0 and 1"),
+        (lambda s: {"logprobs": with_value(s.logprobs, "<f4", 7, np.nan)}, "finite"),
+        (lambda s: {"logprobs": with_value(s.logprobs, "<f4", 7, 0.5)}, "at most 0"),
+        (lambda s: {"spans": s.spans[:1]}, "do not cover"),
+        (lambda s: {"spans": [*s.spans, VersionSpan(0, 0, 2)]}, "do not cover"),
+        (lambda s: {"spans": [VersionSpan(0, 6, 99)]}, "do not cover"),
+        (lambda s: {"loss_mask": bytes(s.n_tokens), "spans": []}, "no sampled token"),
+    ],
+)
+def test_malformed_rollout_is_refused_with_the_reason(make_rollout, make_segment, change, message: str) -> None:
+    made = make_segment(1)
+    bad = make_rollout("g", 0, 1.0, segments=[broken(made, **change(made))])
+    with pytest.raises(InvalidRolloutError, match=message):
+        check(bad, VOCAB)
+
+
+def test_model_with_sliding_windows_is_refused(tiny_model) -> None:
+    model = tiny_model()
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(ValueError, match="sliding windows"):
+        use_packed_attention(model)

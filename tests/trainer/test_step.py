@@ -1,0 +1,236 @@
+"""The optimizer step: what moves the weights, what does not, and that it is repeatable bit for bit."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tidemill.schemas.records import VersionSpan
+from tidemill.trainer.batch import pack
+from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.corrections import CorrectionKind
+from tidemill.trainer.objectives import OBJECTIVES, ObjectiveName
+from tidemill.trainer.policy import frozen_logprobs
+from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.step import Learner, split
+
+NO_KL = KlSettings(coefficient=0.0)
+FAST = OptimizerSettings(learning_rate=1e-3)
+
+
+def settings_of(**changes: object) -> TrainerSettings:
+    return TrainerSettings(**{"kl": NO_KL, "optimizer": FAST, "row_tokens": 128, **changes})
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    return total_fingerprint(tensor_infos(serving_view(model))).hex()
+
+
+def mean_logprob(learner: Learner, rollout) -> float:
+    return float(frozen_logprobs(learner.model, pack([rollout], 1000, 64)[0]).mean())
+
+
+@pytest.fixture
+def groups(make_trainable):
+    return [make_trainable("a"), make_trainable("b", (1.0, 0.0, 0.0)), make_trainable("c", (0.5, 0.0, 1.0, 0.25))]
+
+
+@pytest.mark.parametrize("name", list(ObjectiveName))
+def test_every_objective_raises_the_better_rollout(name: ObjectiveName, tiny_model, make_trainable) -> None:
+    kind = CorrectionKind.NONE if OBJECTIVES[name].corrects_itself else CorrectionKind.TIS
+    learner = Learner(tiny_model(), settings_of(objective=name, correction=CorrectionSettings(kind=kind)), None)
+    group = make_trainable("a", (1.0, 0.0))
+    good, bad = group.rollouts
+    before = mean_logprob(learner, good) - mean_logprob(learner, bad)
+    for number in range(1, 4):
+        learner.train([group], number, 0, seed=number)
+    assert mean_logprob(learner, good) - mean_logprob(learner, bad) > before + 0.1
+
+
+def test_equal_rewards_leave_the_weights_alone(tiny_model, make_trainable) -> None:
+    learner = Learner(tiny_model(), settings_of(), None)
+    before = fingerprint(learner.model)
+    outcome = learner.train([make_trainable("a", (0.1, 0.1, 0.1))], 1, 0, seed=1)
+    assert outcome.metrics["grad_norm"] == 0.0
+    assert fingerprint(learner.model) == before
+
+
+def test_tool_output_gets_exactly_zero_gradient(tiny_model, make_trainable) -> None:
+    """A token id that occurs only as trailing tool output moves nothing through the untied input embedding."""
+    group = make_trainable("a", (1.0, 0.0))
+    lone = 63
+    rollouts = []
+    for rollout in group.rollouts:
+        segment = rollout.segments[0]
+        ids = segment.ids().copy()
+        ids[ids == lone] = 0
+        ids[-2:] = lone
+        rollouts.append(replace(rollout, segments=[replace(segment, token_ids=ids.tobytes())]))
+    model = tiny_model()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    learner = Learner(model, settings_of(), None)
+    seen = {}
+    model.model.embed_tokens.weight.register_post_accumulate_grad_hook(lambda p: seen.update(embed=p.grad.clone()))
+    learner.train([replace(group, rollouts=tuple(rollouts))], 1, 0, seed=1)
+    assert not seen["embed"][lone].any()
+    assert seen["embed"].any()
+
+
+def test_logits_of_unsampled_positions_get_no_gradient(tiny_model, make_trainable) -> None:
+    """The head runs on predicting positions only, so a tool token's own logits are not even computed."""
+    group = make_trainable("a", (1.0, 0.0))
+    row = pack(group.rollouts, 1000, 64)[0]
+    sampled = sum(int(r.segments[0].mask().sum()) for r in group.rollouts)
+    learner = Learner(tiny_model(), settings_of(), None)
+    shapes = []
+    learner.model.lm_head.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
+    learner.train([group], 1, 0, seed=1)
+    assert shapes == [torch.Size([1, sampled, 64])]
+    assert len(row.targets) == sampled
+
+
+def test_accumulation_over_rows_gives_the_gradient_of_one_row(tiny_model, groups) -> None:
+    norms = []
+    for row_tokens in (64, 4096):
+        learner = Learner(tiny_model(), settings_of(row_tokens=row_tokens), None)
+        norms.append(learner.train(groups, 1, 0, seed=1).metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_serving_view_is_the_rounded_master(tiny_model, groups) -> None:
+    learner = Learner(tiny_model(), settings_of(), None)
+    learner.train(groups, 1, 0, seed=1)
+    state = learner.masters.state()
+    for name, parameter in learner.model.named_parameters():
+        master = state[f"master/{name}"]
+        assert torch.equal(parameter, master.to(torch.bfloat16).float())
+    assert any(not torch.equal(p, state[f"master/{n}"]) for n, p in learner.model.named_parameters())
+
+
+def test_small_updates_add_up_in_the_masters(tiny_model, make_trainable) -> None:
+    """bf16 alone would lose every update below 1/256 of a weight."""
+    learner = Learner(tiny_model(), settings_of(optimizer=OptimizerSettings(learning_rate=1e-6)), None)
+    group, first = make_trainable("a"), fingerprint(learner.model)
+    changed = []
+    for number in range(1, 6):
+        learner.train([group], number, 0, seed=number)
+        now = serving_view(learner.model)
+        changed.append(sum(int((now[k] != v).sum()) for k, v in serving_view(tiny_model()).items()))
+    assert fingerprint(learner.model) != first
+    assert changed == sorted(changed)
+    assert changed[-1] > changed[0]
+
+
+def test_metrics_say_what_was_trained(tiny_model, make_trainable) -> None:
+    old = make_trainable("a", (1.0, 0.0, 0.5), version=2)
+    learner = Learner(tiny_model(), settings_of(), None)
+    outcome = learner.train([old, make_trainable("b", version=4)], 1, 5, seed=1)
+    sampled = [sum(int(r.segments[0].mask().sum()) for r in g.rollouts) for g in (old, make_trainable("b"))]
+    assert [(c.lag, c.tokens) for c in outcome.lag] == [(1, sampled[1]), (3, sampled[0])]
+    assert (outcome.rollouts, outcome.tokens) == (7, sum(sampled))
+    metrics = outcome.metrics
+    assert metrics["lag/max"] == 3.0
+    assert metrics["reward"] == pytest.approx((1.5 + 2.0) / 7)
+    assert metrics["reward/correct"] == metrics["reward"]
+    assert 0 < metrics["mismatch/ess"] <= 1
+    assert metrics["entropy"] == pytest.approx(np.log(64), rel=0.01)
+    assert metrics["mismatch/max_abs_dlogp"] > metrics["mismatch/mean_abs_dlogp"] > 0
+
+
+def test_mismatch_is_zero_for_the_trainers_own_logprobs_and_grows_with_a_perturbation(tiny_model, groups) -> None:
+    learner = Learner(tiny_model(), settings_of(), None)
+    resampled = [replace(g, rollouts=tuple(own_logprobs(learner, r) for r in g.rollouts)) for g in groups]
+    clean = Learner(tiny_model(), settings_of(), None).train(resampled, 1, 0, seed=1).metrics
+    assert clean["mismatch/max_abs_dlogp"] < 1e-5
+    noisy = tiny_model()
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.mul_(1 + 1e-2 * torch.randn_like(parameter))
+    assert (
+        Learner(noisy, settings_of(), None).train(resampled, 1, 0, seed=1).metrics["mismatch/k3"] > clean["mismatch/k3"]
+    )
+
+
+def own_logprobs(learner: Learner, rollout):
+    segment = rollout.segments[0]
+    values = np.zeros(segment.n_tokens, "<f4")
+    values[segment.mask() == 1] = frozen_logprobs(learner.model, pack([rollout], 1000, 64)[0]).numpy()
+    return replace(rollout, segments=[replace(segment, logprobs=values.tobytes())])
+
+
+def test_kl_in_the_reward_pulls_back_to_the_reference(tiny_model, make_trainable) -> None:
+    kl = KlSettings(coefficient=0.5)
+    moved = tiny_model()
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    learner = Learner(moved, settings_of(kl=kl), tiny_model())
+    group = make_trainable("a", (0.0,) * 4)
+    outcome = learner.train([group], 1, 0, seed=1)
+    assert "reference/k1" in outcome.metrics
+    assert outcome.metrics["grad_norm"] > 0
+
+
+def test_kl_without_a_reference_is_refused(tiny_model) -> None:
+    with pytest.raises(ValueError, match="reference model is needed"):
+        Learner(tiny_model(), settings_of(kl=KlSettings(coefficient=0.1)), None)
+
+
+def test_minibatches_take_consecutive_groups_and_move_the_policy_between(tiny_model, groups) -> None:
+    assert [list(part) for part in split([1, 2, 3, 4, 5], 2)] in ([[1, 2], [3, 4, 5]], [[1, 2, 3], [4, 5]])
+    assert [list(part) for part in split([1], 4)] == [[1]]
+    learner = Learner(
+        tiny_model(), settings_of(minibatches=3, objective=ObjectiveName.DR_GRPO, clip_low=0.0, clip_high=0.0), None
+    )
+    outcome = learner.train(groups, 1, 0, seed=1)
+    assert outcome.metrics["clip_fraction"] > 0
+
+
+def test_warmup_is_linear(tiny_model) -> None:
+    learner = Learner(tiny_model(), settings_of(optimizer=OptimizerSettings(learning_rate=1.0, warmup_steps=4)), None)
+    assert [learner.masters.learning_rate(step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+
+
+def test_state_of_another_model_is_refused(tiny_model) -> None:
+    learner = Learner(tiny_model(), settings_of(), None)
+    state = {k: v for k, v in learner.masters.state().items() if "layers.1" not in k}
+    with pytest.raises(ValueError, match="another model"):
+        learner.masters.load(state)
+
+
+def test_spans_of_two_versions_are_counted_token_by_token(tiny_model, make_trainable, make_segment) -> None:
+    group = make_trainable("a", (1.0, 0.0))
+    spanning = replace(group.rollouts[0], segments=[make_segment(5, 24, version=1, later=3)])
+    outcome = Learner(tiny_model(), settings_of(), None).train(
+        [replace(group, rollouts=(spanning, group.rollouts[1]))], 1, 3, seed=1
+    )
+    assert {c.lag: c.tokens for c in outcome.lag}[2] == 6
+    assert {c.lag: c.tokens for c in outcome.lag}[0] == 6
+    assert spanning.segments[0].spans[1] == VersionSpan(3, 16, 22)
+
+
+OTHER_PROCESS = """
+import sys
+sys.path.insert(0, {folder!r})
+import conftest, test_step
+print(test_step.train_three_steps(conftest.tiny_model, conftest.trainable_group))
+"""
+
+
+def train_three_steps(model_of, group_of) -> str:
+    learner = Learner(model_of(), settings_of(kl=KlSettings(coefficient=0.01)), model_of())
+    for number in range(1, 4):
+        learner.train([group_of(name) for name in ("a", "b", "c")], number, number - 1, seed=number)
+    return fingerprint(learner.model)
+
+
+def test_two_processes_get_the_same_weights_bit_for_bit(tiny_model, make_trainable) -> None:
+    code = OTHER_PROCESS.format(folder=os.path.dirname(__file__))
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert train_three_steps(tiny_model, make_trainable) == other.stdout.strip()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == 1
