@@ -145,6 +145,7 @@ class AssemblyWorker:
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._stopping = False
+        self._reading: set[int] = set()
         self._ready = False
         partitions = checked_partitions(kafka)
         self.app = faust.App(self._application, **faust_settings(kafka, stream, partitions))
@@ -225,7 +226,18 @@ class AssemblyWorker:
             record=record,
             error=error,
         )
-        return self._assemblers[message.partition].observe(located)
+        assembler = self._assemblers[message.partition]
+        self._check_gap(message.partition, message.offset, assembler.next_offset)
+        return assembler.observe(located)
+
+    def _check_gap(self, partition: int, offset: int, expected: int) -> None:
+        # The first record after a seek is what the broker still has; from there on the log has no holes.
+        if offset > expected and partition in self._reading:
+            raise StreamFailure(
+                f"partition {partition} went from offset {expected} to {offset}: records were lost on the way, or a "
+                "transactional producer writes to this topic; start the worker again to read from its last position"
+            )
+        self._reading.add(partition)
 
     # Writing
 
@@ -282,6 +294,10 @@ class AssemblyWorker:
 
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
         """Build the assemblers of the partitions that this worker has now from the recovered table."""
+        # Faust seeks next, and then empties the queues as it resumes the flow. A record delivered between the two would
+        # be dropped and never fetched again, so nothing may flow until then.
+        self.app.consumer.stop_flow()
+        self.app.flow_control.suspend()
         topic = self._names.of(Topic.ROLLOUTS)
         owned = {tp.partition for tp in self.app.consumer.assignment() if tp.topic == topic}
         states: dict[int, list[tuple[str, group_state.State]]] = {partition: [] for partition in owned}
@@ -292,6 +308,7 @@ class AssemblyWorker:
             else:
                 self._table.data.pop(key, None)
         self._assemblers = {p: GroupAssembler(p, self._rules, found) for p, found in states.items()}
+        self._reading.clear()
         self._ready = True
 
     async def _lose(self, *_sender: object, **_arguments: object) -> None:
@@ -362,6 +379,7 @@ class AssemblyWorker:
 
 def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings) -> None:
     """Assemble groups until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("faust").setLevel(stream.log_level)
     logging.getLogger("mode").setLevel(stream.log_level)
     logging.getLogger("aiokafka").setLevel(stream.log_level)

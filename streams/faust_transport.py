@@ -33,15 +33,16 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
         """Seek to the committed offsets, then to the positions of the state where there is one."""
-        found = dict(await super().seek_to_committed())
+        found = await super().seek_to_committed()
         assigned = self.assignment()
         wanted = {tp: offset for tp, offset in self.transport.positions().items() if tp in assigned}
         ends = await self.highwaters(*wanted) if wanted else {}
         for tp, offset in wanted.items():
             _check_position(tp, offset, ends.get(tp))
-            await self._seek(tp, offset)
-            found[tp] = offset
-        return found
+        if wanted:
+            # In the consumer's own thread: its plain `seek` would touch aiokafka's futures from this one.
+            await self.seek_wait(wanted)
+        return {**found, **wanted}
 
 
 def _check_position(tp: TP, offset: int, end: int | None) -> None:

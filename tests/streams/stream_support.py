@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from confluent_kafka import KafkaException
+
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clients import Located, LogReader
@@ -144,6 +146,16 @@ def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSetti
     """All topics under a prefix of their own."""
     kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix, partitions=partitions)
     create_topics(kafka)
+
+    def led() -> bool:
+        # A partition is in the metadata before its leader takes requests.
+        try:
+            LogReader(kafka, Topic).close()
+        except KafkaException:
+            return False
+        return True
+
+    wait_until(led, 20, "leaders of the new topics")
     return kafka
 
 

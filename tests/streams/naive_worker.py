@@ -1,0 +1,60 @@
+"""The control of the crash test: the group assembly that one writes first, over a Faust table. It corrupts groups.
+
+It appends to a list, sends the group when the list is full without waiting for the acknowledgement, and removes the
+list. After a kill Faust recovers the table, which is ahead of the committed offsets, and appends records again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import faust
+from faust.contrib.asgi import faust_app_running
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.records import Rollout
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.faust_app import checked_partitions, faust_settings
+
+
+def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
+    """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
+    partitions, codec, names = checked_partitions(kafka), Codec(), Names(kafka.topic_prefix)
+    app = faust.App(f"{kafka.topic_prefix}naive", **faust_settings(kafka, stream, partitions))
+    source = app.topic(names.of(Topic.ROLLOUTS), value_type=bytes, key_type=bytes, partitions=partitions)
+    groups = app.topic(names.of(Topic.GROUPS), value_type=bytes, key_type=bytes, partitions=partitions)
+    table = app.Table("naive", default=list, partitions=partitions)
+
+    @app.agent(source, concurrency=1)
+    async def assemble(records: Any) -> None:
+        async for event in records.events():
+            rollout = codec.decode(event.value)
+            assert isinstance(rollout, Rollout)
+            members = [*table[rollout.group_id], rollout.rollout_id]
+            table[rollout.group_id] = members
+            if len(members) == rollout.group_size:
+                group = json.dumps(members).encode()
+                await groups.send(key=event.key, value=group, partition=event.message.partition)
+                table.pop(rollout.group_id)
+
+    return app
+
+
+async def main() -> None:
+    """Work until killed."""
+    sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    RunSettings(**sections["run"])
+    stream = StreamSettings(**sections["stream"])
+    Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
+    async with faust_app_running(naive_app(KafkaSettings(**sections["kafka"]), stream), stop_timeout=20):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,92 @@
+"""SIGKILL of the group assembly worker, mid-stream and more than once: no group corrupt, none lost, none changed.
+
+The control is a naive worker under the same kills, which must fail: else the test would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stream_support import StreamProcess, fresh_topics, read_groups, rollout, stream_process
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import Located, LogReader, RecordProducer
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import Group, Rollout
+
+GROUPS = 1000
+GROUP_SIZE = 8
+KILL_AT = (100, 400, 700)
+"""A kill once so many distinct groups were read from the log."""
+STREAM = {"max_batch": 20, "instance": "one", "stall_timeout_s": 0, "commit_interval_s": 1.0}
+"""Small batches, so that many lie between two kills; a static member, so that a restart does not wait for the dead."""
+
+
+def interleaved(seed: int, duplicates: float) -> Iterator[Rollout]:
+    """Every rollout of every group, neighbours mixed, and a share of them a second time a little later."""
+    chance = random.Random(seed)
+    order = [(g + chance.uniform(0, 40), g, i) for g in range(GROUPS) for i in range(GROUP_SIZE)]
+    order += [(at + chance.uniform(0, 80), g, i) for at, g, i in order if chance.random() < duplicates]
+    for _, group, index in sorted(order):
+        yield rollout(f"g{group}", index, group_size=GROUP_SIZE, reward=float(index))
+
+
+def fill(kafka: KafkaSettings, duplicates: float) -> None:
+    producer = RecordProducer(kafka, "test")
+    for record in interleaved(7, duplicates):
+        producer.send(Topic.ROLLOUTS, record, key=record.group_id)
+    producer.flush()
+
+
+def distinct(read: list[Located]) -> int:
+    return len({located.key for located in read})
+
+
+def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Located]:
+    """Kill and restart at each threshold; everything read until `last` distinct groups were there."""
+    found: list[Located] = []
+    for threshold in KILL_AT:
+        found += read_groups(groups, lambda new, t=threshold: distinct(found + new) >= t, 60, worker)
+        worker.kill()
+        worker.start()
+    return found + read_groups(groups, lambda new: distinct(found + new) >= last, 60, worker)
+
+
+@pytest.mark.timeout(300)
+def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path: Path):
+    settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
+    fill(settings, duplicates=0.1)
+    with LogReader(settings, [Topic.GROUPS]) as groups, stream_process(settings, tmp_path, **STREAM) as worker:
+        found = kill_through(worker, groups, GROUPS)
+        assert worker.stop() == 0
+        found += list(groups.read_to_end())
+    contents: dict[str, set[bytes]] = {}
+    for located in found:
+        assert isinstance(located.record, Group)
+        contents.setdefault(located.record.group_id, set()).add(located.value or b"")
+    assert len(contents) == GROUPS
+    assert {len(values) for values in contents.values()} == {1}, "a repeated group must be the same bytes"
+    for located in found:
+        expected = [f"{located.record.group_id}/{i:03d}" for i in range(GROUP_SIZE)]
+        assert [m.rollout_id for m in located.record.members] == expected
+    print(f"{len(KILL_AT)} kills, {len(found) - GROUPS} groups written again, all identical")
+
+
+@pytest.mark.timeout(300)
+def test_naive_control_is_corrupted_by_the_same_kills(kafka, topic_prefix, tmp_path: Path):
+    settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
+    fill(settings, duplicates=0.0)
+    naive = [str(Path(__file__).with_name("naive_worker.py"))]
+    with (
+        LogReader(settings, [Topic.GROUPS]) as groups,
+        stream_process(settings, tmp_path, command=naive, **STREAM) as worker,
+    ):
+        found = kill_through(worker, groups, KILL_AT[-1] + 200)
+    corrupt = [m for m in (json.loads(f.value or b"") for f in found) if max(Counter(m).values()) > 1]
+    print(f"{len(KILL_AT)} kills, {len(corrupt)} corrupt groups of {len(found)}")
+    assert corrupt

@@ -1,0 +1,186 @@
+"""Group assembly by Faust against a real Kafka: groups, poisoned records, deadlines in idle partitions, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stream_support import (
+    FAR_AWAY_US,
+    StreamProcess,
+    fresh_topics,
+    group_of,
+    read_groups,
+    rollout,
+    stream_process,
+    wait_until,
+)
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import LogReader, RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON
+from tidemill.schemas.records import CloseReason, Tick
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported, run
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix: str) -> KafkaSettings:
+    return fresh_topics(kafka.bootstrap, topic_prefix)
+
+
+@pytest.fixture
+def producer(settings: KafkaSettings) -> RecordProducer:
+    return RecordProducer(settings, "test")
+
+
+@pytest.fixture
+def worker(settings: KafkaSettings, tmp_path: Path) -> Iterator[StreamProcess]:
+    with stream_process(settings, tmp_path, tick_interval_s=0.2) as process:
+        yield process
+
+
+def send_group(producer: RecordProducer, group_id: str, size: int = 4, deadline_at: int = FAR_AWAY_US) -> None:
+    for index in range(size):
+        producer.send(Topic.ROLLOUTS, rollout(group_id, index, deadline_at=deadline_at), key=group_id)
+    producer.flush()
+
+
+def dead_letters(settings: KafkaSettings, count: int) -> list[tuple[bytes | None, dict[str, bytes]]]:
+    """Value and headers of the first `count` records of the rollouts' dead-letter topic."""
+    from confluent_kafka import Consumer, TopicPartition
+
+    from tidemill.schemas.clients import consumer_settings
+
+    topic = Names(settings.topic_prefix).dead_letter(Topic.ROLLOUTS)
+    consumer = Consumer(consumer_settings(settings, "test", "test"))
+    consumer.assign([TopicPartition(topic, p, 0) for p in range(settings.partitions or 1)])
+    found: list[tuple[bytes | None, dict[str, bytes]]] = []
+
+    def enough() -> bool:
+        found.extend((m.value(), dict(m.headers() or [])) for m in consumer.consume(10, 0.1))
+        return len(found) >= count
+
+    try:
+        wait_until(enough, 20, f"{count} dead letters")
+    finally:
+        consumer.close()
+    return found
+
+
+def test_groups_lie_in_the_partition_of_their_rollouts(settings, producer, worker):
+    for name in "abcdefgh":
+        send_group(producer, name)
+    with LogReader(settings, [Topic.GROUPS]) as groups, LogReader(settings, [Topic.ROLLOUTS]) as rollouts:
+        found = read_groups(groups, lambda read: len(read) >= 8, 40, worker)
+        places = {(r.partition, r.offset): r.record for r in rollouts.read_to_end() if not isinstance(r.record, Tick)}
+    assert sorted(group_of(f).group_id for f in found) == list("abcdefgh")
+    assert {f.partition for f in found} == {0, 1}
+    for record in found:
+        group = group_of(record)
+        assert record.key == group.group_id.encode()
+        assert group.closed_by is CloseReason.SIZE
+        for member in group.members:
+            assert member.partition == record.partition
+            assert places[member.partition, member.offset].rollout_id == member.rollout_id
+    assert worker.stop() == 0
+
+
+def test_poison_goes_to_the_dead_letters_and_the_stream_goes_on(settings, producer, worker):
+    full = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
+    poison = [(b"junk", b"g"), (None, b"g"), (None, None), (b"", b"g"), (b"\xc3\x01" + bytes(20), None)]
+    for value, key in poison:
+        producer.send_bytes(full, value, key=key, partition=0)
+    producer.send(Topic.ROLLOUTS, rollout("g", 0), key="another group")
+    producer.send(Topic.ROLLOUTS, rollout("g", 9), key="g")
+    send_group(producer, "g")
+    with LogReader(settings, [Topic.GROUPS]) as groups:
+        (found,) = read_groups(groups, lambda read: len(read) >= 1, 40, worker)
+    assert group_of(found).closed_by is CloseReason.SIZE
+    letters = dead_letters(settings, len(poison) + 2)
+    assert len(letters) == len(poison) + 2
+    assert all(headers[HEADER_REASON] for _, headers in letters)
+    assert [value for value, _ in letters].count(b"junk") == 1
+    assert letters[0][1][HEADER_OFFSET].isdigit()
+
+
+def test_deadline_closes_a_group_in_an_idle_partition(settings, producer, worker):
+    deadline = now_us() + 1_500_000
+    producer.send(Topic.ROLLOUTS, rollout("g", 0, deadline_at=deadline), key="g")
+    producer.flush()
+    with LogReader(settings, [Topic.GROUPS]) as groups:
+        (found,) = read_groups(groups, lambda read: len(read) >= 1, 40, worker)
+        closed = group_of(found)
+        assert closed.closed_by is CloseReason.DEADLINE
+        assert closed.closed_at >= deadline
+        producer.send(Topic.ROLLOUTS, rollout("g", 1, deadline_at=deadline), key="g")
+        producer.flush()
+        (late,) = read_groups(groups, lambda read: len(read) >= 1, 20, worker)
+    assert group_of(late).closed_by is CloseReason.LATE
+    with LogReader(settings, [Topic.ROLLOUTS]) as rollouts:
+        ticks = [r for r in rollouts.read_to_end() if isinstance(r.record, Tick)]
+    assert {tick.partition for tick in ticks} == {found.partition}, "an idle partition without groups needs no ticks"
+
+
+def test_a_second_worker_goes_on_where_the_first_stopped(settings, producer, worker, tmp_path):
+    for index in (0, 1):
+        producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
+    send_group(producer, "whole")
+    with LogReader(settings, [Topic.GROUPS]) as groups:
+        read_groups(groups, lambda read: len(read) >= 1, 40, worker)
+        assert worker.stop() == 0
+        send_group(producer, "whole")
+        for index in (2, 3):
+            producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
+        producer.flush()
+        with stream_process(settings, tmp_path / "second", log_level="INFO") as second:
+            (found,) = read_groups(groups, lambda read: len(read) >= 1, 40, second)
+            assert second.stop() == 0
+        assert not list(groups.read_to_end())
+    assert group_of(found).group_id == "open"
+    assert [m.rollout_id for m in group_of(found).members] == [f"open/{i:03d}" for i in range(4)]
+
+
+def test_partitions_move_to_the_worker_that_stays(settings, producer, tmp_path):
+    """Two workers share the partitions; when one is killed the other takes its open groups over."""
+    names = [f"g{i}" for i in range(12)]
+    fast = {"session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
+    with (
+        stream_process(settings, tmp_path / "one", **fast) as one,
+        stream_process(settings, tmp_path / "two", **fast) as two,
+        LogReader(settings, [Topic.GROUPS]) as groups,
+    ):
+        for index in range(4):
+            for name in names:
+                producer.send(Topic.ROLLOUTS, rollout(name, index), key=name)
+            if index == 2:
+                send_group(producer, "marks-that-both-work-0")
+                send_group(producer, "marks-that-both-work-1")
+                send_group(producer, "marks-that-both-work-4")
+                read_groups(groups, lambda read: len(read) >= 3, 60, two)
+                one.kill()
+        producer.flush()
+        found = read_groups(groups, lambda read: len({group_of(f).group_id for f in read}) >= 12, 60, two)
+    by_name = {group_of(f).group_id: group_of(f) for f in found}
+    assert sorted(by_name) == sorted(names)
+    assert all(len(g.members) == 4 and g.closed_by is CloseReason.SIZE for g in by_name.values())
+
+
+def test_missing_and_unequal_topics_are_said(kafka, topic_prefix):
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
+    with pytest.raises(StreamFailure, match="missing topics"):
+        checked_partitions(settings)
+    create_topics(settings)
+    assert checked_partitions(settings) == 8
+
+
+def test_security_settings_are_not_dropped_silently():
+    secured = KafkaSettings(bootstrap="127.0.0.1:1", client_options={"security.protocol": "SSL"})
+    with pytest.raises(StreamFailure, match=r"security\.protocol"):
+        refuse_unsupported(secured)
+    with pytest.raises(StreamFailure):
+        run(secured, RunSettings(), StreamSettings())

@@ -1,0 +1,307 @@
+"""The state machine of group assembly, over an in-memory log: any interleaving, duplication and kill."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_log import Killed, MemoryLog, run_worker
+from stream_support import CODEC, RUN_ID, located, rollout
+
+from tidemill.schemas.clients import Located
+from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
+from tidemill.streams import group_state
+from tidemill.streams.group_assembly import AssemblyRules, GroupAssembler, Output, Rejected
+from tidemill.streams.group_state import DoneGroup, GroupHeader, Head, OpenGroup, StateError
+
+RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
+
+
+def observe_all(records: list[Located], rules: AssemblyRules = RULES) -> list[Output]:
+    assembler = GroupAssembler(0, rules)
+    return [output for record in records for output in assembler.observe(record)]
+
+
+def groups_of(outputs: list[Output]) -> list[Group]:
+    assert not [o for o in outputs if isinstance(o, Rejected)]
+    return [o for o in outputs if isinstance(o, Group)]
+
+
+def test_closes_when_every_member_came():
+    outputs = groups_of(observe_all([located(rollout("g", i, reward=float(i)), i) for i in (2, 0, 3, 1)][:0]))
+    assert outputs == []
+    records = [located(rollout("g", i, reward=float(i)), offset) for offset, i in enumerate((2, 0, 3, 1))]
+    assert groups_of(observe_all(records[:3])) == []
+    (group,) = groups_of(observe_all(records))
+    assert group.closed_by is CloseReason.SIZE
+    assert [m.rollout_id for m in group.members] == [f"g/{i:03d}" for i in range(4)]
+    assert [m.offset for m in group.members] == [1, 3, 0, 2]
+    assert group.mean_reward == 1.5
+    assert [m.advantage for m in group.members] == [-1.5, -0.5, 0.5, 1.5]
+
+
+def test_a_failed_member_counts_but_is_no_reward():
+    records = [located(rollout("g", i, reward=r), i) for i, r in enumerate((1.0, None, 0.0, None))]
+    (group,) = groups_of(observe_all(records))
+    assert group.mean_reward == 0.5
+    assert [m.advantage for m in group.members] == [0.5, None, -0.5, None]
+    assert [m.reward for m in group.members] == [1.0, None, 0.0, None]
+
+
+def test_a_group_of_failures_has_no_mean():
+    (group,) = groups_of(observe_all([located(rollout("g", i, reward=None), i) for i in range(4)]))
+    assert group.mean_reward is None
+    assert {m.advantage for m in group.members} == {None}
+
+
+def test_too_few_completed_members_have_no_advantage():
+    rewards = (1.0, None, None, None)
+    records = [located(rollout("g", i, reward=r), i) for i, r in enumerate(rewards)]
+    (group,) = groups_of(observe_all(records, replace(RULES, min_completed=2)))
+    assert group.mean_reward is None
+    assert group.members[0].reward == 1.0
+    assert group.members[0].advantage is None
+
+
+def test_deadline_by_another_groups_rollout():
+    first = located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)
+    other = located(rollout("h", 0), 1, at_ms=4_999)
+    after = located(rollout("h", 1), 2, at_ms=5_000)
+    assert observe_all([first, other]) == []
+    (group,) = groups_of(observe_all([first, other, after]))
+    assert (group.group_id, group.closed_by, len(group.members)) == ("g", CloseReason.DEADLINE, 1)
+    assert (group.opened_at, group.closed_at) == (4_000_000, 5_000_000)
+
+
+def test_deadline_by_a_tick_in_an_idle_partition():
+    first = located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)
+    tick = located(Tick(source="s", at=6_000_000), 1, at_ms=6_000)
+    assembler = GroupAssembler(0, RULES)
+    assert assembler.observe(first) == []
+    assert assembler.next_deadline_us() == 5_000_000
+    (group,) = groups_of(assembler.observe(tick))
+    assert group.closed_by is CloseReason.DEADLINE
+    assert assembler.next_deadline_us() is None
+
+
+def test_clock_never_goes_back():
+    assembler = GroupAssembler(0, RULES)
+    assembler.observe(located(Tick(source="s", at=0), 0, at_ms=9_000))
+    assembler.observe(located(Tick(source="s", at=0), 1, at_ms=1_000))
+    assert assembler.clock_us == 9_000_000
+
+
+def test_late_rollout_is_told_once_and_alone():
+    records = [located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)]
+    records.append(located(rollout("g", 1, deadline_at=5_000_000), 1, at_ms=7_000))
+    records.append(located(rollout("g", 1, deadline_at=5_000_000), 2, at_ms=7_001))
+    records.append(located(rollout("g", 0, deadline_at=5_000_000), 3, at_ms=7_002))
+    deadline, late = groups_of(observe_all(records))
+    assert (deadline.closed_by, late.closed_by) == (CloseReason.DEADLINE, CloseReason.LATE)
+    assert [m.rollout_id for m in late.members] == ["g/001"]
+
+
+def test_a_group_that_opens_past_its_deadline_closes_at_once():
+    (group,) = groups_of(observe_all([located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=6_000)]))
+    assert (group.closed_by, len(group.members)) == (CloseReason.DEADLINE, 1)
+
+
+def test_markers_are_forgotten_after_their_time():
+    rules = replace(RULES, done_ttl_us=1_000_000)
+    assembler = GroupAssembler(0, rules)
+    assembler.observe(located(rollout("g", 0, group_size=1), 0, at_ms=1_000))
+    assert list(assembler.take_changes().states) == ["g"]
+    assembler.observe(located(Tick(source="s", at=0), 1, at_ms=1_999))
+    assert assembler.take_changes().forgotten == []
+    assembler.observe(located(Tick(source="s", at=0), 2, at_ms=2_000))
+    changes = assembler.take_changes()
+    assert (changes.forgotten, changes.states) == (["g"], {})
+
+
+def test_other_runs_are_left_alone():
+    assert observe_all([located(rollout("g", 0, group_size=1, run_id="other"), 0)]) == []
+
+
+def test_shuffled_rewards_are_the_same_rewards_and_the_same_each_time():
+    rules = replace(RULES, shuffle_rewards=True)
+    rewards = [0.0, 1.0, 2.0, None, 4.0, 5.0, 6.0, 7.0]
+    records = [located(rollout("g", i, group_size=8, reward=r), i) for i, r in enumerate(rewards)]
+    (group,) = groups_of(observe_all(records, rules))
+    drawn = [m.reward for m in group.members]
+    assert group.rewards_shuffled
+    assert sorted(r for r in drawn if r is not None) == [0.0, 1.0, 2.0, 4.0, 5.0, 6.0, 7.0]
+    assert drawn[3] is None
+    assert drawn != rewards
+    assert groups_of(observe_all(records, rules)) == [group]
+
+
+BROKEN = {
+    "key": located(rollout("g", 0), 0, key=b"h"),
+    "no key": located(rollout("g", 0), 0, key=None),
+    "index": located(rollout("g", 4), 0),
+    "negative index": located(rollout("g", -1), 0),
+    "group size": located(rollout("g", 0, group_size=0), 0),
+    "empty id": located(rollout("", 0), 0),
+    "reserved id": located(rollout(group_state.head_key(0), 0), 0),
+    "nan": located(rollout("g", 0, reward=math.nan), 0),
+    "infinite": located(rollout("g", 0, reward=math.inf), 0),
+    "overflowing": located(rollout("g", 0, reward=1e308), 0),
+    "completed without reward": located(replace(rollout("g", 0), reward=None), 0),
+    "failed with reward": located(replace(rollout("g", 0, reward=None), reward=0.0), 0),
+    "undecodable": located(None, 0),
+    "wrong type": located(Document(document_id="d", source="s", text="t"), 0),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_records_are_rejected_and_the_stream_goes_on(name):
+    assembler = GroupAssembler(0, RULES)
+    (rejected,) = assembler.observe(BROKEN[name])
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason
+    assert rejected.located is BROKEN[name]
+    (group,) = groups_of(assembler.observe(located(rollout("ok", 0, group_size=1), 1)))
+    assert group.group_id == "ok"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [rollout("g", 1, group_size=5), rollout("g", 1, deadline_at=7), rollout("g", 0, rollout_id="another")],
+    ids=["size", "deadline", "index taken"],
+)
+def test_rollouts_that_disagree_with_their_group_are_rejected(second):
+    outputs = observe_all([located(rollout("g", 0), 0), located(second, 1)])
+    assert [type(o) for o in outputs] == [Rejected]
+
+
+def oracle(records: list[Located]) -> dict[str, set[str]]:
+    """Members by group, from what was ever written, whatever the order."""
+    members: dict[str, set[str]] = defaultdict(set)
+    for record in records:
+        if isinstance(record.record, Rollout):
+            members[record.record.group_id].add(record.record.rollout_id)
+    return dict(members)
+
+
+@st.composite
+def shuffled_logs(draw):
+    """Up to four whole groups of up to four, with duplicates, in any order."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    rewards = st.one_of(st.none(), st.floats(-10, 10))
+    unique = [
+        rollout(f"g{g}", i, group_size=size, reward=draw(rewards)) for g, size in enumerate(sizes) for i in range(size)
+    ]
+    again = draw(st.lists(st.sampled_from(unique), max_size=8))
+    return [located(r, offset) for offset, r in enumerate(draw(st.permutations(unique + again)))]
+
+
+@given(shuffled_logs())
+def test_any_interleaving_and_duplication_gives_the_oracles_groups(records):
+    groups = groups_of(observe_all(records))
+    assert {g.group_id: {m.rollout_id for m in g.members} for g in groups} == oracle(records)
+    assert len(groups) == len(oracle(records))
+    assert {g.closed_by for g in groups} == {CloseReason.SIZE}
+    for group in groups:
+        advantages = [m.advantage for m in group.members if m.advantage is not None]
+        assert sum(advantages) == pytest.approx(0.0, abs=1e-9)
+        first = {m.rollout_id: m.offset for m in group.members}
+        assert all(first[r.record.rollout_id] <= r.offset for r in records if r.record.group_id == group.group_id)
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)))
+def test_output_bytes_do_not_depend_on_arrival_order(one, other):
+    members = [located(rollout("g", i, reward=i / 3), i, at_ms=1_000 + i) for i in range(4)]
+
+    def assembled(order):
+        # The offset guard is the log's order; here the same located records come in another one.
+        assembler = GroupAssembler(0, RULES)
+        outputs = []
+        for i in order:
+            assembler._offset = -1
+            outputs += assembler.observe(members[i])
+        return [CODEC.encode(output) for output in outputs]
+
+    assert assembled(one) == assembled(other)
+
+
+@st.composite
+def timed_logs(draw):
+    """Rollouts with deadlines, duplicates, ticks and junk, at uneven event times."""
+    records, at_ms = [], 1_000
+    for offset in range(draw(st.integers(1, 24))):
+        at_ms += draw(st.integers(-200, 1_000))
+        group = draw(st.integers(0, 3))
+        kind = draw(st.sampled_from(["rollout", "rollout", "rollout", "tick", "junk"]))
+        deadline = 1_000_000 * (2 + group)
+        record = {
+            "rollout": rollout(f"g{group}", draw(st.integers(0, 2)), group_size=3, deadline_at=deadline),
+            "tick": Tick(source="s", at=0),
+            "junk": None,
+        }[kind]
+        records.append(located(record, offset, at_ms=max(0, at_ms)))
+    return records
+
+
+@settings(max_examples=300)
+@given(timed_logs(), st.lists(st.integers(0, 40), max_size=6), st.integers(1, 7), st.integers(0, 4_000_000))
+def test_a_worker_killed_anywhere_repeats_groups_but_changes_none(records, kills, batch, ttl_us):
+    rules = replace(RULES, done_ttl_us=10_000_000 + ttl_us)
+    undisturbed = MemoryLog(records)
+    run_worker(undisturbed, rules, batch)
+    log = MemoryLog(records)
+    for writes in kills:
+        log.writes_left = writes
+        try:
+            run_worker(log, rules, batch)
+        except Killed:
+            continue
+        break
+    log.writes_left = None
+    run_worker(log, rules, batch)
+    distinct = list({CODEC.encode(group): group for group in log.groups}.values())
+    assert distinct == undisturbed.groups
+    assert {d.located.offset for d in log.dead_letters} == {d.located.offset for d in undisturbed.dead_letters}
+    assert log.state == undisturbed.state
+
+
+@given(timed_logs(), st.integers(1, 24), st.integers(1, 7))
+def test_batching_does_not_change_the_outcome(records, one, other):
+    logs = MemoryLog(records), MemoryLog(records)
+    run_worker(logs[0], RULES, one)
+    run_worker(logs[1], RULES, other)
+    assert logs[0].groups == logs[1].groups
+    assert logs[0].state == logs[1].state
+
+
+@given(timed_logs())
+def test_no_rollout_is_lost_and_none_is_in_two_groups(records):
+    last = located(Tick(source="s", at=0), len(records), at_ms=100_000)
+    groups = groups_of([o for o in observe_all([*records, last]) if isinstance(o, Group)])
+    named = [m.rollout_id for group in groups for m in group.members]
+    assert sorted(named) == sorted({name for names in oracle(records).values() for name in names})
+    for group_id in oracle(records):
+        assert [g.closed_by is CloseReason.LATE for g in groups if g.group_id == group_id].count(False) == 1
+
+
+def test_states_survive_their_bytes():
+    open_group = OpenGroup(3, GroupHeader.of(rollout("g", 0)))
+    assembler = GroupAssembler(0, RULES)
+    assembler.observe(located(rollout("g", 0), 0))
+    assembler.observe(located(rollout("h", 0, group_size=1, reward=None), 1))
+    changes = assembler.take_changes()
+    for state in (open_group, DoneGroup(1, 2, {"a", "b"}), Head(1, 2, 3)):
+        assert group_state.decode(group_state.encode(state)) == state
+    for data in changes.states.values():
+        assert group_state.encode(group_state.decode(data)) == data
+
+
+@given(st.binary(max_size=60))
+def test_hostile_state_bytes_raise_one_error(data):
+    try:
+        group_state.decode(data)
+    except StateError:
+        pass
