@@ -16,5 +16,5 @@ class CorpusSettings(Section):
     options: dict[str, int] = Field(default_factory=dict)
     """Difficulty of the ledgers by name, as for tasks."""
 
-    slip_rates: tuple[float, ...] = Field(default=(0.08,), min_length=1)
+    slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
     """One clerk each: the share of its turns that go wrong. Every document's clerk is drawn evenly."""

@@ -28,6 +28,7 @@ from tidemill.schemas.records import Document
 from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.midtrain_config import MidtrainSettings
 from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer
+from tidemill.trainer.muon import HybridOptimizer
 from tidemill.trainer.packing import DocumentRow, epochs
 
 RECORD_FILE = "midtrain.json"
@@ -140,9 +141,7 @@ def loss_of(model: PreTrainedModel, row: DocumentRow) -> torch.Tensor:
 def _train(
     model: PreTrainedModel, rows: Iterable[DocumentRow], settings: MidtrainSettings, report: Report
 ) -> tuple[list[float], int]:
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
-    )
+    optimizer = HybridOptimizer(model, settings.betas, settings.momentum, settings.weight_decay)
     began, losses, tokens = time.monotonic(), [], 0
     for step, row in enumerate(rows):
         losses.append(_step(model, optimizer, row, learning_rate(step, settings), settings.max_grad_norm))
@@ -155,15 +154,12 @@ def _train(
 
 
 def _step(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, row: DocumentRow, rate: float, max_grad_norm: float
+    model: PreTrainedModel, optimizer: HybridOptimizer, row: DocumentRow, rate: float, max_grad_norm: float
 ) -> float:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     loss = loss_of(model, row)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, error_if_nonfinite=True)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(rate)
     return loss.item()
 
 

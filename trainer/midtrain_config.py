@@ -78,7 +78,7 @@ class MidtrainSettings(Section):
     tokenizer: TokenizerSettings = TokenizerSettings()
     """The tokenizer to train."""
 
-    steps: int = Field(default=400, ge=1)
+    steps: int = Field(default=200, ge=1)
     """Optimizer steps; the documents are gone through again, in another order, when they run out."""
 
     row_tokens: int = Field(default=1_536, ge=16)
@@ -94,7 +94,10 @@ class MidtrainSettings(Section):
     """Steps over which the learning rate rises linearly to its peak."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's first and second moments."""
+    """Decay of AdamW's first and second moments; AdamW trains embeddings and vectors."""
+
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Muon's momentum; Muon trains the matrices inside the network."""
 
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay."""

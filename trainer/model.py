@@ -86,6 +86,7 @@ def save_checkpoint(
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token, pad_token=PADDING)
     wrapped.save_pretrained(partial)
+    tokenizer.save(str(partial / TOKENIZER_FILE))
     also(partial)
     if final.exists():
         shutil.rmtree(final)

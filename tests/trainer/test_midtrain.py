@@ -1,0 +1,176 @@
+"""Mid-training: packing, Muon, the loss falling, the whole role over a real log."""
+
+import json
+from itertools import islice
+
+import pytest
+import torch
+from confluent_kafka import OFFSET_BEGINNING, Consumer, TopicPartition
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tidemill.producers.corpus import corpus
+from tidemill.producers.corpus import run as write_corpus
+from tidemill.producers.corpus_config import CorpusSettings
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import RecordProducer
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.trainer.attention import use_packed_attention
+from tidemill.trainer.midtrain import learning_rate, loss_of, midtrain, read_corpus, run
+from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
+from tidemill.trainer.model import build_model
+from tidemill.trainer.muon import MatrixMomentum, orthogonal, split_parameters
+from tidemill.trainer.packing import DocumentRow, epochs
+
+TINY = MidtrainSettings(
+    model=ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=256),
+    tokenizer=TokenizerSettings(vocab_size=360),
+    steps=20,
+    row_tokens=256,
+    warmup_steps=3,
+    threads=1,
+    report_every=8,
+)
+TEXTS = [document.text for document in corpus(0, CorpusSettings(documents=120))]
+
+
+def quiet(_progress):
+    """A report to nobody."""
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(DOCUMENTS.filter(lambda documents: any(len(d) > 1 for d in documents)), st.integers(16, 24), st.integers(0, 9))
+def test_an_epoch_holds_every_piece_once(documents, row_tokens, seed):
+    pieces = sorted(d[i : i + row_tokens] for d in documents for i in range(0, len(d), row_tokens))
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    seen = []
+    for row in epochs(documents, row_tokens, seed):
+        assert row.input_ids.shape == row.position_ids.shape == (1, sum(row.lengths))
+        assert sum(row.lengths) <= row_tokens
+        seen += [ids.tolist() for ids in row.input_ids[0].split(row.lengths)]
+        assert_predicts_itself(row)
+        if len(seen) >= len(pieces):
+            break
+    assert sorted(seen) == pieces
+
+
+def assert_predicts_itself(row: DocumentRow):
+    parts = zip(*(part.split(row.lengths) for part in (row.input_ids[0], row.position_ids[0], row.labels)), strict=True)
+    for ids, positions, labels in parts:
+        assert positions.tolist() == list(range(len(ids)))
+        assert labels.tolist() == [*ids.tolist()[1:], -100]
+
+
+def test_nothing_to_predict_is_refused():
+    with pytest.raises(ValueError, match="nothing to train on"):
+        next(epochs([[1], []], 16, 0))
+
+
+def test_a_document_is_not_influenced_by_its_neighbours_in_the_row():
+    result = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0, quiet)
+    model = build_model(TINY.model, result.tokenizer, "<|end|>", 0)
+    use_packed_attention(model)
+    (first,) = islice(epochs([[5, 6, 7, 8]], 16, 0), 1)
+    alone = loss_of(model, first)
+    ids = torch.tensor([[9, 10, 11, 5, 6, 7, 8]])
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    packed = DocumentRow(ids, places, torch.tensor([-100] * 3 + first.labels.tolist()), (3, 4))
+    assert loss_of(model, packed).item() == pytest.approx(alone.item(), abs=1e-5)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2, 24), st.integers(2, 24), st.integers(0, 1000))
+def test_orthogonal_keeps_directions_and_evens_out_sizes(rows, columns, seed):
+    matrix = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    result = orthogonal(matrix)
+    assert result.shape == matrix.shape
+    left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
+    seen = torch.diagonal(left.T @ result @ right.T)
+    well_posed = sizes > 0.05 * sizes[0]
+    assert ((seen > 0.3) & (seen < 1.5))[well_posed].all()
+
+
+def test_muon_takes_matrices_only_and_the_split_is_whole():
+    with pytest.raises(ValueError, match="matrices"):
+        MatrixMomentum([torch.nn.Parameter(torch.zeros(3))], 0.9, 0.0)
+    model = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0, quiet).model
+    inner, outer = split_parameters(model)
+    assert {id(p) for p in inner} | {id(p) for p in outer} == {id(p) for p in model.parameters()}
+    assert len(inner) == 2 * 7
+    assert any(p is model.get_input_embeddings().weight for p in outer)
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    rates = [learning_rate(step, TINY) for step in range(TINY.steps)]
+    assert rates[0] < rates[1] < rates[2]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert max(rates) <= TINY.learning_rate
+    assert rates[-1] < 0.2 * TINY.learning_rate
+
+
+def test_training_lowers_the_loss_and_is_deterministic():
+    reports = []
+    first = midtrain(TEXTS, TINY, 1, reports.append)
+    second, other = midtrain(TEXTS, TINY, 1, quiet), midtrain(TEXTS, TINY, 2, quiet)
+    assert first.losses[-1] < 0.85 * first.losses[0]
+    assert first.losses == second.losses != other.losses
+    again = dict(second.model.named_parameters())
+    assert all(torch.equal(p, again[name]) for name, p in first.model.named_parameters())
+    assert [report.step for report in reports] == [8, 16, 20]
+    assert reports[-1].tokens == first.tokens
+    assert reports[-1].loss == pytest.approx(sum(first.losses[-8:]) / 8)
+
+
+def test_the_role_reads_a_log_and_leaves_a_checkpoint(kafka, topic_prefix, tmp_path):
+    log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
+    create_topics(log)
+    wanted = TINY.model_copy(update={"output": str(tmp_path / "model")})
+    with pytest.raises(LookupError, match="tidemill documents"):
+        run(log, RunSettings(), wanted)
+    small = CorpusSettings(documents=120)
+    for _ in range(2):
+        write_corpus(log, RunSettings(), small)
+    with RecordProducer(log, "test") as producer:
+        producer.send_bytes(Names(topic_prefix).of(Topic.DOCUMENTS), b"poison", key=b"k")
+    run(log, RunSettings(seed=1), wanted)
+    record = json.loads((tmp_path / "model" / "midtrain.json").read_text())
+    assert record["documents"] == 120
+    assert sum(record["until"].values()) == 241
+    assert record["last_loss"] < record["first_loss"]
+    assert_like_a_direct_run(tmp_path / "model")
+    assert_poison_is_a_dead_letter(log)
+    assert_older_ends_give_the_older_corpus(log, record)
+
+
+def assert_like_a_direct_run(directory):
+    direct = midtrain(TEXTS, TINY, 1, quiet)
+    opened = dict(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(p.bfloat16().float(), opened[name]) for name, p in direct.model.named_parameters())
+    assert AutoTokenizer.from_pretrained(directory).get_vocab() == direct.tokenizer.get_vocab()
+
+
+def assert_poison_is_a_dead_letter(log):
+    settings = {"bootstrap.servers": log.bootstrap, "group.id": "test", "auto.offset.reset": "earliest"}
+    full = Names(log.topic_prefix).dead_letter(Topic.DOCUMENTS)
+    consumer = Consumer(settings)
+    partitions = consumer.list_topics(full, timeout=10).topics[full].partitions
+    consumer.assign([TopicPartition(full, partition, OFFSET_BEGINNING) for partition in partitions])
+    (message,) = consumer.consume(1, 20)
+    consumer.close()
+    assert message.value() == b"poison"
+
+
+def assert_older_ends_give_the_older_corpus(log, record):
+    until = {int(partition): end for partition, end in record["until"].items()}
+    write_corpus(log, RunSettings(seed=9), CorpusSettings(documents=30))
+    assert read_corpus(log, TINY.model_copy(update={"until": until})).texts == TEXTS
+    assert len(read_corpus(log, TINY).texts) == 150
+    with pytest.raises(LookupError, match="offset 9999"):
+        read_corpus(log, TINY.model_copy(update={"until": {0: 9999}}))
+    with pytest.raises(LookupError, match="nothing to train on"):
+        read_corpus(log, TINY.model_copy(update={"source": "elsewhere"}))

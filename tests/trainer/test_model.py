@@ -1,0 +1,81 @@
+"""The small Qwen3, its tokenizer and its checkpoint."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tidemill.producers.harness import END, MARKERS
+from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
+from tidemill.trainer.model import build_model, load_model, load_tokenizer, save_checkpoint, train_tokenizer
+
+TINY = ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=128)
+TOKENIZER = train_tokenizer(["<|user|>ledger credit 5<|end|><|assistant|>add 0 5<|end|>"] * 4, TokenizerSettings())
+
+
+def tiny(seed=0):
+    return build_model(TINY, TOKENIZER, END, seed)
+
+
+def test_the_tokenizer_has_one_token_a_marker():
+    assert TokenizerSettings().special_tokens == MARKERS
+    for marker in MARKERS:
+        assert TOKENIZER.encode(marker).ids == [TOKENIZER.token_to_id(marker)]
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_survives_the_tokenizer(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second, other = (dict(tiny(seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_a_checkpoint_opens_in_transformers(tmp_path):
+    directory = tmp_path / "deep" / "model"
+    model = tiny()
+    save_checkpoint(str(directory), model, TOKENIZER, END, also=lambda place: (place / "note").write_text("kept"))
+    assert (directory / "note").read_text() == "kept"
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert {tensor.dtype for tensor in load_file(directory / "model.safetensors").values()} == {torch.bfloat16}
+    opened = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    named = dict(opened.named_parameters())
+    assert all(torch.equal(p.bfloat16().float(), named[name]) for name, p in model.named_parameters())
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.eos_token == END
+    text = "<|user|>ledger credit 5<|end|>"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == TOKENIZER.encode(text).ids
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+def test_a_checkpoint_loads_back_and_is_replaced(tmp_path):
+    for seed in (0, 1):
+        save_checkpoint(str(tmp_path / "model"), tiny(seed), TOKENIZER, END)
+    loaded = load_model(str(tmp_path / "model"))
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert torch.equal(loaded.lm_head.weight, tiny(1).lm_head.weight.bfloat16().float())
+    assert load_tokenizer(str(tmp_path / "model")).to_str() == TOKENIZER.to_str()
+
+
+def test_what_is_no_checkpoint_says_how_to_make_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match="midtrain"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": 48}, {"head_dim": 48}, {"heads": 3, "kv_heads": 2}, {"width": 1}])
+def test_a_shape_that_cannot_be_served_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        ModelShape(**wrong)
