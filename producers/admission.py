@@ -30,7 +30,8 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 
-LATE = CloseReason.LATE.value
+SECOND_RECORDS = frozenset({"late", "duplicate"})
+"""Reasons for which the trainer excludes a further record of a group, which has its own ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class AdmissionPolicy:
     """Replicas that must serve before anything is issued."""
     replica_silence_us: int
     overdue_us: int
+    min_completed: int = 2
+    """Completed members that the trainer asks of a group."""
+    skip_no_signal: bool = True
+    """Whether the trainer leaves out groups whose completed members all have the same reward."""
 
     @property
     def places(self) -> int:
@@ -59,9 +64,13 @@ class Expired:
     replicas: tuple[str, ...]
 
 
-def trainable(group: Group) -> bool:
-    """Whether a closed group carries a signal: some completed member's advantage is not zero."""
-    return any(member.status is RolloutStatus.COMPLETED and member.advantage for member in group.members)
+def trainable(group: Group, policy: AdmissionPolicy) -> bool:
+    """Whether the trainer can train on a closed group, as far as the group alone decides it."""
+    completed = (member for member in group.members if member.status is RolloutStatus.COMPLETED)
+    rewards = [member.reward for member in completed if member.reward is not None]
+    if len(rewards) < policy.min_completed:
+        return False
+    return not policy.skip_no_signal or max(rewards) > min(rewards)
 
 
 class ServedVersions:
@@ -210,14 +219,14 @@ class AdmissionController:
         if group.closed_by is CloseReason.LATE:
             return
         self._closed.add(group.group_id)
-        if not trainable(group):
+        if not trainable(group, self._policy):
             self._end(group.group_id)
 
     def _observe_step(self, step: TrainStep) -> None:
         self._steps.add(step.step)
         self._newest_version = max(self._newest_version, step.version)
         for exclusion in step.exclusions:
-            if exclusion.reason != LATE:  # the group that the straggler belongs to has its own ending
+            if exclusion.reason not in SECOND_RECORDS:
                 self._end(exclusion.group_id)
         self._unserved[step.version] = {entry.group_id for entry in step.inputs}
         self._release()

@@ -16,14 +16,8 @@ class FeedSettings(Section):
     options: dict[str, int] = Field(default_factory=dict)
     """Difficulty of the tasks by name; what names there are is the environment's."""
 
-    groups_per_step: int = Field(default=8, ge=1)
-    """Groups that one optimizer step trains on; the same number as the trainer's."""
-
-    max_policy_lag: int = Field(default=2, ge=0)
-    """Most versions that a trained token may be behind the trainer (eta in the admission formula)."""
-
     sync: bool = False
-    """Issue one step's groups, then wait until that step's version is served. The same as a policy lag of 0."""
+    """Issue one step's groups, then wait until that step's version is served: admission with a policy lag of 0."""
 
     group_size: int = Field(default=16, ge=1, le=1024)
     """Rollouts in a training group."""
@@ -34,8 +28,11 @@ class FeedSettings(Section):
     overdue_s: float = Field(default=60.0, ge=0)
     """Seconds past its deadline after which a group that never closed stops holding capacity."""
 
-    max_steps: int = Field(default=100, ge=0)
-    """Optimizer steps of the run. 0: evaluation only."""
+    min_completed: int = Field(default=2, ge=1)
+    """Completed members that a group needs to be trained; the same as the trainer's."""
+
+    skip_no_signal: bool = True
+    """Whether the trainer leaves out groups whose members all have the same reward; the same as the trainer's."""
 
     replicas: int = Field(default=1, ge=1)
     """Replicas that must serve a version before the first task is issued."""
@@ -66,11 +63,6 @@ class FeedSettings(Section):
 
     stall_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of progress after which the feeder says which topic is silent."""
-
-    @property
-    def policy_lag(self) -> int:
-        """The bound that admission applies: `max_policy_lag`, or 0 when synchronous."""
-        return 0 if self.sync else self.max_policy_lag
 
 
 class RolloutSettings(Section):

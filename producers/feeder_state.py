@@ -26,15 +26,17 @@ from tidemill.schemas.records import Group, Manifest, Mode, Record, Task, TrainS
 MICROSECONDS = 1_000_000
 
 
-def admission_policy(feed: FeedSettings) -> AdmissionPolicy:
+def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
     """The bounds of admission that the settings ask for."""
     return AdmissionPolicy(
-        groups_per_step=feed.groups_per_step,
-        max_policy_lag=feed.policy_lag,
-        max_steps=feed.max_steps,
+        groups_per_step=run.groups_per_step,
+        max_policy_lag=0 if feed.sync else run.max_policy_lag,
+        max_steps=run.max_steps,
         replicas=feed.replicas,
         replica_silence_us=int(feed.replica_silence_s * MICROSECONDS),
         overdue_us=int(feed.overdue_s * MICROSECONDS),
+        min_completed=feed.min_completed,
+        skip_no_signal=feed.skip_no_signal,
     )
 
 
@@ -62,7 +64,7 @@ class FeederState:
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run = run
         self._feed = feed
-        self._admission = AdmissionController(admission_policy(feed))
+        self._admission = AdmissionController(admission_policy(run, feed))
         self._next_train = 0
         self._eval_issued: dict[_EvalSet, set[int]] = {}
         self._eval_open: dict[str, int] = {}

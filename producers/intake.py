@@ -1,11 +1,14 @@
 """Takes tasks from the log as a member of a consumer group, and commits what is done. Blocking: it has its own thread.
 
-What holds: while no task is wanted, polling goes on, so that the membership lives and rebalances are not held up.
+What holds: while no task is wanted the member polls every `PATIENCE_S`, with its partitions paused, so that it stays a
+member and holds a rebalance up no longer. It does not do so at once, since a paused partition takes about a second to
+flow again, and what was fetched ahead is lost.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaError, KafkaException
@@ -15,6 +18,7 @@ from tidemill.schemas.clients import GroupMember, Located
 
 LOG = logging.getLogger(__name__)
 POLL_S = 0.05
+PATIENCE_S = 2.0
 REBALANCING = frozenset(
     {
         KafkaError.ILLEGAL_GENERATION,
@@ -42,17 +46,31 @@ class Intake:
     def __init__(self, member: GroupMember) -> None:
         self._member = member
         self._paused = False
+        self._polled_at = time.monotonic()
 
     def round(self, wanted: bool, offsets: dict[Partition, int]) -> Taken:
-        """Commit `offsets` where they are owned, and take at most one record, when one is wanted."""
+        """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted."""
         committed = self._commit(offsets)
-        if not wanted:
-            self._member.pause()
-        elif self._paused:
-            self._member.resume()
-        self._paused = not wanted
-        located = self._member.poll(POLL_S, max_records=1)
+        located = self._take() if wanted else self._keep_alive()
         return Taken(located, self._member.assignment(), committed)
+
+    def _take(self) -> list[Located]:
+        if self._paused:
+            self._member.resume()
+            self._paused = False
+        return self._poll(POLL_S)
+
+    def _keep_alive(self) -> list[Located]:
+        if time.monotonic() - self._polled_at < PATIENCE_S:
+            return []
+        self._member.pause()
+        self._paused = True
+        return self._poll(0.0)  # a partition that was assigned just now is not paused, and may bring a record
+
+    def _poll(self, timeout_s: float) -> list[Located]:
+        located = self._member.poll(timeout_s, max_records=1)
+        self._polled_at = time.monotonic()
+        return located
 
     def _commit(self, offsets: dict[Partition, int]) -> dict[Partition, int]:
         owned = self._member.assignment()

@@ -18,11 +18,11 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.intake import Intake, Taken
+from tidemill.producers.intake import POLL_S, Intake, Taken
 from tidemill.producers.offsets import OffsetTracker, Partition
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.player import Player
@@ -80,6 +80,7 @@ class Worker:
         self._outbox = outbox
         self._tracker = OffsetTracker()
         self._jobs: dict[asyncio.Task[None], _Running] = {}
+        self._moved = asyncio.Event()
 
     async def serve(self, intake: Intake, stop: threading.Event) -> None:
         """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
@@ -94,12 +95,19 @@ class Worker:
 
     async def _round(self, intake: Intake, thread: ThreadPoolExecutor, wanted: bool) -> None:
         loop = asyncio.get_running_loop()
+        if not wanted:
+            await self._wait_for_an_episode()
         taken = await loop.run_in_executor(thread, intake.round, wanted, self._tracker.committable())
         self._collect()
         self._tracker.committed(taken.committed)
         await self._drop_lost(taken)
         for located in taken.located:
             await self._accept(located)
+
+    async def _wait_for_an_episode(self) -> None:
+        self._moved.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), POLL_S)
 
     async def _accept(self, located: Located) -> None:
         partition = (located.topic, located.partition)
@@ -127,6 +135,7 @@ class Worker:
         rollout = await self._player.play(running.task, index)
         running.remaining -= 1
         running.failed += rollout.status is RolloutStatus.FAILED
+        self._moved.set()
         await self._outbox.write(rollout.group_id, rollout)
 
     async def _drop_lost(self, taken: Taken) -> None:

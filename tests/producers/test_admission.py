@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,12 +37,13 @@ def task(index, mode=Mode.TRAIN, deadline_at=100 * SECOND) -> Task:
     return Task(name, name, "run", "ledger", "{}", mode, 4, 5, 0, 0, deadline_at, 0)
 
 
-def member(advantage, status=RolloutStatus.COMPLETED) -> GroupMember:
-    return GroupMember("r", "rollouts", 0, 0, status, None, advantage, None, 1, 0, 0)
+def member(reward) -> GroupMember:
+    status = RolloutStatus.FAILED if reward is None else RolloutStatus.COMPLETED
+    return GroupMember("r", "rollouts", 0, 0, status, reward, None, None, 1, 0, 0)
 
 
-def group(index, advantages=(1.0, -1.0), closed_by=CloseReason.SIZE, mode=Mode.TRAIN) -> Group:
-    members = [member(a) for a in advantages]
+def group(index, rewards=(1.0, 0.1), closed_by=CloseReason.SIZE, mode=Mode.TRAIN) -> Group:
+    members = [member(reward) for reward in rewards]
     name = f"run/{mode}/{index}"
     return Group(name, name, "run", "ledger", mode, closed_by, len(members), members, 0.0, 0, 0, False)
 
@@ -49,9 +51,7 @@ def group(index, advantages=(1.0, -1.0), closed_by=CloseReason.SIZE, mode=Mode.T
 def step(number, trained=(), excluded=()) -> TrainStep:
     inputs = [StepInput(f"run/train/{i}", "groups", 0, i) for i in trained]
     exclusions = [StepExclusion(name, "groups", 0, 0, reason, 4) for name, reason in excluded]
-    return TrainStep(
-        "run", number, number, number - 1, inputs, exclusions, 0, "", "", 0.0, {}, [], 0, 0, "", "", 0, 0
-    )
+    return TrainStep("run", number, number, number - 1, inputs, exclusions, 0, "", "", 0.0, {}, [], 0, 0, "", "", 0, 0)
 
 
 def ack(version, replica="a", at=0, status=AckStatus.PROVED) -> WeightAck:
@@ -112,23 +112,23 @@ def test_excluded_groups_free_their_place_at_once_and_stragglers_free_none():
     made = controller()
     for i in range(4):
         made.observe(task(i))
-    excluded = [("run/train/2", "stale"), ("run/train/3", "late"), ("run/eval/0", "eval")]
+    excluded = [("run/train/2", "stale"), ("run/train/3", "late"), ("run/train/1", "duplicate"), ("run/eval/0", "eval")]
     assert made.observe(step(1, trained=[0, 1], excluded=excluded)) == 1
 
 
 def test_evaluation_holds_no_place():
     made = controller()
     assert made.observe(task(0, Mode.EVAL)) == 4
-    assert made.observe(group(0, advantages=(), mode=Mode.EVAL)) == 4
+    assert made.observe(group(0, rewards=(), mode=Mode.EVAL)) == 4
 
 
 @pytest.mark.parametrize(
     ("closed", "capacity"),
     [
         (group(0), 3),
-        (group(0, advantages=(0.0, 0.0)), 4),
-        (group(0, advantages=(None, None), closed_by=CloseReason.DEADLINE), 4),
-        (group(0, advantages=(0.0,), closed_by=CloseReason.LATE), 3),
+        (group(0, rewards=(0.0, 0.0)), 4),
+        (group(0, rewards=(None, None), closed_by=CloseReason.DEADLINE), 4),
+        (group(0, rewards=(0.0,), closed_by=CloseReason.LATE), 3),
     ],
 )
 def test_a_group_without_signal_frees_its_place_when_it_closes(closed, capacity):
@@ -137,9 +137,21 @@ def test_a_group_without_signal_frees_its_place_when_it_closes(closed, capacity)
     assert made.observe(closed) == capacity
 
 
-def test_a_failed_member_carries_no_signal():
-    failed = member(1.0, RolloutStatus.FAILED)
-    assert not trainable(Group("g", "g", "r", "e", Mode.TRAIN, CloseReason.SIZE, 1, [failed], None, 0, 0, False))
+@pytest.mark.parametrize(
+    ("rewards", "min_completed", "skip_no_signal", "expected"),
+    [
+        ((1.1, 0.1), 2, True, True),
+        ((1.1,) * 16, 2, True, False),
+        ((1.1,) * 16, 2, False, True),
+        ((1.1, None), 2, False, False),
+        ((1.1, 0.1, None), 3, True, False),
+        ((None, None), 1, True, False),
+        ((), 1, True, False),
+    ],
+)
+def test_what_the_trainer_can_train_on(rewards, min_completed, skip_no_signal, expected):
+    rules = replace(policy(), min_completed=min_completed, skip_no_signal=skip_no_signal)
+    assert trainable(group(0, rewards), rules) is expected
 
 
 def test_no_more_is_issued_than_the_last_steps_need():
@@ -149,7 +161,7 @@ def test_no_more_is_issued_than_the_last_steps_need():
         made.observe(task(i))
     made.observe(step(1, trained=[0, 1]))
     assert made.observe(ack(1, at=1)) == 0
-    assert made.observe(group(2, advantages=(0.0,))) == 1
+    assert made.observe(group(2, rewards=(0.0,))) == 1
     made.observe(step(2, trained=[3, 4]))
     assert (made.finished, made.capacity()) == (True, 0)
 
@@ -188,8 +200,8 @@ def test_a_lone_replica_is_waited_for():
 RECORDS = [
     *(task(i) for i in range(6)),
     *(group(i) for i in range(6)),
-    group(4, advantages=(0.0,)),
-    group(5, closed_by=CloseReason.LATE, advantages=(0.0,)),
+    group(4, rewards=(0.0,)),
+    group(5, closed_by=CloseReason.LATE, rewards=(0.0,)),
     step(1, trained=[0, 1], excluded=[("run/train/5", "stale")]),
     step(2, trained=[2, 3]),
     ack(1, at=10),
@@ -217,7 +229,7 @@ def test_order_and_repeats_do_not_matter(ordered, repeated):
     serve_chance=st.sampled_from([0.05, 0.5, 1.0]),
 )
 def test_trained_in_order_no_token_is_older_than_the_bound(seed, groups_per_step, max_policy_lag, serve_chance):
-    """The reason for admission: with groups trained in the order issued, lag never exceeds eta, however slow serving."""
+    """The reason for admission: trained in the order issued, lag never exceeds eta, however slow serving is."""
     rng = random.Random(seed)
     made = controller(groups_per_step=groups_per_step, max_policy_lag=max_policy_lag)
     queue: deque[tuple[int, int]] = deque()

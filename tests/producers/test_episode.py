@@ -96,11 +96,13 @@ def test_an_episode_is_played_token_in_token_out(tokenizer):
         "add 3 4<|end|><|tool|>total 7<|end|><|assistant|>answer 7<|end|>"
     )
     sampled = result.segment.ids()[result.segment.mask() == 1].tolist()
-    assert (
-        tokenizer.decode(sampled, skip_special_tokens=False) == "add 0 3<|end|>add 3 4<|end|>answer 7<|end|>"
-    ), "tool output is never in the loss"
+    assert tokenizer.decode(sampled, skip_special_tokens=False) == "add 0 3<|end|>add 3 4<|end|>answer 7<|end|>", (
+        "tool output is never in the loss"
+    )
     assert [span.version for span in result.spans] == [0, 1, 2]
-    assert all(later[: len(earlier)] == earlier for earlier, later in zip(script.prompts, script.prompts[1:], strict=False))
+    assert all(
+        later[: len(earlier)] == earlier for earlier, later in zip(script.prompts, script.prompts[1:], strict=False)
+    )
 
 
 def test_the_record_of_a_completed_episode(tokenizer):
@@ -147,7 +149,7 @@ def test_a_prompt_above_the_context_fails_and_has_no_score(tokenizer):
 
 @pytest.mark.parametrize("payload", ["", "[]", '{"entries":[]}', '{"entries":[0]}', "\x00"])
 def test_a_payload_that_is_not_the_environments_fails(tokenizer, payload):
-    with pytest.raises(EpisodeFailed, match="^task: "):
+    with pytest.raises(EpisodeFailed, match=r"^task: "):
         play(Script(tokenizer), task(payload))
 
 

@@ -38,11 +38,8 @@ from tidemill.schemas.records import (
 )
 
 SECOND = 1_000_000
-RUN = RunSettings(run_id="run", seed=3)
+RUN = RunSettings(run_id="run", seed=3, groups_per_step=2, max_policy_lag=1, max_steps=3)
 FEED = FeedSettings(
-    groups_per_step=2,
-    max_policy_lag=1,
-    max_steps=3,
     group_size=4,
     eval_tasks=3,
     eval_every=2,
@@ -80,13 +77,13 @@ def ack(version, at=0) -> WeightAck:
 class World:
     """The rest of the loop, played by hand: everything that was ever on the log, and a feeder that read it."""
 
-    def __init__(self, feed=FEED):
-        self.feed, self.log, self.now = feed, [], 1000 * SECOND
+    def __init__(self, feed=FEED, run=RUN):
+        self.feed, self.run, self.log, self.now = feed, run, [], 1000 * SECOND
         self.restart()
 
     def restart(self):
-        self.state = FeederState(RUN, self.feed)
-        self.source = TaskSource(LEDGER, RUN, self.feed)
+        self.state = FeederState(self.run, self.feed)
+        self.source = TaskSource(LEDGER, self.run, self.feed)
         for record in self.log:
             self._observe(record)
 
@@ -212,7 +209,9 @@ def test_a_restart_goes_on_in_the_middle_of_an_evaluation():
 
 
 def test_a_restart_never_issues_a_prompt_again():
-    world = World(FEED.model_copy(update={"eval_before": False, "max_policy_lag": 9, "max_steps": 10}))
+    world = World(
+        FEED.model_copy(update={"eval_before": False}), RUN.model_copy(update={"max_policy_lag": 9, "max_steps": 10})
+    )
     world.write(manifest(0), ack(0))
     for limit in (3, 4, 5):
         world.issue(limit)
@@ -260,7 +259,7 @@ def test_an_evaluation_that_never_closes_is_not_waited_for():
 
 
 def test_evaluation_only():
-    world = World(FEED.model_copy(update={"max_steps": 0, "eval_after": False}))
+    world = World(FEED.model_copy(update={"eval_after": False}), RUN.model_copy(update={"max_steps": 0}))
     world.write(manifest(0), ack(0))
     before = world.issue()
     assert not world.done()

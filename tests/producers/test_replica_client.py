@@ -152,9 +152,12 @@ def ask(config: RolloutSettings, prompts=1, within_s=20.0):
 
     async def main():
         pool = ReplicaPool(config.replicas, config.backoff_s, config.backoff_limit_s)
-        async with open_replica_client(config) as client, asyncio.timeout(within_s):
-            async with ReplicaSession(client, pool) as session:
-                return [await session.complete([1, 2, 3], SAMPLING) for _ in range(prompts)], session
+        async with (
+            asyncio.timeout(within_s),
+            open_replica_client(config) as client,
+            ReplicaSession(client, pool) as session,
+        ):
+            return [await session.complete([1, 2, 3], SAMPLING) for _ in range(prompts)], session
 
     return asyncio.run(main())
 
@@ -268,7 +271,7 @@ def test_a_replica_that_stays_away_is_tried_until_the_callers_deadline(new_repli
 def test_a_wrong_answer_is_not_tried_again(new_replica, answer):
     replica = new_replica()
     replica.answer = answer
-    with pytest.raises(BadResponse, match="127.0.0.1"):
+    with pytest.raises(BadResponse, match=r"127\.0\.0\.1"):
         ask(settings(replica.address))
     assert len(replica.requests) == 1
 
@@ -305,11 +308,11 @@ def test_a_replica_replaced_on_its_port_is_known_by_its_new_name(new_replica, bo
 
     async def main():
         config = settings(replica.address)
-        async with open_replica_client(config) as client:
-            async with ReplicaSession(client, ReplicaPool(config.replicas, 0.01, 0.05)) as session:
-                for name in ("first", "second", "second"):
-                    replica.replica_id = name
-                    await session.complete([1], SAMPLING)
-                return session.identity.replica_id
+        pool = ReplicaPool(config.replicas, config.backoff_s, config.backoff_limit_s)
+        async with open_replica_client(config) as client, ReplicaSession(client, pool) as session:
+            for name in ("first", "second", "second"):
+                replica.replica_id = name
+                await session.complete([1], SAMPLING)
+            return session.identity.replica_id
 
     assert asyncio.run(main()) == "second"

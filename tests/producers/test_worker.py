@@ -232,7 +232,7 @@ class Bench:
         def body():
             try:
                 worker.run(self.log, RUN, self.store, settings, stop)
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - raised again by the test's own thread
                 raised.append(error)
 
         thread = threading.Thread(target=body)
@@ -328,7 +328,7 @@ def test_what_shutdown_interrupts_is_played_again_under_the_same_ids(bench, new_
         deadline = time.monotonic() + 20
         while len(replica.requests) < 12:
             assert time.monotonic() < deadline
-            stuck.wait(0.01) if not stuck.is_set() else threading.Event().wait(0.01)
+            time.sleep(0.01)
     assert bench.uncommitted() > 0, "unfinished tasks are not committed"
     stuck.clear()
     with bench.worker(settings_for(replica)):
@@ -351,17 +351,36 @@ def test_a_replica_killed_under_way_and_back_loses_nothing(bench, new_replica):
 
 def test_a_second_worker_takes_its_share(bench, new_replica):
     replicas = [new_replica("r1"), new_replica("r2")]
-    many = 30
-    with bench.worker(settings_for(replicas[0], max_concurrent_episodes=8)):
-        bench.issue(*[task(index) for index in range(many)])
-        bench.rollouts(lambda found: len(found) > 4)
-        with bench.worker(settings_for(replicas[1], max_concurrent_episodes=8)):
-            bench.rollouts(lambda found: any(rollout.replica_id == "r2" for rollout in found) or whole(many)(found))
-            bench.issue(*[task(index) for index in range(many, 2 * many)])
-            found = bench.rollouts(
-                lambda found: whole(2 * many)(found) and any(rollout.replica_id == "r2" for rollout in found)
-            )
-    assert {rollout.replica_id for rollout in found} == {"r1", "r2"}
+    found, issued = [], 0
+    with bench.worker(settings_for(replicas[0])), bench.worker(settings_for(replicas[1])):
+        deadline = time.monotonic() + 40
+        while {rollout.replica_id for rollout in found} != {"r1", "r2"}:
+            assert time.monotonic() < deadline
+            bench.issue(*[task(index, group_size=1) for index in range(issued, issued + 8)])
+            issued += 8
+            found = bench.rollouts(whole(issued, size=1))
+    assert all(rollout.success for rollout in found)
+    assert bench.uncommitted() == 0
+
+
+def test_the_tasks_of_a_partition_that_moves_are_played_by_its_new_owner(bench, new_replica):
+    stuck, sound = new_replica("stuck"), new_replica("sound")
+
+    async def never(_request, _number):
+        return web.Response(status=503)
+
+    stuck.answer = never
+    bench.issue(*[task(index) for index in range(6)])
+    with bench.worker(settings_for(stuck, grace_s=0.0)):
+        deadline = time.monotonic() + 20
+        while not stuck.requests:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        with bench.worker(settings_for(sound)):
+            bench.rollouts(lambda found: any(rollout.replica_id == "sound" for rollout in found))
+    with bench.worker(settings_for(sound)):
+        found = bench.rollouts(whole(6))
+    assert {rollout.replica_id for rollout in found if rollout.success} == {"sound"}
     assert bench.uncommitted() == 0
 
 
