@@ -1,0 +1,186 @@
+"""The engines behind one interface of clickhouse-connect: chDB in this process, or a ClickHouse server.
+
+`Reader` answers queries over the embedded engine without a way to change it: each runs on a connection of its own,
+in `readonly = 1`, with bounds on time, memory and size, so that no state passes from one query to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import clickhouse_connect
+from clickhouse_connect.driver.exceptions import ClickHouseError
+
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement, check, refused_functions
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+SYNTAX_ERROR_CODE = 62
+UNKNOWN_CODE = 1002
+"""ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
+
+
+class EngineBusy(RuntimeError):
+    """Another process owns the directory of the embedded engine."""
+
+
+class QueryError(RuntimeError):
+    """A query that ClickHouse refused. `code` is ClickHouse's."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a query gave."""
+
+    body: bytes
+    format: str
+    read_rows: int
+    read_bytes: int
+    elapsed_s: float
+
+
+def connect(settings: SinkSettings) -> Client:
+    """A client that may write. Raises EngineBusy, or ClickHouse's own error for a server out of reach."""
+    if settings.embedded:
+        return _embedded(settings.directory)
+    return clickhouse_connect.get_client(
+        host=settings.host,
+        port=settings.port,
+        username=settings.user,
+        password=settings.password.get_secret_value(),
+        secure=settings.secure,
+        autogenerate_session_id=False,
+    )
+
+
+def _embedded(directory: Path) -> Client:
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return clickhouse_connect.get_client(interface="chdb", path=str(directory))
+    except ClickHouseError as error:
+        raise EngineBusy(
+            f"the tables in {directory} cannot be opened: another process has them open (a running sink: ask it with "
+            f"`tidemill query`), or this process has opened another directory. The engine says: {error}"
+        ) from error
+
+
+def _error(message: str) -> QueryError:
+    found = re.search(r"Code: (\d+)", message)
+    return QueryError(int(found.group(1)) if found else UNKNOWN_CODE, message.strip())
+
+
+def _escaped(value: str) -> str:
+    """A query parameter's value in ClickHouse's own escaping."""
+    table = {"\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0": "\\0"}
+    return value.translate(str.maketrans(table))
+
+
+class Reader:
+    """Read-only queries over the embedded engine, which this process has open."""
+
+    def __init__(self, settings: SinkSettings) -> None:
+        self._path = str(settings.directory)
+        self._database = settings.database
+        self._limits = {
+            "max_execution_time": settings.query_seconds,
+            "max_memory_usage": settings.query_memory_bytes,
+            "max_result_bytes": settings.result_bytes,
+            # Local tables only: a path or a URL is no schema for the engine to guess from.
+            "schema_inference_use_cache_for_file": 0,
+        }
+        listed = self._run("SELECT name FROM system.table_functions", "JSONCompactColumns", {}, None).body
+        self._refused = refused_functions(json.loads(listed)[0])
+
+    def ask(
+        self,
+        sql: str,
+        *,
+        default_format: str = "TabSeparated",
+        parameters: Mapping[str, str] | None = None,
+        database: str | None = None,
+    ) -> Answer:
+        """Run one reading statement.
+
+        Args:
+            sql: SELECT, WITH, SHOW, DESCRIBE, EXPLAIN or EXISTS; its FORMAT clause wins over `default_format`.
+            parameters: values of `{name:Type}` in ClickHouse's own escaping, by name.
+            database: for names without one; the sink's by default.
+
+        Raises:
+            QueryError: refused, not understood, failed, or past a limit.
+        """
+        statement = self.check(sql)
+        chosen = statement.format or default_format
+        answer = self._run(statement.sql, chosen, parameters or {}, database)
+        if not answer.body and chosen == "Native":
+            return self._empty_native(statement, parameters or {}, database)
+        return answer
+
+    def check(self, sql: str) -> Statement:
+        """The statement as the engine's parser prints it, if it may be run. Raises QueryError."""
+        printed = self._run(
+            "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": _escaped(sql)}, None
+        )
+        try:
+            return check(printed.body.decode(), self._refused)
+        except Refused as refusal:
+            raise QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {refusal}. (READONLY)") from refusal
+
+    def _empty_native(self, statement: Statement, parameters: Mapping[str, str], database: str | None) -> Answer:
+        """The embedded engine sends nothing for no rows in Native, where a server sends the columns' names and types."""
+        described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters, database)
+        body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
+        return Answer(body, "Native", described.read_rows, described.read_bytes, described.elapsed_s)
+
+    def _run(self, sql: str, output_format: str, parameters: Mapping[str, str], database: str | None) -> Answer:
+        import chdb
+
+        connection = chdb.connect(self._path)
+        try:
+            connection.query(f"USE `{_quoted(database or self._database)}`")
+            limits = ", ".join(f"{name} = {value}" for name, value in self._limits.items())
+            connection.query(f"SET {limits}, readonly = 1")
+            result = connection.query(sql, output_format, params=dict(parameters))
+            return _answer(result, output_format)
+        except RuntimeError as error:
+            raise _error(str(error)) from error
+        finally:
+            connection.close()
+
+
+def _quoted(name: str) -> str:
+    return name.replace("\\", "\\\\").replace("`", "\\`")
+
+
+def _answer(result: Any, output_format: str) -> Answer:  # noqa: ANN401 - chDB's result type is not exported
+    return Answer(result.bytes(), output_format, result.rows_read(), result.bytes_read(), result.elapsed())
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
+def _native_string(text: str) -> bytes:
+    data = text.encode()
+    return _varint(len(data)) + data
+
+
+def empty_native_block(columns: list[tuple[str, str]]) -> bytes:
+    """A block of no rows in ClickHouse's Native format: column count, row count, then name and type of each."""
+    head = _varint(len(columns)) + _varint(0)
+    return head + b"".join(_native_string(name) + _native_string(kind) for name, kind in columns)

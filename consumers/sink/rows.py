@@ -1,0 +1,64 @@
+"""What a flush holds: records and dead letters with their place in the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Names
+from tidemill.schemas.clients import Located
+from tidemill.schemas.records import Record
+
+APPLICATION = "tidemill-sink"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A value that nobody could use: read from a dead-letter topic, or met by the sink itself."""
+
+    source_topic: str
+    source_partition: int
+    source_offset: int
+    source_timestamp_ms: int
+    reason: str
+    found_by: str
+    """The application that gave it up."""
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row to write. `(topic, partition, offset)` is its identity; `topic` is the full name."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes
+    record: Record | DeadLetter
+    n_bytes: int
+    """Size of the value, for bounding a flush."""
+
+
+def row_of(located: Located, names: Names, expected: tuple[type, ...]) -> Row:
+    """The row of a record, or of the dead letter that it is when it cannot be read or is none of `expected`."""
+    topic = names.of(located.topic)
+    record: Record | DeadLetter | None = located.record
+    if record is None or not isinstance(record, expected):
+        record = DeadLetter(
+            source_topic=topic,
+            source_partition=located.partition,
+            source_offset=located.offset,
+            source_timestamp_ms=located.timestamp_ms,
+            reason=located.error or f"a {type(record).__name__} has no place in {topic}",
+            found_by=APPLICATION,
+            value=located.value or b"",
+        )
+    return Row(
+        topic=topic,
+        partition=located.partition,
+        offset=located.offset,
+        timestamp_ms=located.timestamp_ms,
+        key=located.key or b"",
+        record=record,
+        n_bytes=len(located.value or b""),
+    )

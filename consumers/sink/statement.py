@@ -1,0 +1,104 @@
+"""Which statements the read-only endpoint runs: one query that reads tables of the engine, and nothing else.
+
+ClickHouse's `readonly = 1` refuses writes, definitions and most table functions. It lets through what reads or writes
+files and processes by other ways: the `file` function, `INTO OUTFILE`, `DESCRIBE` of a table function, `KILL`. What is
+judged here is the statement as the engine's own parser printed it (`formatQuerySingleLine`), and that same text is
+run, so that comments, quoting and heredocs cannot hide a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+READONLY_CODE = 164
+"""ClickHouse's READONLY."""
+
+READING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "EXPLAIN", "EXISTS"})
+HARMLESS_TABLE_FUNCTIONS = frozenset(
+    [
+        "format",
+        "fuzzjson",
+        "generaterandom",
+        "generateseries",
+        "generate_series",
+        "null",
+        "numbers",
+        "numbers_mt",
+        "primes",
+        "sqlstandardvalues",
+        "values",
+        "view",
+        "viewexplain",
+        "zeros",
+        "zeros_mt",
+    ]
+)
+"""Table functions that make rows from their arguments alone. Every other one the engine knows is refused."""
+REACHING_FUNCTIONS = frozenset(["file", "hascolumnintable", "catboostevaluate", "dictget"])
+"""Ordinary functions that read a file or ask another host."""
+
+_TOKEN = re.compile(r"'(?:[^'\\]|\\.|'')*'|`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.)*\"|\w+|\S", re.DOTALL)
+
+
+class Refused(ValueError):
+    """A statement that the read-only endpoint does not run; the message says which part and what to do instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement that may be run."""
+
+    sql: str
+    format: str
+    """Its FORMAT clause; empty without one."""
+
+    def with_format(self, name: str) -> str:
+        """The statement with another FORMAT clause."""
+        if not self.format:
+            return f"{self.sql} FORMAT {name}"
+        head, _clause, tail = self.sql.rpartition(f"FORMAT {self.format}")
+        return f"{head}FORMAT {name}{tail}"
+
+
+def tokens(sql: str) -> list[str]:
+    """Strings, quoted names, words and single signs of a statement without comments."""
+    return _TOKEN.findall(sql)
+
+
+def _called(parts: list[str]) -> Iterator[str]:
+    for word, following in zip(parts, parts[1:], strict=False):
+        if following == "(" and word[0] != "'":
+            yield word.strip('`"').lower()
+
+
+def _has_phrase(parts: list[str], first: str, second: str) -> bool:
+    upper = [part.upper() for part in parts]
+    return (first, second) in zip(upper, upper[1:], strict=False)
+
+
+def _format_of(parts: list[str]) -> str:
+    found = [b for a, b in zip(parts, parts[1:], strict=False) if a == "FORMAT" and re.fullmatch(r"\w+", b)]
+    return found[-1] if found else ""
+
+
+def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
+    """Names that may not be called, in lower case, given the engine's table functions."""
+    return (frozenset(name.lower() for name in table_functions) - HARMLESS_TABLE_FUNCTIONS) | REACHING_FUNCTIONS
+
+
+def check(normalized: str, refused: frozenset[str]) -> Statement:
+    """A statement, as the engine's parser prints it, if it only reads the engine's tables. Raises Refused."""
+    parts = tokens(normalized)
+    verb = next((part.upper() for part in parts if part != "("), "")
+    if verb not in READING:
+        raise Refused(f"{verb}: this endpoint is read-only and answers {', '.join(sorted(READING))}")
+    if _has_phrase(parts, "INTO", "OUTFILE"):
+        raise Refused("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
+    if _has_phrase(parts, "PARALLEL", "WITH"):
+        raise Refused("PARALLEL WITH: one statement a request")
+    for name in _called(parts):
+        if name in refused or name.startswith("ai"):
+            raise Refused(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
+    return Statement(normalized, _format_of(parts))

@@ -1,0 +1,74 @@
+"""The tables: one a record type of the catalogue, named as its topic, with DDL that any ClickHouse takes.
+
+Every table is ordered by `(_topic, _partition, _offset)`, the identity of a row, so that the highest offset of a
+partition is read from the primary index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tidemill.consumers.sink.columns import POSITION, Column, record_columns
+from tidemill.consumers.sink.config import TableEngine
+from tidemill.consumers.sink.rows import DeadLetter
+from tidemill.schemas.catalogue import CATALOGUE, Topic
+from tidemill.schemas.codec import schema_file_name
+
+WATERMARKS = "sink_watermarks"
+DEDUPLICATION_WINDOW = 1000
+"""Insert tokens that a table remembers: a retry of one of its last blocks writes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of records."""
+
+    name: str
+    columns: tuple[Column, ...]
+    """The record's columns; position columns come before them."""
+
+    @property
+    def all_columns(self) -> tuple[Column, ...]:
+        """Position columns and the record's."""
+        return (*POSITION, *self.columns)
+
+    def create(self, database: str, engine: TableEngine) -> str:
+        """CREATE TABLE IF NOT EXISTS."""
+        columns = ",\n".join(f"    `{column.name}` {column.type}" for column in self.all_columns)
+        return (
+            f"CREATE TABLE IF NOT EXISTS `{database}`.`{self.name}`\n(\n{columns}\n)\nENGINE = {engine.value}\n"
+            f"ORDER BY (_topic, _partition, _offset)\n"
+            f"SETTINGS non_replicated_deduplication_window = {DEDUPLICATION_WINDOW}"
+        )
+
+    def add(self, database: str, column: Column) -> str:
+        """ALTER TABLE for a column that a newer schema has."""
+        return f"ALTER TABLE `{database}`.`{self.name}` ADD COLUMN IF NOT EXISTS `{column.name}` {column.type}"
+
+
+def table_name(topic: Topic, record_type: type) -> str:
+    """A topic's first record type has the topic's name; a further one (ticks) its own, in the plural."""
+    if record_type is CATALOGUE[topic].values[0]:
+        return topic.value.replace(".", "_")
+    return f"{schema_file_name(record_type)}s"
+
+
+@lru_cache(maxsize=1)
+def tables() -> dict[type, Table]:
+    """Every table by the record type that it holds."""
+    found = {
+        record_type: Table(table_name(topic, record_type), record_columns(record_type))
+        for topic, spec in CATALOGUE.items()
+        for record_type in spec.values
+    }
+    return {**found, DeadLetter: Table("dead_letters", record_columns(DeadLetter))}
+
+
+def create_watermarks(database: str) -> str:
+    """CREATE TABLE for the restart points: the next offset to read, by topic and partition."""
+    return (
+        f"CREATE TABLE IF NOT EXISTS `{database}`.`{WATERMARKS}`\n"
+        "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `next_offset` Int64\n)\n"
+        "ENGINE = ReplacingMergeTree(next_offset)\nORDER BY (_topic, _partition)"
+    )

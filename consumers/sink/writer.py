@@ -1,0 +1,145 @@
+"""Rows into tables, each exactly once, however often the sink is killed.
+
+Why it holds: within a table the rows of a partition are inserted in offset order, one insert is one block, and a block
+is there or it is not. So the highest offset in a table is exactly how far that table got, and a row at or below it is
+never inserted again. The restart point of a partition is written after its rows, so it is never ahead of any table: it
+only saves reading the log again from its beginning. No Kafka commit takes part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
+from tidemill.consumers.sink.config import TableEngine
+from tidemill.consumers.sink.rows import Row
+from tidemill.consumers.sink.tables import WATERMARKS, Table, create_watermarks, tables
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
+
+Place = tuple[str, int]
+"""Full topic name and partition."""
+
+INSERT_SETTINGS = {"async_insert": 0, "max_insert_threads": 1, "wait_end_of_query": 1}
+
+
+class TableMismatch(RuntimeError):
+    """A table that exists with other column types than the schema wants."""
+
+
+@dataclass
+class Progress:
+    """How far each table and each partition got: decides what is still to be written."""
+
+    highest: dict[tuple[str, Place], int] = field(default_factory=dict)
+    """Highest offset in a table, by table and place."""
+    next_offsets: dict[Place, int] = field(default_factory=dict)
+    """Where reading starts again."""
+
+    def missing(self, table: str, rows: Iterable[Row]) -> list[Row]:
+        """The rows that `table` does not hold yet, ordered by place and offset."""
+        fresh = (r for r in rows if r.offset > self.highest.get((table, (r.topic, r.partition)), -1))
+        return sorted(fresh, key=lambda r: (r.topic, r.partition, r.offset))
+
+    def wrote(self, table: str, rows: Iterable[Row]) -> None:
+        """`rows` are in `table`."""
+        for row in rows:
+            key = (table, (row.topic, row.partition))
+            self.highest[key] = max(self.highest.get(key, -1), row.offset)
+
+
+def insert_token(rows: Sequence[Row]) -> str:
+    """Names a block by what it holds, `topic:partition:first-last`, so that its retry is recognised."""
+    ranges: dict[Place, list[int]] = defaultdict(list)
+    for row in rows:
+        ranges[row.topic, row.partition].append(row.offset)
+    return ";".join(f"{topic}:{p}:{min(o)}-{max(o)}" for (topic, p), o in sorted(ranges.items()))
+
+
+class Writer:
+    """The one writer of the tables."""
+
+    def __init__(self, client: Client, database: str, engine: TableEngine) -> None:
+        self._client = client
+        self._database = database
+        self._create(engine)
+        self._progress = self._read_progress()
+
+    @property
+    def next_offsets(self) -> Mapping[Place, int]:
+        """Where each partition is to be read from; partitions not named, from their beginning."""
+        return self._progress.next_offsets
+
+    def write(self, rows: Sequence[Row], next_offsets: Mapping[Place, int]) -> int:
+        """Insert what the tables lack of `rows`, then move the restart points; the number of rows inserted."""
+        by_table: dict[Table, list[Row]] = defaultdict(list)
+        for row in rows:
+            by_table[tables()[type(row.record)]].append(row)
+        written = sum(self._insert(table, some) for table, some in by_table.items())
+        self._mark(next_offsets)
+        return written
+
+    def _insert(self, table: Table, rows: list[Row]) -> int:
+        missing = self._progress.missing(table.name, rows)
+        if missing:
+            self._insert_arrow(table.name, arrow_table(table.columns, missing), insert_token(missing))
+            self._progress.wrote(table.name, missing)
+        return len(missing)
+
+    def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
+        settings = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
+        if token:
+            settings["insert_deduplication_token"] = token
+        self._client.insert_arrow(table, data.combine_chunks(), database=self._database, settings=settings)
+
+    def _mark(self, next_offsets: Mapping[Place, int]) -> None:
+        moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
+        if not moved:
+            return
+        columns = [
+            NAME.array([topic for topic, _ in moved]),
+            PARTITION.array([partition for _, partition in moved]),
+            INTEGER.array(list(moved.values())),
+        ]
+        data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "next_offset"])
+        self._insert_arrow(WATERMARKS, data, "")
+        self._progress.next_offsets.update(moved)
+
+    def _create(self, engine: TableEngine) -> None:
+        self._client.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
+        self._client.command(create_watermarks(self._database))
+        for table in tables().values():
+            self._client.command(table.create(self._database, engine))
+            self._migrate(table)
+
+    def _migrate(self, table: Table) -> None:
+        """Add the columns that a newer schema has; refuse a table whose columns have other types."""
+        listed = self._client.query(f"DESCRIBE TABLE `{self._database}`.`{table.name}`").result_rows
+        present = {row[0]: row[1] for row in listed}
+        for column in table.all_columns:
+            if column.name not in present:
+                self._client.command(table.add(self._database, column))
+            elif present[column.name] != column.type:
+                raise TableMismatch(
+                    f"{self._database}.{table.name}: column {column.name} is {present[column.name]} and the schema "
+                    f"wants {column.type}: give the sink another `database`, and it reads the log into fresh tables"
+                )
+
+    def _read_progress(self) -> Progress:
+        progress = Progress()
+        for table in tables().values():
+            found = self._client.query(
+                f"SELECT _topic, _partition, max(_offset) FROM `{self._database}`.`{table.name}` GROUP BY ALL"
+            )
+            progress.highest.update({(table.name, (t, p)): offset for t, p, offset in found.result_rows})
+        marks = self._client.query(
+            f"SELECT _topic, _partition, max(next_offset) FROM `{self._database}`.`{WATERMARKS}` GROUP BY ALL"
+        )
+        progress.next_offsets.update({(topic, partition): offset for topic, partition, offset in marks.result_rows})
+        return progress
