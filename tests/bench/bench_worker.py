@@ -1,0 +1,182 @@
+"""Figures of the rollout worker, one JSON line each: `python tests/bench/bench_worker.py --bootstrap HOST:PORT`.
+
+- requests: CPU microseconds of one completion request with aiohttp and with httpx, same loopback server, same run;
+- episodes: episodes for each second of the worker's own processor time and of wall time, five turns an episode, against
+  a replica that answers after `--turn-ms` and samples nothing. The replica is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import aiohttp
+import httpx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tidemill.producers import worker
+from tidemill.producers.completion import Sampling, request_body
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.harness import END, MARKERS, TOOL
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import LogReader, RecordProducer
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.records import Mode, Task
+
+TURNS = 5
+GROUP_SIZE = 16
+REQUESTS = 2000
+AT_ONCE = 32
+
+
+def byte_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    return tokenizer
+
+
+def http(document: dict) -> bytes:
+    body = json.dumps(document).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def turn(tokenizer: Tokenizer, text: str) -> bytes:
+    ids = tokenizer.encode(text + END, add_special_tokens=False).ids
+    logprobs = {"token_logprobs": [-0.123456789] * len(ids), "tokens": [f"token_id:{i}" for i in ids]}
+    choice = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "stop", "weight_versions": [[0, 0, len(ids)]]}
+    return http({"choices": [choice]})
+
+
+class Replica(asyncio.Protocol):
+    """Answers by the number of tool outputs in the prompt."""
+
+    def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
+        self.marker = f" {tokenizer.token_to_id(TOOL)},".encode()
+        self.call, self.answer = turn(tokenizer, "add 10 13"), turn(tokenizer, "answer 77")
+        self.status = http({"replica_id": "r", "region": ""})
+        self.delay_s = delay_s
+        self.held = b""
+
+    def connection_made(self, transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.held += data
+        head, found, rest = self.held.partition(b"\r\n\r\n")
+        length = head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]
+        if not found or len(rest) < int(length or 0):
+            return
+        self.held = b""
+        said = self.answer if rest.count(self.marker) >= TURNS - 1 else self.call
+        said = self.status if head.startswith(b"GET") else said
+        asyncio.get_running_loop().call_later(self.delay_s, self.transport.write, said)
+
+
+def serve(delay_s: float, port) -> None:
+    async def main() -> None:
+        tokenizer = byte_tokenizer()
+        server = await asyncio.get_running_loop().create_server(lambda: Replica(tokenizer, delay_s), "127.0.0.1", 0)
+        port.value = server.sockets[0].getsockname()[1]
+        await server.serve_forever()
+
+    asyncio.run(main())
+
+
+async def cpu_us_a_request(ask) -> float:
+    turns = iter(range(REQUESTS))
+
+    async def one_after_the_other() -> None:
+        for _ in turns:
+            await ask()
+
+    began = time.process_time()
+    await asyncio.gather(*[one_after_the_other() for _ in range(AT_ONCE)])
+    return (time.process_time() - began) / REQUESTS * 1e6
+
+
+async def requests(address: str) -> dict[str, float]:
+    url, body = f"{address}/v1/completions", request_body(list(range(200)), Sampling(16, 1.0, (1,)), None)
+    async with aiohttp.ClientSession() as session, httpx.AsyncClient(timeout=60) as client:
+
+        async def with_aiohttp() -> None:
+            async with session.post(url, data=body) as response:
+                await response.read()
+
+        async def with_httpx() -> None:
+            (await client.post(url, content=body)).read()
+
+        return {
+            "aiohttp_cpu_us": round(await cpu_us_a_request(with_aiohttp), 1),
+            "httpx_cpu_us": round(await cpu_us_a_request(with_httpx), 1),
+        }
+
+
+def issue(kafka: KafkaSettings, count: int) -> None:
+    now = now_us()
+    payload = '{"entries":[10,13,24,30]}'
+    with RecordProducer(kafka, "bench") as producer:
+        for name in (f"run/train/{index}" for index in range(count)):
+            task = Task(name, name, "run", "ledger", payload, Mode.TRAIN, GROUP_SIZE, 8, 0, now, now + 10**10, 0)
+            producer.send(Topic.TASKS, task, key=name)
+
+
+def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int) -> dict[str, float]:
+    create_topics(kafka)
+    issue(kafka, groups)
+    stop, spent = threading.Event(), {}
+
+    def watch() -> None:
+        seen = 0
+        with LogReader(kafka, [Topic.ROLLOUTS]) as reader:
+            while seen < groups * GROUP_SIZE:
+                seen += len(reader.poll(0.1))
+                spent.setdefault("first", (seen, time.monotonic(), time.process_time())) if seen else None
+            spent["last"] = (seen, time.monotonic(), time.process_time())
+        stop.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with tempfile.TemporaryDirectory() as folder:
+        byte_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        settings = RolloutSettings(replicas=[address], tokenizer=folder, max_concurrent_episodes=at_once)
+        worker.run(kafka, RunSettings(run_id="run"), StoreSettings(root=folder), settings, stop)
+    watcher.join()
+    count, wall_s, cpu_s = (b - a for a, b in zip(spent["first"], spent["last"], strict=True))
+    return {"per_cpu_s": round(count / cpu_s, 1), "per_wall_s": round(count / wall_s, 1), "at_once": at_once}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bootstrap", required=True)
+    parser.add_argument("--turn-ms", type=float, default=20.0)
+    parser.add_argument("--groups", type=int, default=60)
+    arguments = parser.parse_args()
+    port = multiprocessing.Value("i", 0)
+    replica = multiprocessing.Process(target=serve, args=(arguments.turn_ms / 1000, port), daemon=True)
+    replica.start()
+    while not port.value:
+        replica.join(0.01)
+    address = f"http://127.0.0.1:{port.value}"
+    print(json.dumps({"figure": "requests", **asyncio.run(requests(address))}))
+    for at_once in (16, 64):
+        kafka = KafkaSettings(bootstrap=arguments.bootstrap, topic_prefix=f"bench{uuid.uuid4().hex[:8]}.")
+        print(json.dumps({"figure": "episodes", **episodes(kafka, address, arguments.groups, at_once)}))
+    replica.terminate()
+    replica.join()
+
+
+if __name__ == "__main__":
+    main()
