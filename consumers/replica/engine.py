@@ -10,6 +10,7 @@ Keeps true:
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.proof import Applied, Proof
@@ -42,7 +44,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         Raises:
             RuntimeError: the engine did not start, or holds the model in a way that cannot be mapped.
         """
-        engine: ReplicaEngine = cls.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+        engine = cls._forked(AsyncEngineArgs.from_cli_args(arguments))
         engine.version, engine.kv_policy = version, kv_policy
         specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
         try:
@@ -50,6 +52,16 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         except BaseException:
             engine.shutdown()
             raise
+        return engine
+
+    @classmethod
+    def _forked(cls, arguments: AsyncEngineArgs) -> ReplicaEngine:
+        config = arguments.create_engine_config()
+        hide_llvmlite_from_kernel_search()
+        # vLLM chooses to spawn on a CPU, which imports everything a second time; a fork is safe here because nothing
+        # has used a compute thread or opened a client of the log yet.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         return engine
 
     async def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 - vLLM's untyped utility calls

@@ -19,6 +19,7 @@ _ALWAYS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_PLUGINS": "",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

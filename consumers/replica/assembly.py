@@ -1,0 +1,105 @@
+"""A running replica put together from its parts, whatever feeds it: engine, ledger, subscriber, HTTP application.
+
+Keeps true: the parts exist only around an engine whose live tensors were proved to be the joined version, and the
+engine core is gone when the context ends.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from tidemill.consumers.replica.anchor import AnchorReader
+from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.engine import ReplicaEngine
+from tidemill.consumers.replica.fetch import ChunkFetcher, ChunkLog
+from tidemill.consumers.replica.join import Joined
+from tidemill.consumers.replica.ledger import Identity, Ledger
+from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
+from tidemill.consumers.replica.staging import Staging
+from tidemill.consumers.replica.state import ReplicaState
+from tidemill.consumers.replica.status import ReplicaStatus
+from tidemill.consumers.replica.subscriber import Subscriber
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import WeightAck
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A replica that serves a proved version; its HTTP server is not started yet."""
+
+    engine: ReplicaEngine
+    subscriber: Subscriber
+    server: uvicorn.Server
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a replica needs from outside: the chunks of deltas, and somewhere to say what it holds."""
+
+    chunks: ChunkLog
+    acknowledge: Callable[[WeightAck], None]
+
+
+@asynccontextmanager
+async def running_replica(
+    settings: ReplicaSettings,
+    run: RunSettings,
+    state: ReplicaState,
+    joined: Joined,
+    directory: Path,
+    surroundings: Callable[[], Surroundings],
+) -> AsyncIterator[Running]:
+    """Start the engine on the joined version, prove it, and put the rest around it.
+
+    Args:
+        settings: the replica.
+        run: the run and branch that it follows.
+        state: the lineage as far as it was read.
+        joined: what to start with.
+        directory: where whole checkpoints are staged.
+        surroundings: opens the log's clients; called after the engine core, which is a fork, has been started.
+
+    Raises:
+        ReplicaFault: the live tensors are not the joined version.
+        RuntimeError: the engine did not start.
+    """
+    arguments = server_arguments(str(joined.directory), settings)
+    tensors = AnchorReader(joined.directory).specs()
+    identity = Identity(
+        settings.replica_id, settings.region, run.run_id, run.branch, incarnation=uuid.uuid4().hex, pid=os.getpid()
+    )
+    async with AsyncExitStack() as stack:
+        engine = await ReplicaEngine.start(arguments, tensors, joined.manifest.version, settings.kv_policy)
+        stack.callback(engine.shutdown)
+        outside = surroundings()
+        ledger = Ledger(identity, outside.acknowledge, now_us)
+        staging = Staging(ChunkFetcher(outside.chunks, settings.fetch_timeout_s), directory)
+        subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
+        stack.callback(subscriber.close)
+        await subscriber.begin(joined.manifest)
+        status = partial(_status, ledger, state, now_us())
+        app = await build_replica_app(engine, arguments, settings.replica_id, status)
+        yield Running(engine, subscriber, make_server(app))
+
+
+def _status(ledger: Ledger, state: ReplicaState, started_at: int) -> ReplicaStatus:
+    return ReplicaStatus(
+        **asdict(ledger.identity),
+        started_at=started_at,
+        version=ledger.version,
+        fingerprint=ledger.fingerprint,
+        head=state.head,
+        applied=ledger.applied,
+        refused=ledger.refused,
+        last_pause_ms=ledger.last_pause_ms,
+        last_reason=ledger.last_reason,
+    )

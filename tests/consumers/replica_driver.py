@@ -1,0 +1,342 @@
+"""Helpers of the replica's tests: a tiny checkpoint, versions published without a Kafka, and two programs.
+
+    python replica_driver.py serve CONFIG   one engine with its HTTP server and its subscriber; records come on standard
+                                            input, acknowledgements leave on standard output, a base64 line each
+    python replica_driver.py engines DIR    engines driven in process; prints what the tests compare as one JSON line
+
+The programs are processes of their own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.consumers.replica.anchor import AnchorReader
+from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.kernels.delta import TensorChange
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import Located, Position
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import Anchor, Manifest, Record
+from tidemill.trainer.anchor import write_anchor
+from tidemill.trainer.delta_shard import DeltaShard
+from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
+
+RUN = RunSettings(run_id="test")
+CODEC = Codec(None)
+
+
+def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200, seed: int = 0) -> Path:
+    """A random two-layer Qwen3 in bf16 with a word-level tokenizer; 200 words are padded to 256 rows in the engine."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0").save_pretrained(directory)
+    return directory
+
+
+def view_of(directory: Path) -> ServingView:
+    """A checkpoint's bf16 bits by tensor, in their shapes."""
+    reader = AnchorReader(directory)
+    return {spec.name: reader.bits(spec.name).reshape(spec.shape) for spec in reader.specs()}
+
+
+def nudged(view: ServingView, seed: int, fraction: float = 0.01) -> ServingView:
+    """The view with some elements replaced by other finite values, in every tensor."""
+    random = np.random.default_rng(seed)
+    changed = {}
+    for name, bits in view.items():
+        flat = bits.reshape(-1).copy()
+        chosen = random.choice(flat.size, max(1, int(flat.size * fraction)), replace=False)
+        flat[chosen] ^= random.integers(1, 128, chosen.size).astype(np.uint16)
+        changed[name] = flat.reshape(bits.shape)
+    return changed
+
+
+@dataclass
+class MemoryLog:
+    """`weights.deltas` as a list; a producer for `DeltaShard` and a log for `ChunkFetcher`."""
+
+    located: list[Located] = field(default_factory=list)
+    at: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def append(self, record: Record) -> Located:
+        """Add a record as the next offset of partition 0."""
+        with self.lock:
+            found = Located(Topic.DELTAS, 0, len(self.located), 0, None, CODEC.encode(record), record)
+            self.located.append(found)
+            return found
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """As `RecordProducer.send_acked`."""
+        return [self.append(record).position for _, record in records]
+
+    def poll(self, timeout_s: float, max_records: int) -> list[Located]:
+        """As `LogReader.poll`."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self.lock:
+                found = self.located[self.at : self.at + max_records]
+            if found:
+                self.at += len(found)
+                return found
+            threading.Event().wait(0.005)
+        return []
+
+    def seek(self, topic: Topic, partition: int, offset: int) -> None:
+        """As `LogReader.seek`."""
+        self.at = offset
+
+
+def publish(
+    log: MemoryLog, version: int, old: ServingView | None, new: ServingView, anchor: Path | None = None
+) -> Manifest:
+    """Write a version's chunks to `log` and return its manifest."""
+    shards, n_bytes, n_changed = [], 0, 0
+    if old is not None:
+        changes = (TensorChange(name, "bfloat16", old[name], new[name]) for name in new)
+        with DeltaShard(version, version - 1, changes) as shard:
+            shards, n_bytes, n_changed = [shard.send(log, RUN)], shard.n_bytes, shard.n_changed
+    tensors = tensor_infos(new)
+    return Manifest(
+        run_id=RUN.run_id, branch=RUN.branch, version=version, parent=None if old is None else version - 1,
+        step=version, learning_rate=1e-5, n_elements=sum(b.size for b in new.values()), n_changed=n_changed,
+        delta_bytes=n_bytes, shards=shards, tensors=tensors, fingerprint=total_fingerprint(tensors).hex(),
+        anchor=None if anchor is None else Anchor(str(anchor), 0), trained_at=int(time.time() * 1e6),
+        published_at=int(time.time() * 1e6),
+    )  # fmt: skip
+
+
+def corrupt(log: MemoryLog, offset: int) -> None:
+    """Flip one bit of the payload of a chunk in the log, its digest left as it was."""
+    located = log.located[offset]
+    payload = bytearray(located.record.payload)
+    payload[len(payload) // 2] ^= 1
+    broken = replace(located.record, payload=bytes(payload))
+    log.located[offset] = replace(located, record=broken, value=CODEC.encode(broken))
+
+
+def to_line(record: Record) -> str:
+    """A record as a base64 line."""
+    return base64.b64encode(CODEC.encode(record)).decode()
+
+
+def from_line(line: str) -> Record:
+    """The inverse of `to_line`."""
+    return CODEC.decode(base64.b64decode(line))
+
+
+async def _lines() -> Any:
+    reader = asyncio.StreamReader(limit=1 << 26)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        yield line.decode().strip()
+
+
+async def serve(config: dict[str, Any]) -> None:
+    """The role without its Kafka: what comes on standard input is the log."""
+    from tidemill.consumers.replica.assembly import Surroundings, running_replica
+    from tidemill.consumers.replica.config import ReplicaSettings
+    from tidemill.consumers.replica.join import Joined
+    from tidemill.consumers.replica.mirror import Mirror
+    from tidemill.consumers.replica.server import bind
+    from tidemill.consumers.replica.state import ReplicaState
+
+    log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)
+    manifest = from_line(config["manifest"])
+    anchor = Path(manifest.anchor.uri)
+    settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
+    state.remember(manifest)
+    joined = Joined(manifest, Mirror.from_anchor(anchor, manifest), anchor, {})
+    outside = Surroundings(log, lambda ack: print(to_line(ack), flush=True))
+    async with running_replica(settings, RUN, state, joined, Path(config["staging"]), lambda: outside) as running:
+        listener = bind(settings.host, settings.port)
+        serving = asyncio.create_task(running.server.serve(sockets=[listener]))
+        async for line in _lines():
+            await _obey(line, running, log)
+        running.server.should_exit = True
+        await serving
+
+
+async def _obey(line: str, running: Any, log: MemoryLog) -> None:
+    from tidemill.consumers.replica.live_weights import ElementChange
+
+    if line.startswith("damage "):
+        _, name, index, bits = line.split()
+        change = ElementChange(name, np.array([int(index)]), np.array([int(bits)], dtype=np.uint16))
+        await running.engine.apply([change], running.engine.version)
+        print("damaged", flush=True)
+        return
+    record = from_line(line)
+    if isinstance(record, Manifest):
+        await running.subscriber.observe(record)
+        print("observed", flush=True)
+    else:
+        log.append(record)
+
+
+class InProcess:
+    """One vLLM engine in this process, its engine core's methods at hand."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+
+        hide_llvmlite_from_kernel_search()
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=128, block_size=32,
+                kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
+                worker_extension_cls="tidemill.consumers.replica.extension.ReplicaExtension",
+            )
+        )  # fmt: skip
+        self.core = self.engine.engine_core.engine_core
+        specs = [(s.name, list(s.shape), s.dtype) for s in AnchorReader(directory).specs()]
+        self.core.tidemill_install(specs, 0)
+
+    def apply(self, old: ServingView, new: ServingView, version: int) -> None:
+        """Write the difference of two views."""
+        names, counts, indices, bits = [], [], b"", b""
+        for name in new:
+            changed = np.flatnonzero(old[name].reshape(-1) != new[name].reshape(-1))
+            names.append(name)
+            counts.append(len(changed))
+            indices += changed.astype("<i8").tobytes()
+            bits += new[name].reshape(-1)[changed].tobytes()
+        self.core.tidemill_apply(names, counts, indices, bits, version, False)
+
+    def prove(self) -> dict[str, Any]:
+        """The report of the proof."""
+        return self.core.tidemill_prove().result()
+
+    def greedy(self) -> list[list[tuple[int, float]]]:
+        """Tokens and logprobs of a few greedy completions."""
+        from vllm import SamplingParams
+
+        for n in range(4):
+            prompt = {"prompt_token_ids": [(7 * n + 3 * i) % 190 + 5 for i in range(12 + n)]}
+            self.engine.add_request(str(n), prompt, SamplingParams(temperature=0, max_tokens=12, logprobs=0))
+        done = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    chosen = output.outputs[0]
+                    pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
+                    done[int(output.request_id)] = [(token, entry[token].logprob) for token, entry in pairs]
+        return [done[n] for n in sorted(done)]
+
+    def weight_sizes(self) -> dict[str, int]:
+        """Elements of every parameter: 0 where the engine packed it away."""
+        model = self.core.model_executor.driver_worker.worker.model_runner.model
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def compare_engines(root: Path, tied: bool, dtype: str) -> dict[str, Any]:
+    """An engine brought from A to B by a delta, and one loaded with B."""
+    a = make_checkpoint(root / "a", tied=tied)
+    old = view_of(a)
+    new = nudged(old, seed=1)
+    b = save_view(new, a, root / "b")
+    moved, fresh = InProcess(a, dtype), InProcess(b, dtype)
+    before = moved.greedy()
+    moved.apply(old, new, 1)
+    result = {
+        "expected": total_fingerprint(tensor_infos(new)).hex(),
+        "moved": moved.prove(), "fresh": fresh.prove(),
+        "before": before, "moved_greedy": moved.greedy(), "fresh_greedy": fresh.greedy(),
+        "sizes": moved.weight_sizes(),
+    }  # fmt: skip
+    moved.core.tidemill_undo()
+    result["undone"] = moved.prove()["total"]
+    result["original"] = total_fingerprint(tensor_infos(old)).hex()
+    result["whole"] = _whole(moved, b)
+    result["damage"] = _damage(fresh)
+    return result
+
+
+def _whole(engine: InProcess, directory: Path) -> str:
+    engine.core.tidemill_load(str(directory), 2, False)
+    return engine.prove()["total"]
+
+
+def _damage(engine: InProcess) -> dict[str, Any]:
+    """Flip the lowest bit of one live element: not a bf16 value in an fp32 engine, another one in a bf16 engine."""
+    model = engine.core.model_executor.driver_worker.worker.model_runner.model
+    parameter = next(p for n, p in model.named_parameters() if n.endswith("down_proj.weight"))
+    width = torch.int32 if parameter.dtype is torch.float32 else torch.int16
+    parameter.data.view(width)[3, 5] ^= 1
+    return engine.prove()
+
+
+def save_view(view: ServingView, base: Path, directory: Path) -> Path:
+    """A checkpoint directory with these weights."""
+    write_anchor(str(directory), base, view)
+    return directory
+
+
+def refusal_of_experts(directory: Path) -> str:
+    """What an engine with a mixture of experts says to being mapped."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    make_checkpoint(directory)
+    config = Qwen3MoeConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    try:
+        InProcess(directory, "float32")
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """See the module's docstring."""
+    prepare_environment(1)
+    command, argument = sys.argv[1:3]
+    if command == "serve":
+        asyncio.run(serve(json.loads(argument)))
+        return
+    results = {}
+    for tied, dtype in ((True, "float32"), (False, "float32"), (False, "bfloat16")):
+        name = f"{'tied' if tied else 'untied'}-{dtype}"
+        results[name] = compare_engines(Path(argument) / name, tied, dtype)
+    results["experts"] = refusal_of_experts(Path(argument) / "experts")
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
