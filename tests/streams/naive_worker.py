@@ -27,8 +27,9 @@ def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
     partitions, codec, names = checked_partitions(kafka), Codec(), Names(kafka.topic_prefix)
     app = faust.App(f"{kafka.topic_prefix}naive", **faust_settings(kafka, stream, partitions))
-    source = app.topic(names.of(Topic.ROLLOUTS), value_type=bytes, key_type=bytes, partitions=partitions)
-    groups = app.topic(names.of(Topic.GROUPS), value_type=bytes, key_type=bytes, partitions=partitions)
+    raw: dict[str, Any] = {"key_serializer": "raw", "value_serializer": "raw", "partitions": partitions}
+    source = app.topic(names.of(Topic.ROLLOUTS), key_type=bytes, value_type=bytes, **raw)
+    groups = app.topic(names.of(Topic.GROUPS), key_type=bytes, value_type=bytes, **raw)
     table = app.Table("naive", default=list, partitions=partitions)
 
     @app.agent(source, concurrency=1)

@@ -43,18 +43,24 @@ def fill(kafka: KafkaSettings, duplicates: float) -> None:
     producer.flush()
 
 
-def distinct(read: list[Located]) -> int:
-    return len({located.key for located in read})
-
-
 def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Located]:
     """Kill and restart at each threshold; everything read until `last` distinct groups were there."""
     found: list[Located] = []
+    names: set[bytes | None] = set()
+
+    def read_to(count: int) -> None:
+        def there(new: list[Located]) -> bool:
+            names.update(located.key for located in new)
+            return len(names) >= count
+
+        found.extend(read_groups(groups, there, 60, worker))
+
     for threshold in KILL_AT:
-        found += read_groups(groups, lambda new, t=threshold: distinct(found + new) >= t, 60, worker)
+        read_to(threshold)
         worker.kill()
         worker.start()
-    return found + read_groups(groups, lambda new: distinct(found + new) >= last, 60, worker)
+    read_to(last)
+    return found
 
 
 @pytest.mark.timeout(300)

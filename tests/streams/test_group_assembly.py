@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -32,8 +33,6 @@ def groups_of(outputs: list[Output]) -> list[Group]:
 
 
 def test_closes_when_every_member_came():
-    outputs = groups_of(observe_all([located(rollout("g", i, reward=float(i)), i) for i in (2, 0, 3, 1)][:0]))
-    assert outputs == []
     records = [located(rollout("g", i, reward=float(i)), offset) for offset, i in enumerate((2, 0, 3, 1))]
     assert groups_of(observe_all(records[:3])) == []
     (group,) = groups_of(observe_all(records))
@@ -301,7 +300,5 @@ def test_states_survive_their_bytes():
 
 @given(st.binary(max_size=60))
 def test_hostile_state_bytes_raise_one_error(data):
-    try:
+    with suppress(StateError):
         group_state.decode(data)
-    except StateError:
-        pass

@@ -1,0 +1,227 @@
+"""Group assembly: throughput and latency of the Faust worker, of quixstreams and of a bare consume-produce loop.
+
+One broker, one run, the same rollouts; each contender is one process pinned to one core. One JSON line a figure:
+
+    python tests/bench/bench_assembly.py --bootstrap HOST:PORT
+
+The contenders read the same records and write one record a group of 8. `tidemill` is the whole worker: decoding,
+checks, state in a changelog, acknowledged groups, group records with advantages. `quixstreams` keeps the same decoded
+members in its changelogged RocksDB state, at least once. `loop` keeps a dict in memory and commits after a flush: the
+floor, without any state that survives a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+
+from stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clients import LogReader, RecordProducer, consumer_settings, producer_settings
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.records import Rollout
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.faust_app import run
+
+GROUP_SIZE = 8
+PARTITIONS = 4
+CONTENDERS = ("tidemill", "quixstreams", "loop")
+READY = "warm-up"
+
+
+def main() -> None:
+    """Measure every contender, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
+    parser.add_argument("--groups", type=int, default=2500, help="groups of the throughput run")
+    parser.add_argument("--latency-groups", type=int, default=200, help="groups of the latency run")
+    parser.add_argument("--rate", type=float, default=200.0, help="rollouts a second of the latency run")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--prefix", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.bootstrap:
+        parser.error("give --bootstrap HOST:PORT or set TIDEMILL_KAFKA__BOOTSTRAP")
+    if options.contender:
+        contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
+        return
+    for contender in CONTENDERS:
+        for line in measure(contender, options):
+            print(json.dumps(line), flush=True)
+
+
+def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of one contender on topics of its own."""
+    kafka = fresh_topics(options.bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
+    producer = RecordProducer(kafka, "bench")
+    with LogReader(kafka, [Topic.GROUPS]) as reader:
+        worker = start(contender, kafka)
+        try:
+            send_group(producer, READY)
+            await_groups(reader, 1)
+            throughput = measure_throughput(producer, reader, options.groups, worker.pid)
+            latency = measure_latency(producer, reader, options.latency_groups, options.rate)
+        finally:
+            worker.terminate()
+            worker.wait(30)
+    figures = {**throughput, **latency}
+    return [{"figure": f"group_assembly.{name}", "contender": contender, "value": v} for name, v in figures.items()]
+
+
+def start(contender: str, kafka: KafkaSettings) -> subprocess.Popen[bytes]:
+    """A contender as a process of its own."""
+    arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
+    return subprocess.Popen([sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL)
+
+
+def send_group(producer: RecordProducer, group_id: str) -> None:
+    for index in range(GROUP_SIZE):
+        record = rollout(group_id, index, group_size=GROUP_SIZE, deadline_at=FAR_AWAY_US)
+        producer.send(Topic.ROLLOUTS, record, key=group_id)
+    producer.flush()
+
+
+def await_groups(reader: LogReader, count: int, deadline_s: float = 120.0) -> dict[str, float]:
+    """The first `count` distinct groups with the time at which each was read, seconds of the monotonic clock."""
+    seen: dict[str, float] = {}
+    end = time.monotonic() + deadline_s
+    while len(seen) < count:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(seen)} of {count} groups within {deadline_s:g} s")
+        for located in reader.poll(0.005):
+            seen.setdefault((located.key or b"").decode(), time.monotonic())
+    return seen
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_throughput(producer: RecordProducer, reader: LogReader, groups: int, pid: int) -> dict[str, float]:
+    """Rollouts a second from the first written to the last group read, and CPU time of the worker a rollout."""
+    cpu, begun = cpu_s(pid), time.monotonic()
+    for index in range(GROUP_SIZE):
+        for group in range(groups):
+            group_id = f"t{group}"
+            producer.send(Topic.ROLLOUTS, rollout(group_id, index, group_size=GROUP_SIZE), key=group_id)
+    producer.flush()
+    await_groups(reader, groups)
+    rollouts = groups * GROUP_SIZE
+    return {
+        "rollouts_per_s": round(rollouts / (time.monotonic() - begun), 1),
+        "rollouts_per_cpu_s": round(rollouts / max(cpu_s(pid) - cpu, 1e-9), 1),
+        "cpu_us_per_rollout": round((cpu_s(pid) - cpu) / rollouts * 1e6, 1),
+    }
+
+
+def measure_latency(producer: RecordProducer, reader: LogReader, groups: int, rate: float) -> dict[str, float]:
+    """Milliseconds from writing the last rollout of a group to reading the group, at a steady rate of rollouts."""
+    sent: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    begun, count = time.monotonic(), 0
+    for group in range(groups):
+        group_id = f"l{group}"
+        for index in range(GROUP_SIZE):
+            producer.send(Topic.ROLLOUTS, rollout(group_id, index, group_size=GROUP_SIZE), key=group_id)
+            sent[group_id] = time.monotonic()
+            count += 1
+            while time.monotonic() < begun + count / rate:
+                seen.update(read_once(reader, seen))
+    producer.flush()
+    end = time.monotonic() + 60
+    while len(seen) < groups and time.monotonic() < end:
+        seen.update(read_once(reader, seen))
+    delays = sorted((seen[name] - at) * 1000 for name, at in sent.items() if name in seen)
+    return {
+        "last_rollout_to_group_ms_p50": round(delays[len(delays) // 2], 1),
+        "last_rollout_to_group_ms_p99": round(delays[int(len(delays) * 0.99)], 1),
+    }
+
+
+def read_once(reader: LogReader, seen: dict[str, float]) -> dict[str, float]:
+    found = [(located.key or b"").decode() for located in reader.poll(0.001)]
+    return {name: time.monotonic() for name in found if name not in seen}
+
+
+def contend(contender: str, kafka: KafkaSettings) -> None:
+    """Be a contender, on one core, until terminated."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    {"tidemill": contend_tidemill, "quixstreams": contend_quixstreams, "loop": contend_loop}[contender](kafka)
+
+
+def contend_tidemill(kafka: KafkaSettings) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run(kafka, RunSettings(run_id=RUN_ID), StreamSettings(data_dir=directory))
+
+
+def member(record: Rollout) -> dict[str, Any]:
+    return {"id": record.rollout_id, "reward": record.reward}
+
+
+def contend_quixstreams(kafka: KafkaSettings) -> None:
+    from quixstreams import Application, State
+
+    names = Names(kafka.topic_prefix)
+    with tempfile.TemporaryDirectory() as directory:
+        application = Application(
+            broker_address=kafka.bootstrap,
+            consumer_group=f"{kafka.topic_prefix}quix",
+            auto_offset_reset="earliest",
+            state_dir=directory,
+            loglevel="ERROR",
+            auto_create_topics=False,
+            producer_extra_config={"partitioner": "murmur2_random", "linger.ms": 5},
+            consumer_extra_config={"fetch.wait.max.ms": 20},
+            request_timeout=30,
+        )
+        rollouts = application.topic(names.of(Topic.ROLLOUTS), value_deserializer="bytes", key_deserializer="bytes")
+        groups = application.topic(names.of(Topic.GROUPS), value_serializer="json", key_serializer="bytes")
+
+        def assemble(value: bytes, state: State) -> list[dict[str, Any]] | None:
+            record = CODEC.decode(value)
+            members = state.get("members") or {}
+            members[record.rollout_id] = member(record)
+            state.set("members", members)
+            return list(members.values()) if len(members) == record.group_size else None
+
+        frame = application.dataframe(rollouts).apply(assemble, stateful=True)
+        frame[frame.apply(lambda members: members is not None)].to_topic(groups)
+        application.run()
+
+
+def contend_loop(kafka: KafkaSettings) -> None:
+    from confluent_kafka import Consumer, Producer
+
+    names, members = Names(kafka.topic_prefix), {}
+    settings = consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop")
+    consumer, producer = Consumer(settings), Producer(producer_settings(kafka, "loop"))
+    consumer.subscribe([names.of(Topic.ROLLOUTS)])
+    while True:
+        messages = [m for m in consumer.consume(500, 0.01) if m.error() is None]
+        for message in messages:
+            record = CODEC.decode(message.value())
+            group = members.setdefault(record.group_id, {})
+            group[record.rollout_id] = member(record)
+            if len(group) == record.group_size:
+                value = json.dumps(list(group.values()))
+                producer.produce(names.of(Topic.GROUPS), value, message.key(), message.partition())
+                del members[record.group_id]
+        if messages:
+            producer.flush()
+            consumer.commit(asynchronous=True)
+
+
+if __name__ == "__main__":
+    main()
