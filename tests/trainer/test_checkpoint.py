@@ -1,0 +1,67 @@
+"""Checkpoints: training goes on from one bit for bit; a damaged one is refused; the newest few are kept."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidemill.trainer.batch_builder import Progress
+from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
+from tidemill.trainer.config import KlSettings, TrainerSettings
+from tidemill.trainer.step import Learner
+
+SETTINGS = TrainerSettings(kl=KlSettings(coefficient=0.0), row_tokens=128)
+PROGRESS = Progress({0: 5, 3: 2}, {0: [7, 9]}, ["a", "b"])
+
+
+def state_of(step: int) -> CheckpointState:
+    return CheckpointState("run", "main", step, step, "f" * 32, "hash", PROGRESS)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(str(tmp_path / "store"), "run", "main", keep=2)
+
+
+def test_training_goes_on_bit_for_bit(tiny_model, make_trainable, store: CheckpointStore) -> None:
+    groups = [make_trainable("a"), make_trainable("b")]
+    straight = Learner(tiny_model(), SETTINGS, None)
+    for step in (1, 2):
+        straight.train(groups, step, 0, seed=step)
+    store.write(state_of(2), straight.masters.state())
+    resumed = Learner(tiny_model(seed=9), SETTINGS, None)
+    state, tensors = store.read(2)
+    resumed.masters.load(tensors)
+    assert state == state_of(2)
+    for learner in (straight, resumed):
+        for step in (3, 4):
+            learner.train(groups, step, 0, seed=step)
+    expected, found = straight.masters.state(), resumed.masters.state()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_newest_is_never_past_the_log(store: CheckpointStore) -> None:
+    assert store.newest(100) is None
+    for step in (3, 6):
+        store.write(state_of(step), {"master/w": torch.zeros(1)})
+    assert [store.newest(last) for last in (2, 3, 5, 6, 9)] == [None, 3, 3, 6, 6]
+
+
+def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
+    for step in (1, 2, 3, 4):
+        store.write(state_of(step), {"master/w": torch.zeros(1)})
+    assert store.steps() == [3, 4]
+
+
+def test_checkpoint_cut_short_is_refused_by_name(store: CheckpointStore) -> None:
+    path = Path(store.write(state_of(1), {"master/w": torch.zeros(64)}))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"step-00000001.*damaged.*delete it"):
+        store.read(1)
+
+
+def test_one_being_written_is_not_seen(store: CheckpointStore) -> None:
+    path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
+    path.rename(path.with_name("step-00000002.safetensors.partial"))
+    assert store.steps() == []
