@@ -12,6 +12,6 @@ if TYPE_CHECKING:
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     """Fill the tables until SIGTERM or SIGINT; see `service.run`."""
     # The engine is loaded by the process that runs a sink, not by one that only reads its settings.
-    from tidemill.consumers.sink import service
+    from tidemill.consumers.sink.service import run as run_service
 
-    service.run(kafka, run, sink)
+    run_service(kafka, run, sink)

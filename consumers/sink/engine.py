@@ -27,6 +27,9 @@ UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 
 
+ESCAPES = (("\\", "\\\\"), ("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r"), ("\0", "\\0"))
+
+
 class EngineBusy(RuntimeError):
     """Another process owns the directory of the embedded engine."""
 
@@ -82,8 +85,7 @@ def _error(message: str) -> QueryError:
 
 def _escaped(value: str) -> str:
     """A query parameter's value in ClickHouse's own escaping."""
-    table = {"\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\0": "\\0"}
-    return value.translate(str.maketrans(table))
+    return value.translate({ord(sign): code for sign, code in ESCAPES})
 
 
 class Reader:
@@ -96,8 +98,6 @@ class Reader:
             "max_execution_time": settings.query_seconds,
             "max_memory_usage": settings.query_memory_bytes,
             "max_result_bytes": settings.result_bytes,
-            # Local tables only: a path or a URL is no schema for the engine to guess from.
-            "schema_inference_use_cache_for_file": 0,
         }
         listed = self._run("SELECT name FROM system.table_functions", "JSONCompactColumns", {}, None).body
         self._refused = refused_functions(json.loads(listed)[0])
@@ -138,7 +138,7 @@ class Reader:
             raise QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {refusal}. (READONLY)") from refusal
 
     def _empty_native(self, statement: Statement, parameters: Mapping[str, str], database: str | None) -> Answer:
-        """The embedded engine sends nothing for no rows in Native, where a server sends the columns' names and types."""
+        """No rows in Native: the embedded engine sends nothing, where a server sends the columns' names and types."""
         described = self._run(statement.with_format("JSONCompact"), "JSONCompact", parameters, database)
         body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
         return Answer(body, "Native", described.read_rows, described.read_bytes, described.elapsed_s)

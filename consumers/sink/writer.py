@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -93,7 +93,7 @@ class Writer:
         return len(missing)
 
     def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
-        settings = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
+        settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
         if token:
             settings["insert_deduplication_token"] = token
         self._client.insert_arrow(table, data.combine_chunks(), database=self._database, settings=settings)

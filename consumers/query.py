@@ -1,0 +1,130 @@
+"""Asking ClickHouse about a run: SQL or a named query, of a running sink, of a server, or of the tables on disk.
+
+Whoever answers, the statement only reads. One process owns the embedded engine's directory, so a running sink is asked
+over HTTP, at the address in its state file; when none runs, the directory is opened here for the length of the query.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import httpx
+
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.state_file import SinkState, read_state
+
+FORMAT = "JSONCompact"
+PING_S = 2.0
+EXTRA_S = 10.0
+"""Seconds that an answer may take to arrive beyond the query's own limit."""
+
+
+class QueryFailed(RuntimeError):
+    """The query was refused or failed, or nobody could answer it; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A table of results. Numbers are numbers, arrays lists, maps dicts, times text in UTC, NULL None.
+
+    A query with a FORMAT clause of its own has one column, named as the format, and one row with the text.
+    """
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+def _named() -> dict[str, str]:
+    folder = files("tidemill.consumers.sink") / "queries"
+    found = sorted(folder.iterdir(), key=lambda entry: entry.name)
+    return {e.name.removesuffix(".sql"): e.read_text("utf-8") for e in found if e.name.endswith(".sql")}
+
+
+def named_queries() -> dict[str, str]:
+    """The question that each named query answers, by name."""
+    return {name: text.splitlines()[0].removeprefix("--").strip() for name, text in _named().items()}
+
+
+def sql_of(sql_or_name: str) -> str:
+    """The SQL of a name; SQL as it is. Raises QueryFailed for a single word that names no query."""
+    known = _named()
+    word = sql_or_name.strip()
+    if not re.fullmatch(r"\w+", word):
+        return sql_or_name
+    if word not in known:
+        close = difflib.get_close_matches(word, known, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise QueryFailed(f"no named query {word!r}: {hint}`tidemill query --list` shows them all")
+    return known[word]
+
+
+def ask(sink: SinkSettings, sql_or_name: str) -> Answer:
+    """Answer a query over the sink's tables. Raises QueryFailed."""
+    sql = sql_of(sql_or_name)
+    if not sink.embedded:
+        scheme = "https" if sink.secure else "http"
+        # A server is told not to write; the sink's own endpoint cannot.
+        return _over_http(f"{scheme}://{sink.host}:{sink.port}", sql, sink, {"readonly": "1"})
+    state = read_state(sink.directory)
+    if state is not None and _answers(state):
+        return _over_http(state.url, sql, sink, {})
+    return _from_disk(sink, sql)
+
+
+def _answers(state: SinkState) -> bool:
+    """Whether the sink of a state file still runs: its port may be somebody else's by now."""
+    try:
+        reply = httpx.get(f"{state.url}/ping", timeout=PING_S)
+    except httpx.TransportError:
+        return False
+    return bool(reply.headers.get("X-Tidemill-Pid") == str(state.pid))
+
+
+def _over_http(url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str]) -> Answer:
+    headers = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
+    try:
+        reply = httpx.post(
+            url,
+            params={"default_format": FORMAT, "database": sink.database, **extra},
+            headers={} if sink.embedded else headers,
+            content=sql.encode(),
+            timeout=sink.query_seconds + EXTRA_S,
+        )
+    except httpx.HTTPError as error:
+        raise QueryFailed(f"{url} did not answer: {type(error).__name__}: {error}") from error
+    if reply.status_code != httpx.codes.OK:
+        raise QueryFailed(reply.text.strip())
+    return _parsed(reply.content, reply.headers.get("X-ClickHouse-Format", FORMAT))
+
+
+def _parsed(body: bytes, output_format: str) -> Answer:
+    if output_format != FORMAT:
+        return Answer([output_format], [[body.decode("utf-8", "replace")]])
+    document = json.loads(body)
+    return Answer([column["name"] for column in document["meta"]], document["data"])
+
+
+def _from_disk(sink: SinkSettings, sql: str) -> Answer:
+    if not sink.directory.is_dir():
+        raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
+    # Loaded here, since most queries go over HTTP and need no engine.
+    from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect
+
+    try:
+        client = connect(sink)
+    except EngineBusy as error:
+        raise QueryFailed(str(error)) from error
+    try:
+        client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
+        answer = Reader(sink).ask(sql, default_format=FORMAT)
+    except QueryError as error:
+        raise QueryFailed(str(error)) from error
+    finally:
+        client.close()
+    return _parsed(answer.body, answer.format)

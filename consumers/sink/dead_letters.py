@@ -1,0 +1,82 @@
+"""Reads the dead-letter topics: bytes as they are, with the headers that say where they came from and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self, cast
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message, TopicPartition
+
+from tidemill.consumers.sink.rows import DeadLetter, Row
+from tidemill.consumers.sink.writer import Place
+from tidemill.schemas.catalogue import CATALOGUE, Names
+from tidemill.schemas.clients import METADATA_TIMEOUT_S, TRANSIENT, consumer_settings
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.dead_letter import (
+    HEADER_APPLICATION,
+    HEADER_OFFSET,
+    HEADER_PARTITION,
+    HEADER_REASON,
+    HEADER_TIMESTAMP,
+    HEADER_TOPIC,
+)
+
+
+def _number(text: str, otherwise: int) -> int:
+    return int(text) if text.lstrip("-").isdigit() else otherwise
+
+
+def dead_letter_row(message: Message) -> Row:
+    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
+    raw = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in raw}
+    topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
+    timestamp, value = message.timestamp()[1], message.value() or b""
+    letter = DeadLetter(
+        source_topic=headers.get(HEADER_TOPIC, topic),
+        source_partition=_number(headers.get(HEADER_PARTITION, ""), partition),
+        source_offset=_number(headers.get(HEADER_OFFSET, ""), offset),
+        source_timestamp_ms=_number(headers.get(HEADER_TIMESTAMP, ""), timestamp),
+        reason=headers.get(HEADER_REASON, "no reason given"),
+        found_by=headers.get(HEADER_APPLICATION, "unknown"),
+        value=value,
+    )
+    return Row(topic, partition, offset, timestamp, message.key() or b"", letter, len(value))
+
+
+class DeadLetterReader:
+    """Group-less reader of every dead-letter topic that exists, from chosen offsets."""
+
+    def __init__(self, kafka: KafkaSettings, start: Mapping[Place, int]) -> None:
+        settings = consumer_settings(kafka, "tidemill-sink-dlq", "tidemill-sink-dlq-groupless")
+        self._consumer = Consumer({**settings, "partition.assignment.strategy": "range"})
+        names = Names(kafka.topic_prefix)
+        wanted = {names.dead_letter(topic) for topic, spec in CATALOGUE.items() if spec.dead_letters}
+        known = self._consumer.list_topics(timeout=METADATA_TIMEOUT_S).topics
+        self._consumer.assign(
+            [
+                TopicPartition(topic, partition, start.get((topic, partition), OFFSET_BEGINNING))
+                for topic in sorted(wanted & set(known))
+                for partition in known[topic].partitions
+            ]
+        )
+
+    def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
+        """The next dead letters, in offset order within each partition."""
+        rows = []
+        for message in self._consumer.consume(max_records, timeout_s):
+            error = message.error()
+            if error is None:
+                rows.append(dead_letter_row(message))
+            elif error.code() not in TRANSIENT:
+                raise KafkaException(error)
+        return rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._consumer.close()

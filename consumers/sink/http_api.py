@@ -1,0 +1,120 @@
+"""ClickHouse's HTTP protocol over the embedded engine, read-only.
+
+What clients of a ClickHouse server use: `GET /ping`, queries in `?query=` or the body or both, `default_format`,
+`database`, `param_*`, errors with ClickHouse's code in `X-ClickHouse-Exception-Code`. Requests are independent:
+`session_id`, compression flags and progress settings are taken and have no effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import uuid
+from concurrent.futures import Executor
+from functools import partial
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from tidemill.consumers.sink.engine import Answer, QueryError, Reader
+from tidemill.consumers.sink.statement import READONLY_CODE
+
+EXCEPTION_CODE = "X-ClickHouse-Exception-Code"
+PID_HEADER = "X-Tidemill-Pid"
+"""Tells the sink of a state file from whoever got its port later."""
+SYNTAX_ERROR = 62
+STATUS_OF_CODE = {46: 404, 47: 404, 60: 404, 81: 404, 159: 408, READONLY_CODE: 403}
+"""Unknown function, identifier, table, database; timeout; read-only. Any other error of a query is 400."""
+CONTENT_TYPES = {
+    "TabSeparated": "text/tab-separated-values; charset=UTF-8",
+    "TSV": "text/tab-separated-values; charset=UTF-8",
+    "TabSeparatedWithNames": "text/tab-separated-values; charset=UTF-8",
+    "CSV": "text/csv; charset=UTF-8; header=absent",
+    "CSVWithNames": "text/csv; charset=UTF-8; header=present",
+    "JSON": "application/json; charset=UTF-8",
+    "JSONCompact": "application/json; charset=UTF-8",
+    "JSONEachRow": "application/x-ndjson; charset=UTF-8",
+    "Native": "application/octet-stream",
+    "Arrow": "application/octet-stream",
+    "ArrowStream": "application/octet-stream",
+    "Parquet": "application/octet-stream",
+    "RowBinary": "application/octet-stream",
+}
+MAX_QUERY_BYTES = 2**20
+
+
+def _headers(request: Request) -> dict[str, str]:
+    return {
+        PID_HEADER: str(os.getpid()),
+        "X-ClickHouse-Server-Display-Name": "tidemill-sink",
+        "X-ClickHouse-Query-Id": request.query_params.get("query_id") or str(uuid.uuid4()),
+        "X-ClickHouse-Timezone": "UTC",
+    }
+
+
+def _summary(answer: Answer) -> str:
+    elapsed = int(answer.elapsed_s * 1e9)
+    fields = {"read_rows": answer.read_rows, "read_bytes": answer.read_bytes, "elapsed_ns": elapsed}
+    return json.dumps({name: str(value) for name, value in fields.items()})
+
+
+def _answered(request: Request, answer: Answer) -> Response:
+    headers = {**_headers(request), "X-ClickHouse-Format": answer.format, "X-ClickHouse-Summary": _summary(answer)}
+    kind = CONTENT_TYPES.get(answer.format, "text/plain; charset=UTF-8")
+    return Response(answer.body, headers={**headers, "Content-Type": kind})
+
+
+def _refused(request: Request, error: QueryError) -> Response:
+    status = STATUS_OF_CODE.get(error.code, 400)
+    return PlainTextResponse(f"{error}\n", status, {**_headers(request), EXCEPTION_CODE: str(error.code)})
+
+
+async def _statement(request: Request) -> str:
+    """The query parameter and the body, one after the other. Raises QueryError when there is none, or too much."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_QUERY_BYTES:
+            raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. The query is longer than {MAX_QUERY_BYTES} bytes")
+    try:
+        sql = "\n".join(part for part in (request.query_params.get("query", ""), body.decode()) if part.strip())
+    except UnicodeDecodeError as error:
+        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. The query is not UTF-8: {error}") from error
+    if not sql:
+        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. Empty query: send SQL as ?query= or as the body")
+    return sql
+
+
+def _default_format(request: Request) -> str:
+    asked = request.query_params.get("default_format") or request.headers.get("X-ClickHouse-Format")
+    return asked or "TabSeparated"
+
+
+def application(reader: Reader, executor: Executor) -> Starlette:
+    """The protocol as an ASGI application; queries run in `executor`, so that the server answers while they do."""
+
+    async def ping(request: Request) -> Response:
+        return PlainTextResponse("Ok.\n", headers=_headers(request))
+
+    async def query(request: Request) -> Response:
+        values = request.query_params
+        try:
+            ask = partial(
+                reader.ask,
+                await _statement(request),
+                default_format=_default_format(request),
+                parameters={k.removeprefix("param_"): v for k, v in values.items() if k.startswith("param_")},
+                database=values.get("database") or request.headers.get("X-ClickHouse-Database"),
+            )
+            return _answered(request, await asyncio.get_running_loop().run_in_executor(executor, ask))
+        except QueryError as error:
+            return _refused(request, error)
+
+    async def root(request: Request) -> Response:
+        no_query = request.method == "GET" and "query" not in request.query_params
+        return await (ping(request) if no_query else query(request))
+
+    return Starlette(routes=[Route("/ping", ping), Route("/", root, methods=["GET", "POST"])])

@@ -1,0 +1,13 @@
+-- Why were groups closed, and how full were they?
+SELECT
+    run_id,
+    mode,
+    closed_by,
+    count() AS groups,
+    sum(length(members.rollout_id)) AS rollouts,
+    round(avg(length(members.rollout_id) / expected_size), 3) AS filled,
+    round(avg(mean_reward), 4) AS reward,
+    round(quantile(0.5)((toUnixTimestamp64Micro(closed_at) - toUnixTimestamp64Micro(opened_at)) / 1e6), 3) AS open_s_p50
+FROM `groups`
+GROUP BY run_id, mode, closed_by
+ORDER BY run_id, mode, closed_by

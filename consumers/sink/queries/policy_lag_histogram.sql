@@ -1,0 +1,11 @@
+-- How far behind the trainer were the tokens that it trained on?
+SELECT
+    run_id,
+    lag.lag AS policy_lag,
+    sum(lag.tokens) AS tokens,
+    round(tokens / sum(tokens) OVER (PARTITION BY run_id), 4) AS share,
+    bar(share, 0, 1, 40) AS histogram
+FROM (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step)
+ARRAY JOIN lag
+GROUP BY run_id, policy_lag
+ORDER BY run_id, policy_lag

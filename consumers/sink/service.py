@@ -1,0 +1,109 @@
+"""The sink's process: reads every topic and dead-letter topic, writes the tables, answers queries meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+from tidemill.consumers.sink.batch import Batch
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.rows import Row, row_of
+from tidemill.consumers.sink.server import QueryServer
+from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
+from tidemill.consumers.sink.writer import Writer
+from tidemill.schemas.catalogue import CATALOGUE, Names
+from tidemill.schemas.clients import LogReader
+from tidemill.schemas.config import KafkaSettings, RunSettings
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set, for as long as the block runs in the main thread."""
+    stop = threading.Event()
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
+    """Fill the tables until SIGTERM or SIGINT, then write what has been read and close.
+
+    Every run of the prefix is stored; `run` names the one that the log lines speak of.
+
+    Raises:
+        EngineBusy: another process has the embedded engine's directory open.
+        PortTaken: the HTTP port cannot be bound.
+        LookupError: a topic does not exist, or the log no longer holds the place to go on from.
+    """
+    with stop_on_signals() as stop:
+        serve_until(stop, kafka, run, sink)
+
+
+def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
+    """As `run`, until `stop` is set; needs no main thread."""
+    client = connect(sink)
+    with ExitStack() as stack:
+        stack.callback(client.close)
+        writer = Writer(client, sink.database, sink.table_engine)
+        url = _announce(stack, sink)
+        log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
+        _pump(stop, kafka, sink, writer)
+
+
+def _announce(stack: ExitStack, sink: SinkSettings) -> str:
+    """Serve the embedded engine and say where; a server answers for itself."""
+    if not sink.embedded:
+        return f"{'https' if sink.secure else 'http'}://{sink.host}:{sink.port}"
+    server = stack.enter_context(QueryServer(sink))
+    write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
+    stack.callback(remove_state, sink.directory)
+    return server.url
+
+
+def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:
+    names = Names(kafka.topic_prefix)
+    places = writer.next_offsets
+    full = {names.of(topic): topic for topic in CATALOGUE}
+    start = {(full[name], partition): offset for (name, partition), offset in places.items() if name in full}
+    with (
+        LogReader(kafka, list(CATALOGUE), start=start, client_id="tidemill-sink") as reader,
+        DeadLetterReader(kafka, places) as letters,
+    ):
+        batch = Batch(sink)
+        while not stop.is_set():
+            batch.add(_read(reader, letters, names, sink.flush_rows), time.monotonic())
+            if batch.due(time.monotonic()):
+                _flush(writer, batch)
+        _flush(writer, batch)
+
+
+def _read(reader: LogReader, letters: DeadLetterReader, names: Names, limit: int) -> list[Row]:
+    found = reader.poll(POLL_S, limit)
+    rows = [row_of(located, names, CATALOGUE[located.topic].values) for located in found]
+    return rows + letters.poll(0)
+
+
+def _flush(writer: Writer, batch: Batch) -> None:
+    written = writer.write(batch.rows, batch.next_offsets())
+    if written:
+        log.debug("wrote %d rows", written)
+    batch.clear()
