@@ -39,14 +39,15 @@ RUN = RunSettings(run_id="test")
 CODEC = Codec(None)
 
 
-def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200, seed: int = 0) -> Path:
+def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200, seed: int = 0, **size: int) -> Path:
     """A random two-layer Qwen3 in bf16 with a word-level tokenizer; 200 words are padded to 256 rows in the engine."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
+    size = {"hidden_size": 128, "num_hidden_layers": 2, **size}
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        **size, vocab_size=vocabulary, intermediate_size=2 * size["hidden_size"], num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied,
         bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
@@ -223,8 +224,8 @@ class InProcess:
         specs = [(s.name, list(s.shape), s.dtype) for s in AnchorReader(directory).specs()]
         self.core.tidemill_install(specs, 0)
 
-    def apply(self, old: ServingView, new: ServingView, version: int) -> None:
-        """Write the difference of two views."""
+    def apply(self, old: ServingView, new: ServingView, version: int) -> dict[str, float]:
+        """Write the difference of two views; the engine core's report."""
         names, counts, indices, bits = [], [], b"", b""
         for name in new:
             changed = np.flatnonzero(old[name].reshape(-1) != new[name].reshape(-1))
@@ -232,7 +233,7 @@ class InProcess:
             counts.append(len(changed))
             indices += changed.astype("<i8").tobytes()
             bits += new[name].reshape(-1)[changed].tobytes()
-        self.core.tidemill_apply(names, counts, indices, bits, version, False)
+        return self.core.tidemill_apply(names, counts, indices, bits, version, False)
 
     def prove(self) -> dict[str, Any]:
         """The report of the proof."""
