@@ -64,12 +64,13 @@ def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]
     """Figures of one contender on topics of its own."""
     kafka = fresh_topics(options.bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
+    full_topic = Names(kafka.topic_prefix).of(Topic.ROLLOUTS)
     with LogReader(kafka, [Topic.GROUPS]) as reader:
         worker = start(contender, kafka)
         try:
             send_group(producer, READY)
             await_groups(reader, 1)
-            throughput = measure_throughput(producer, reader, options.groups, worker.pid)
+            throughput = measure_throughput(producer, full_topic, reader, options.groups, worker.pid)
             latency = measure_latency(producer, reader, options.latency_groups, options.rate)
         finally:
             worker.terminate()
@@ -109,13 +110,15 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_throughput(producer: RecordProducer, reader: LogReader, groups: int, pid: int) -> dict[str, float]:
+def measure_throughput(
+    producer: RecordProducer, full_topic: str, reader: LogReader, groups: int, pid: int
+) -> dict[str, float]:
     """Rollouts a second from the first written to the last group read, and CPU time of the worker a rollout."""
+    records = [rollout(f"t{group}", i, group_size=GROUP_SIZE) for i in range(GROUP_SIZE) for group in range(groups)]
+    encoded = [(record.group_id.encode(), CODEC.encode(record)) for record in records]
     cpu, begun = cpu_s(pid), time.monotonic()
-    for index in range(GROUP_SIZE):
-        for group in range(groups):
-            group_id = f"t{group}"
-            producer.send(Topic.ROLLOUTS, rollout(group_id, index, group_size=GROUP_SIZE), key=group_id)
+    for key, value in encoded:
+        producer.send_bytes(full_topic, value, key=key)
     producer.flush()
     await_groups(reader, groups)
     rollouts = groups * GROUP_SIZE
@@ -181,7 +184,7 @@ def contend_quixstreams(kafka: KafkaSettings) -> None:
             auto_offset_reset="earliest",
             state_dir=directory,
             loglevel="ERROR",
-            auto_create_topics=False,
+            auto_create_topics=True,
             producer_extra_config={"partitioner": "murmur2_random", "linger.ms": 5},
             consumer_extra_config={"fetch.wait.max.ms": 20},
             request_timeout=30,

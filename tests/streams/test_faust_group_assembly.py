@@ -137,7 +137,7 @@ def test_a_second_worker_goes_on_where_the_first_stopped(settings, producer, wor
         for index in (2, 3):
             producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
         producer.flush()
-        with stream_process(settings, tmp_path / "second", log_level="INFO") as second:
+        with stream_process(settings, tmp_path / "second") as second:
             (found,) = read_groups(groups, lambda read: len(read) >= 1, 40, second)
             assert second.stop() == 0
         assert not list(groups.read_to_end())
