@@ -1,0 +1,186 @@
+"""The tables against the schemas: nothing left out, values come back as they went in, each row once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.consumers.sink_support import PREFIX, generated, rows_of, small_run, topic_of
+from tidemill.consumers.sink.arrays import list_array, packed_array
+from tidemill.consumers.sink.columns import Column, Schema, record_columns
+from tidemill.consumers.sink.config import SinkSettings, TableEngine
+from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.rows import DeadLetter, row_of
+from tidemill.consumers.sink.tables import tables
+from tidemill.consumers.sink.writer import Progress, TableMismatch, Writer, insert_token
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clients import Located
+from tidemill.schemas.codec import RECORD_TYPES, current_schema
+from tidemill.schemas.records import Document, Rollout
+
+PLACES = count()
+"""A partition of its own for every example."""
+PACKED = {"token_ids": "<u4", "loss_mask": "u1", "logprobs": "<f4"}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    client = connect(SinkSettings(path=str(tmp_path_factory.mktemp("engine"))))
+    yield client
+    client.close()
+
+
+def writer(client: Any, database: str) -> Writer:
+    return Writer(client, database, TableEngine.MERGE_TREE)
+
+
+def leaves(kind: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Dotted paths of every scalar, bytes and map of an Avro type."""
+    if isinstance(kind, list):
+        for branch in kind:
+            if branch != "null":
+                yield from leaves(branch, path)
+    elif isinstance(kind, dict) and kind["type"] == "array":
+        yield from leaves(kind["items"], path)
+    elif isinstance(kind, dict) and kind["type"] == "record":
+        for field in kind["fields"]:
+            yield from leaves(field["type"], (*path, field["name"]))
+    else:
+        yield ".".join(path)
+
+
+@pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=lambda t: t.__name__)
+def test_every_field_of_every_schema_has_a_column(record_type: type):
+    columns = record_columns(record_type)
+    assert set(leaves(current_schema(record_type), ())) <= {column.source for column in columns}
+    assert len({column.name for column in columns}) == len(columns)
+    assert record_type in tables()
+
+
+def test_a_type_without_a_rule_is_an_error_and_not_a_missing_column():
+    document = {"type": "record", "name": "X", "fields": [{"name": "a", "type": {"type": "map", "values": "string"}}]}
+    with pytest.raises(TypeError, match="no column rule"):
+        Schema(document).columns()
+
+
+def expected(record: Any, column: Column) -> Any:
+    """A column's value by plain attribute walks, token by token."""
+    first, *rest = column.source.split(".")
+    value = getattr(record, first)
+    if first == "payload" and column.name == "payload_bytes":
+        return len(value)
+    if not rest:
+        return value
+    if not isinstance(value, list):
+        return None if value is None else getattr(value, rest[0])
+    if column.name in PACKED:
+        return [x for item in value for x in np.frombuffer(getattr(item, rest[0]), PACKED[column.name]).tolist()]
+    if column.name == "spans.segment":
+        return [place for place, item in enumerate(value) for _ in item.spans]
+    inner = [getattr(item, rest[0]) for item in value]
+    return inner if len(rest) == 1 else [getattr(x, rest[1]) for items in inner for x in items]
+
+
+def selected(column: Column) -> str:
+    name = f"`{column.name}`"
+    return f"toUnixTimestamp64Micro({name})" if column.type.startswith("DateTime64(6") else name
+
+
+@pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=lambda t: t.__name__)
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_records_come_back_as_they_went_in(client: Any, record_type: type, data: st.DataObject):
+    records = data.draw(st.lists(generated(record_type), min_size=1, max_size=6))
+    table, topic = tables()[record_type], topic_of(records[0])
+    place = next(PLACES)
+    rows = rows_of(records, partition=place)
+    assert writer(client, "roundtrip").write(rows, {}) == len(records)
+    names = ", ".join(selected(column) for column in table.columns)
+    found = client.query(
+        f"SELECT {names} FROM roundtrip.{table.name} WHERE _partition = {place} ORDER BY _offset"
+    ).result_rows
+    wanted = [tuple(expected(record, column) for column in table.columns) for record in records]
+    assert [tuple(row) for row in found] == wanted
+    assert rows[0].topic == Names(PREFIX).of(topic)
+
+
+def test_packed_tokens_become_lists_without_passing_through_python():
+    flat = packed_array([np.arange(3, dtype="<u4").tobytes(), np.arange(2, dtype="<u4").tobytes()], np.dtype("<u4"))
+    assert list_array([3, 0, 2], flat).to_pylist() == [[0, 1, 2], [], [0, 1]]
+    with pytest.raises(ValueError, match="cannot be cut"):
+        list_array([3, 3], flat)
+
+
+def test_rows_that_a_table_has_are_not_written_again(client: Any):
+    records = small_run()
+    rows, places = rows_of(records), {("tidemill.rollouts", 0): 6}
+    first = writer(client, "once")
+    assert first.write(rows, places) == len(records)
+    assert first.write(rows, places) == 0
+    again = writer(client, "once")
+    assert dict(again.next_offsets) == places
+    more = rows_of([*records, Document("d", "s", "t")])
+    assert again.write(more, places) == 1
+
+
+def test_a_crash_between_two_tables_of_a_flush_leaves_nothing_out(client: Any):
+    rows = rows_of(small_run())
+    rollouts = [row for row in rows if isinstance(row.record, Rollout)]
+    writer(client, "crash").write(rollouts, {})
+    restarted = writer(client, "crash")
+    assert restarted.next_offsets == {}
+    assert restarted.write(rows, {}) == len(rows) - len(rollouts)
+
+
+def test_a_retried_block_is_recognised_by_its_token(client: Any):
+    rows = rows_of([Document("d", "s", "t")])
+    two = [writer(client, "retry") for _ in range(2)]
+    for one in two:
+        one.write(rows, {})
+    assert client.query("SELECT count() FROM retry.documents").result_rows == [(1,)]
+    assert insert_token(rows) == "tidemill.documents:0:0-0"
+
+
+def test_progress_keeps_tables_and_partitions_apart():
+    rows = rows_of([Document(str(i), "s", "t") for i in range(4)])
+    progress = Progress()
+    progress.wrote("documents", rows[:2])
+    assert progress.missing("documents", reversed(rows)) == rows[2:]
+    assert progress.missing("dead_letters", rows) == rows
+
+
+def test_a_table_of_an_older_schema_gains_the_new_columns(client: Any):
+    writer(client, "older").write(rows_of([Document("d0", "s", "t")]), {})
+    client.command("ALTER TABLE older.documents DROP COLUMN source")
+    newer = writer(client, "older")
+    newer.write(rows_of([Document("d0", "s", "t"), Document("d1", "s", "t")]), {})
+    assert client.query("SELECT source FROM older.documents ORDER BY _offset").result_rows == [("",), ("s",)]
+
+
+def test_a_table_with_another_type_is_refused(client: Any):
+    writer(client, "mismatch")
+    client.command("ALTER TABLE mismatch.documents MODIFY COLUMN source Nullable(String)")
+    with pytest.raises(TableMismatch, match="source is Nullable"):
+        writer(client, "mismatch")
+
+
+def test_both_table_engines_take_the_same_ddl_and_rows(client: Any):
+    records = small_run()
+    replacing = Writer(client, "replacing", TableEngine.REPLACING)
+    assert replacing.write(rows_of(records), {}) == len(records)
+
+
+@pytest.mark.parametrize("record", [None, Document("d", "s", "t")], ids=["undecodable", "misplaced"])
+def test_what_has_no_place_in_a_topic_becomes_a_dead_letter(record: Document | None):
+    error = "unknown framing" if record is None else ""
+    located = Located(Topic.TASKS, 1, 5, 9, None, b"\xff", record, error)
+    row = row_of(located, Names(PREFIX), CATALOGUE[Topic.TASKS].values)
+    assert isinstance(row.record, DeadLetter)
+    assert (row.record.source_topic, row.record.source_offset, row.record.value) == ("tidemill.tasks", 5, b"\xff")
+    assert row.record.reason == (error or "a Document has no place in tidemill.tasks")
