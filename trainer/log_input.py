@@ -97,16 +97,21 @@ class RolloutLog:
         if self._next_offset(partition) > offset:
             self._reader.seek(Topic.ROLLOUTS, partition, offset)
         deadline = time.monotonic() + FETCH_DEADLINE_S
-        while self._next_offset(partition) <= offset:
+        found = None
+        # The wanted record is kept aside: reading on may push it out of memory before it is used.
+        while found is None and self._next_offset(partition) <= offset:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rollouts[{partition}] offset {offset} not delivered in {FETCH_DEADLINE_S:g} s")
-            self.read_ahead(0.1)
-        located = self._held.take(partition, offset)
-        if located is None:
+            for located in self._reader.poll(0.1):
+                if (located.partition, located.offset) == (partition, offset):
+                    found = located
+                else:
+                    self._held.put(located)
+        if found is None:
             raise MissingRolloutError(
                 f"rollouts[{partition}] no longer holds offset {offset}: its retention has passed"
             )
-        return located
+        return found
 
     def _next_offset(self, partition: int) -> int:
         return self._reader.next_offsets()[Topic.ROLLOUTS, partition]

@@ -1,0 +1,328 @@
+"""Which groups are trained: the pure builder over every kind of group, and reading them from a real log."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.claim import store_claim
+from tidemill.schemas.clients import Located, LogReader, Position, RecordProducer, consumer_settings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, StepInput, TrainStep
+from tidemill.trainer.batch_builder import Batch, BatchBuilder, Progress, Rules
+from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.log_input import LogInput, ReadAhead
+
+RULES = Rules("run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100)
+
+
+def place(group: Group, offset: int, partition: int = 0) -> StepInput:
+    return StepInput(group.group_id, Topic.GROUPS.value, partition, offset)
+
+
+def feed(builder: BatchBuilder, group: Group, offset: int, version: int = 0, partition: int = 0) -> bool:
+    """Read one group as the log input does, its rollouts always found."""
+    here = place(group, offset, partition)
+    wanted = builder.wants(here, group, version)
+    if wanted:
+        builder.accept(TrainableGroup(here, group, ()))
+    return wanted
+
+
+@pytest.fixture
+def good(make_rollout, make_member, make_group):
+    """A group with a signal, by name; keyword arguments change the group or its members' version."""
+
+    def make(name: str, version: int = 0, rewards=(1.0, 0.0), **changes: object) -> Group:
+        rollouts = [make_rollout(name, i, reward, version=version) for i, reward in enumerate(rewards)]
+        return make_group(name, [make_member(r, 0, i) for i, r in enumerate(rollouts)], **changes)
+
+    return make
+
+
+def reasons(builder: BatchBuilder, good, version: int = 0) -> dict[str, str]:
+    """Exclusions so far, by group id; closes a batch to get at them."""
+    for n in range(RULES.groups_per_step):
+        feed(builder, good(f"filler{n}", version=version), 900 + n, version)
+    batch = builder.close(version)
+    assert batch is not None
+    return {e.group_id: e.reason for e in batch.exclusions}
+
+
+def failed(group: Group, keep: int) -> Group:
+    members = [
+        m if i < keep else replace(m, status=RolloutStatus.FAILED, reward=None, advantage=None, version_min=-1)
+        for i, m in enumerate(group.members)
+    ]
+    return replace(group, members=members)
+
+
+def test_every_untrainable_group_has_its_reason(good) -> None:
+    builder = BatchBuilder(RULES)
+    cases = {
+        "eval": good("eval", mode=Mode.EVAL),
+        "late": good("late", closed_by=CloseReason.LATE),
+        "too_few": failed(good("too_few"), keep=1),
+        "no_signal": good("no_signal", rewards=(0.5, 0.5, 0.5)),
+        "stale": good("stale", version=2),
+    }
+    for offset, group in enumerate(cases.values()):
+        assert not feed(builder, group, offset, version=5)
+    assert reasons(builder, good, version=5) == {name: name for name in cases}
+
+
+def test_failed_members_do_not_make_a_group_stale_or_useless(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert feed(builder, failed(good("a", version=5, rewards=(1.0, 0.0, 0.0)), keep=2), 0, version=5)
+
+
+def test_groups_of_other_runs_are_left_alone(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert not feed(builder, good("foreign", run_id="other"), 0)
+    assert reasons(builder, good) == {}
+
+
+def test_a_group_emitted_twice_is_trained_once(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert feed(builder, good("a"), 0)
+    assert not feed(builder, good("a"), 1), "while the first still waits"
+    assert feed(builder, good("b"), 2)
+    batch = builder.close(0)
+    assert batch is not None
+    assert [e.reason for e in batch.exclusions] == ["duplicate"]
+    assert not feed(builder, good("a"), 3), "after the first was trained"
+    assert reasons(builder, good) == {"a": "duplicate"}
+
+
+def test_a_straggler_does_not_count_as_its_group(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert not feed(builder, good("a", closed_by=CloseReason.LATE), 0)
+    assert feed(builder, good("a"), 1)
+
+
+def test_oldest_groups_are_trained_first(good) -> None:
+    builder = BatchBuilder(RULES)
+    for offset, (name, closed_at) in enumerate([("c", 30), ("a", 10), ("b", 20)]):
+        feed(builder, good(name, closed_at=closed_at), offset)
+    batch = builder.close(0)
+    assert batch is not None
+    assert [g.group.group_id for g in batch.groups] == ["a", "b"]
+    assert builder.waiting == 1
+    assert builder.close(0) is None
+
+
+def test_a_group_that_grew_stale_while_waiting_is_excluded_at_the_step(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert feed(builder, good("waits", version=0), 0, version=0)
+    assert reasons(builder, good, version=3) == {"waits": "stale"}
+
+
+def test_lag_at_the_bound_is_trained(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert feed(builder, good("a", version=3), 0, version=5)
+    assert not feed(builder, good("b", version=3), 1, version=6)
+
+
+def recorded(batch, step: int = 1) -> TrainStep:
+    """What a train step record says of its batch."""
+    return TrainStep(
+        run_id="run", step=step, version=step, parent_version=step - 1, inputs=[g.place for g in batch.groups],
+        exclusions=batch.exclusions, seed=0, config_hash="", objective="", learning_rate=0.0, metrics={}, lag=[],
+        rollouts=0, tokens=0, fingerprint="", parent_fingerprint="", started_at=0, finished_at=0,
+    )  # fmt: skip
+
+
+KINDS = st.sampled_from(["good", "good", "good", "eval", "no_signal", "foreign", "duplicate"])
+
+
+ACTIONS = st.one_of(st.integers(0, 2), st.sampled_from(["checkpoint", "stop"]))
+
+
+@given(kinds=st.lists(st.tuples(KINDS, st.integers(0, 2)), max_size=30), actions=st.lists(ACTIONS, max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions) -> None:
+    """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
+    log = synthetic_log(kinds)
+    endings: dict[tuple[int, int], str] = {}
+    builder, saved, since_saved = BatchBuilder(RULES), Progress(), []
+    for action in [*actions, *(partition for partition in range(3) for _ in range(len(kinds)))]:
+        if action == "checkpoint":
+            saved, since_saved = builder.progress(), []
+        elif action == "stop":
+            builder = BatchBuilder(RULES, saved)
+            for step in since_saved:
+                builder.observe_step(step)
+        else:
+            read_next(builder, log[action], action)
+        batch = builder.close(0)
+        if batch is not None:
+            end_all(endings, batch)
+            since_saved.append(recorded(batch))
+    trained = [log[p][o].group_id for (p, o), ending in endings.items() if ending == "trained"]
+    assert len(trained) == len(set(trained))
+    own = {(p, o) for p in range(3) for o, g in enumerate(log[p]) if g.run_id == "run"}
+    assert endings.keys() | open_places(builder) == own
+    assert not endings.keys() & open_places(builder)
+
+
+def read_next(builder: BatchBuilder, records: list[Group], partition: int) -> None:
+    offset = builder._read.get(partition, 0)
+    if offset < len(records):
+        feed(builder, records[offset], offset, 0, partition)
+
+
+def end_all(endings: dict[tuple[int, int], str], batch: Batch) -> None:
+    for entry in (*(g.place for g in batch.groups), *batch.exclusions):
+        key = (entry.partition, entry.offset)
+        assert key not in endings, f"{key} ended twice"
+        endings[key] = getattr(entry, "reason", "trained")
+
+
+def open_places(builder: BatchBuilder) -> set[tuple[int, int]]:
+    waiting = {(c.place.partition, c.place.offset) for c in builder._waiting}
+    return waiting | {(e.partition, e.offset) for e in builder._excluded}
+
+
+def synthetic_log(kinds) -> dict[int, list[Group]]:
+    log: dict[int, list[Group]] = {0: [], 1: [], 2: []}
+    for number, (kind, partition) in enumerate(kinds):
+        known = [g.group_id for g in log[partition] if g.mode is Mode.TRAIN]
+        name = known[0] if kind == "duplicate" and known else f"g{number}"
+        log[partition].append(bare_group(name, kind, number))
+    return log
+
+
+def bare_group(name: str, kind: str, number: int) -> Group:
+    rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
+    members = [
+        GroupMember(f"{name}-{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, r, 0.0, True, 1, 0, 0)
+        for i, r in enumerate(rewards)
+    ]
+    return Group(
+        name, name, "other" if kind == "foreign" else "run", "test", Mode.EVAL if kind == "eval" else Mode.TRAIN,
+        CloseReason.SIZE, 2, members, 0.5, 0, number, False,
+    )  # fmt: skip
+
+
+def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
+    held = ReadAhead(100)
+    for offset in range(4):
+        held.put(Located(Topic.ROLLOUTS, 0, offset, 0, None, bytes(40), None))
+    assert held.take(0, 0) is None
+    assert held.take(0, 1) is None
+    assert held.take(0, 3) is not None
+    assert held.take(0, 3) is None, "given out once"
+    held.put(Located(Topic.ROLLOUTS, 0, 9, 0, None, bytes(500), None))
+    assert held.take(0, 9) is not None, "the newest is kept whatever its size"
+
+
+# Over a real log.
+
+
+@pytest.fixture
+def log(kafka, topic_prefix):
+    settings_of_log = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings_of_log)
+    return settings_of_log
+
+
+def write_rollouts(producer: RecordProducer, rollouts) -> list[Position]:
+    return producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+
+
+def write_group(producer: RecordProducer, rollouts, make_member, make_group, **changes: object) -> Group:
+    """Rollouts, then their group, as the rollout workers and group assembly write them."""
+    positions = write_rollouts(producer, rollouts)
+    members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, positions, strict=True)]
+    group = make_group(rollouts[0].group_id, members, **changes)
+    producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
+    return group
+
+
+def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadline_s: float = 60.0):
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        source.poll(0.1, version)
+        batch = builder.close(version)
+        if batch is not None:
+            return batch
+    raise AssertionError("no batch in time")
+
+
+def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_member, make_group, tmp_path) -> None:
+    producer = RecordProducer(log, "test")
+    full = [make_rollout("claimed", i, float(i)) for i in range(2)]
+    claims = [store_claim(str(tmp_path), r.rollout_id, Codec().encode(r)) for r in full]
+    claimed = [replace(r, segments=[], claim=c) for r, c in zip(full, claims, strict=True)]
+    write_group(producer, claimed, make_member, make_group)
+    gone = [replace(r, group_id="gone", claim=replace(r.claim, uri=str(tmp_path / "none"))) for r in claimed]
+    write_group(producer, gone, make_member, make_group)
+    wrong = [make_rollout("wrong", i, float(i), segments=[replace(full[i].segments[0], spans=[])]) for i in range(2)]
+    write_group(producer, wrong, make_member, make_group)
+    lost = make_group("lost", [make_member(make_rollout("lost", i, float(i)), 0, 10_000 + i) for i in range(2)])
+    producer.send_acked(Topic.GROUPS, [("lost", lost)])
+    producer.send_bytes(f"{log.topic_prefix}groups", b"not a group", key=b"claimed")
+    plain = [make_rollout("plain", i, float(i)) for i in range(2)]
+    write_group(producer, plain, make_member, make_group)
+
+    builder = BatchBuilder(RULES)
+    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
+        batch = read_batch(source, builder)
+        deadline = time.monotonic() + 60
+        while len(builder._excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
+            source.poll(0.1, 0)
+    assert {g.group.group_id: list(g.rollouts) for g in batch.groups} == {"claimed": full, "plain": plain}
+    assert {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)} == {
+        "gone": "missing_rollout",
+        "lost": "missing_rollout",
+        "wrong": "invalid_rollout",
+    }
+    producer.flush()
+    assert dead_letters(log) == [b"not a group"]
+
+
+def dead_letters(log: KafkaSettings) -> list[bytes]:
+    consumer = Consumer(consumer_settings(log, "test", "test-dead-letters"))
+    full = Names(log.topic_prefix).dead_letter(Topic.GROUPS)
+    partitions = consumer.list_topics(full, timeout=20).topics[full].partitions
+    consumer.assign([TopicPartition(full, p, 0) for p in partitions])
+    messages = consumer.consume(10, 5.0)
+    consumer.close()
+    return [m.value() for m in messages if m.error() is None]
+
+
+def test_rollouts_written_before_the_reader_started_are_fetched_by_offset(
+    log, make_rollout, make_member, make_group
+) -> None:
+    producer = RecordProducer(log, "test")
+    for number in range(6):
+        rollouts = [make_rollout(f"g{number}", i, float(i)) for i in range(2)]
+        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+    builder = BatchBuilder(replace(RULES, groups_per_step=6))
+    # Room for one rollout or two: nearly every one has to be fetched again.
+    with LogInput(log, builder, producer, limit_bytes=600, vocab_size=64) as source:
+        batch = read_batch(source, builder)
+    assert [g.group.group_id for g in batch.groups] == [f"g{n}" for n in range(6)]
+    assert all(r.group_id == g.group.group_id for g in batch.groups for r in g.rollouts)
+
+
+def test_reading_goes_on_after_the_checkpointed_offsets(log, make_rollout, make_member, make_group) -> None:
+    producer = RecordProducer(log, "test")
+    for number in range(5):
+        rollouts = [make_rollout(f"g{number}", i, float(i)) for i in range(2)]
+        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+    first = BatchBuilder(RULES)
+    with LogInput(log, first, producer, limit_bytes=2**20, vocab_size=64) as source:
+        trained = [g.group.group_id for g in read_batch(source, first).groups]
+        second = BatchBuilder(RULES, first.progress())
+    with LogInput(log, second, producer, limit_bytes=2**20, vocab_size=64) as source:
+        trained += [g.group.group_id for g in read_batch(source, second).groups]
+    assert len(set(trained)) == 4
+    with LogReader(log, [Topic.GROUPS]) as reader:
+        assert len(list(reader.read_to_end())) == 5

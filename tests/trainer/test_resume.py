@@ -1,0 +1,164 @@
+"""Stopping anywhere and going on: the same versions as an uninterrupted run, nothing trained twice, nothing skipped."""
+
+import threading
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clients import LogReader, RecordProducer
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.records import Manifest, Staleness, TrainStep
+from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.log_input import LogInput
+from tidemill.trainer.publish import WeightPublisher
+from tidemill.trainer.resume import HistoryError, open_session
+from tidemill.trainer.run import run
+from tidemill.trainer.session import NotRepeatableError, step_seed
+
+GROUPS = 10
+STEPS = 5
+
+
+@pytest.fixture
+def log(kafka, topic_prefix, make_rollout, make_member, make_group) -> KafkaSettings:
+    """A log with ten groups, in one partition so that every run reads them in one order."""
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
+    create_topics(settings)
+    producer = RecordProducer(settings, "test")
+    for number in range(GROUPS):
+        rollouts = [make_rollout(f"g{number}", i, float(i % 2)) for i in range(4)]
+        positions = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+        members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, positions, strict=True)]
+        for run_id in ("straight", "stopped"):
+            group = make_group(f"g{number}", members, run_id=run_id, closed_at=number)
+            producer.send_acked(Topic.GROUPS, [(group.group_id, group)])
+    return settings
+
+
+@pytest.fixture
+def settings(tiny_checkpoint: str) -> TrainerSettings:
+    return TrainerSettings(
+        model=tiny_checkpoint,
+        kl=KlSettings(coefficient=0.01),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        row_tokens=128,
+        checkpoint_every=2,
+        anchor_every=3,
+    )
+
+
+@pytest.fixture
+def store(tmp_path) -> StoreSettings:
+    return StoreSettings(root=str(tmp_path / "store"))
+
+
+def run_settings(run_id: str) -> RunSettings:
+    return RunSettings(run_id=run_id, seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS)
+
+
+def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str) -> list:
+    with LogReader(log, [topic]) as reader:
+        found = [located.record for located in reader.read_to_end()]
+    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
+
+
+class Crashed(Exception):
+    """Stands for the process being killed at this point."""
+
+
+def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool = True) -> None:
+    """Train `steps` more steps and abandon the session, as a kill would: no checkpoint on the way out."""
+    run_of = run_settings(run_id)
+    held = CheckpointStore(store.root, run_id, run_of.branch, settings.keep_checkpoints)
+    producer = RecordProducer(log, "test")
+    session, builder = open_session(log, run_of, store, settings, producer, held)
+    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
+        for _ in range(steps):
+            session.train(next_batch(session, builder, source))
+            if checkpoints and session.place.step % settings.checkpoint_every == 0:
+                session.checkpoint(held, builder.progress())
+
+
+def next_batch(session, builder, source, polls: int = 600) -> Batch:
+    for _ in range(polls):
+        source.poll(0.1, session.place.version)
+        batch = builder.close(session.place.version)
+        if batch is not None:
+            return batch
+    raise AssertionError("no batch in time")
+
+
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(log, settings, store, monkeypatch) -> None:
+    run(log, run_settings("straight"), store, settings, threading.Event())
+
+    train_until(log, settings, store, "stopped", 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightPublisher, "publish", crash_after_version_3(WeightPublisher.publish))
+        with pytest.raises(Crashed):
+            train_until(log, settings, store, "stopped", 1)
+    assert len(records(log, Topic.STEPS, TrainStep, "stopped")) == 4
+    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "stopped")] == [0, 1, 2, 3]
+    run(log, run_settings("stopped"), store, settings, threading.Event())
+
+    straight = records(log, Topic.STEPS, TrainStep, "straight")
+    stopped = records(log, Topic.STEPS, TrainStep, "stopped")
+    assert [s.step for s in stopped] == list(range(1, STEPS + 1))
+    assert [s.fingerprint for s in stopped] == [s.fingerprint for s in straight]
+    assert len({s.fingerprint for s in straight}) == STEPS
+    trained = [entry.group_id for step in stopped for entry in step.inputs]
+    assert trained == [f"g{n}" for n in range(GROUPS)]
+    versions = {m.version: m.fingerprint for m in records(log, Topic.MANIFESTS, Manifest, "stopped")}
+    assert versions == {m.version: m.fingerprint for m in records(log, Topic.MANIFESTS, Manifest, "straight")}
+    assert list(versions) == list(range(STEPS + 1))
+    check_records(log, straight)
+
+
+def crash_after_version_3(publish):
+    """A kill between the record of step 4 and its manifest."""
+
+    def patched(self, mark, old, new):
+        if mark.version > 3:
+            raise Crashed
+        return publish(self, mark, old, new)
+
+    return patched
+
+
+def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
+    for before, after in pairwise(straight):
+        assert after.parent_fingerprint == before.fingerprint
+        assert after.parent_version == before.version
+    assert [s.seed for s in straight] == [step_seed(7, s.step) for s in straight]
+    staleness = records(log, Topic.STALENESS, Staleness, "straight")
+    assert {(s.step, s.replica_id) for s in staleness} == {
+        (step, f"replica-{i}") for step in range(1, STEPS + 1) for i in range(2)
+    }
+    for step in straight:
+        assert sum(c.tokens for s in staleness if s.step == step.step for c in s.lag) == step.tokens
+        assert step.lag[0].lag == step.parent_version
+
+
+def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, store) -> None:
+    train_until(log, settings, store, "stopped", 1, checkpoints=False)
+    changed = settings.model_copy(update={"length_divisor": 3.0})
+    with pytest.raises(NotRepeatableError, match=r"other settings.*start once with the settings of then"):
+        train_until(log, changed, store, "stopped", 1)
+    recorded = records(log, Topic.STEPS, TrainStep, "stopped")[0]
+    producer = RecordProducer(log, "test")
+    producer.send_acked(Topic.STEPS, [("stopped", replace(recorded, step=3))])
+    with pytest.raises(HistoryError, match=r"\[1, 3\].*start a new run"):
+        train_until(log, settings, store, "stopped", 1)
+
+
+def test_stop_before_the_first_batch_leaves_version_0_served_and_nothing_else(log, settings, store) -> None:
+    stop = threading.Event()
+    stop.set()
+    run(log, run_settings("idle"), store, settings, stop)
+    manifests = records(log, Topic.MANIFESTS, Manifest, "idle")
+    assert [(m.version, m.parent, m.anchor is not None) for m in manifests] == [(0, None, True)]
+    assert records(log, Topic.STEPS, TrainStep, "idle") == []
