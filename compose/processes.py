@@ -1,7 +1,8 @@
 """Child processes of one command: started with a log file each, watched, and stopped without orphans.
 
 Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error
-that carries the end of its log; stopping asks first (SIGTERM) and insists after a grace period (SIGKILL), group by group.
+that carries the end of its log; stopping asks first (SIGTERM) and insists after a grace period (SIGKILL), on the whole
+process group.
 """
 
 from __future__ import annotations

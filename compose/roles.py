@@ -95,10 +95,11 @@ def train(
 
         midtrain.run(settings.kafka, settings.run, settings.midtrain)
         return
-    settings = _begin(settings_of, trainer__model=model, trainer__max_steps=max_steps)
+    settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
+    from tidemill.producers.shutdown import stop_on_signals
     from tidemill.trainer.run import run
 
-    run(settings.kafka, settings.run, settings.store, settings.trainer)
+    run(settings.kafka, settings.run, settings.store, settings.trainer, stop_on_signals())
 
 
 def sink(

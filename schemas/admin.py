@@ -76,7 +76,7 @@ def wanted_topics(kafka: KafkaSettings) -> Iterator[WantedTopic]:
         yield WantedTopic(names.of(spec.topic), partitions, spec.topic_config())
         if spec.dead_letters:
             retention = {"cleanup.policy": "delete", "retention.ms": str(DEAD_LETTER_RETENTION_MS)}
-            yield WantedTopic(names.dead_letter(spec.topic), 1, retention)
+            yield WantedTopic(names.dead_letter(spec.topic), partitions, retention)
 
 
 def create_topics(kafka: KafkaSettings) -> list[str]:

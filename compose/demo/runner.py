@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -160,7 +160,7 @@ def _display(console: Console) -> Iterator[Show]:
         yield lambda plan, state, elapsed_s: live.update(_screen(plan, state, elapsed_s))
 
 
-def _screen(plan: DemoPlan, state: LoopState, elapsed_s: float) -> object:
+def _screen(plan: DemoPlan, state: LoopState, elapsed_s: float) -> RenderableType:
     run = plan.settings.run
     stage = "starting" if not state.last_ack else "running" if len(state.steps) < run.max_steps else "evaluating"
     return screen(state, steps=run.max_steps, bound=run.max_policy_lag, elapsed_s=elapsed_s, stage=stage)
