@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ TABLE = "groups"
 STOP_TIMEOUT_S = 20.0
 EXIT_STALLED = 70
 METADATA_TIMEOUT_S = 20.0
+LEADER_POLL_S = 0.1
 LOG = logging.getLogger("tidemill.streams")
 
 
@@ -66,17 +68,29 @@ def assembly_rules(run: RunSettings, stream: StreamSettings) -> AssemblyRules:
 
 
 def checked_partitions(kafka: KafkaSettings) -> int:
-    """Partition count shared by `rollouts` and `groups`. Raises StreamFailure when they differ or are missing."""
+    """Partition count shared by `rollouts` and `groups`; waits for their leaders. Raises StreamFailure."""
     names = Names(kafka.topic_prefix)
-    topics = admin_client(kafka).list_topics(timeout=METADATA_TIMEOUT_S).topics
-    wanted = [names.of(Topic.ROLLOUTS), names.of(Topic.GROUPS)]
-    counts = {name: len(topics[name].partitions) if name in topics else 0 for name in wanted}
-    if not all(counts.values()):
-        missing = " and ".join(name for name, count in counts.items() if not count)
-        raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+    wanted = [names.of(Topic.ROLLOUTS), names.of(Topic.GROUPS), names.dead_letter(Topic.ROLLOUTS)]
+    client = admin_client(kafka)
+    deadline = time.monotonic() + METADATA_TIMEOUT_S
+    while True:
+        topics = client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+        leaders = {n: [p.leader for p in topics[n].partitions.values()] if n in topics else [] for n in wanted}
+        if all(found and min(found) >= 0 for found in leaders.values()):
+            return _equal_count({name: len(leaders[name]) for name in wanted[:2]})
+        missing = " and ".join(name for name, found in leaders.items() if not found)
+        if missing:
+            raise StreamFailure(f"missing topics: {missing}. Create them with `tidemill topics --create`")
+        if time.monotonic() > deadline:
+            raise StreamFailure(f"partitions without a leader for {METADATA_TIMEOUT_S:g} s: {leaders}")
+        # Leaders of new topics are elected within moments; aiokafka refuses to write to a partition without one.
+        time.sleep(LEADER_POLL_S)
+
+
+def _equal_count(counts: Mapping[str, int]) -> int:
     if len(set(counts.values())) != 1:
         raise StreamFailure(f"groups go where their rollouts lie, so these need equal partition counts: {counts}")
-    return counts[wanted[0]]
+    return next(iter(counts.values()))
 
 
 def refuse_unsupported(kafka: KafkaSettings) -> None:
@@ -125,7 +139,7 @@ class _Write:
     topic: str
     key: bytes | None
     value: bytes | None
-    partition: int
+    partition: int | None
     headers: Mapping[str, bytes] | None = None
     timestamp_s: float | None = None
 
@@ -252,7 +266,7 @@ class AssemblyWorker:
                 timestamp_s = located.timestamp_ms / 1000
                 # aiokafka refuses a record without key and value; the reason still says that the value was a tombstone.
                 value = b"" if located.key is None and located.value is None else located.value
-                return _Write(topic, located.key, value, partition, headers, timestamp_s)
+                return _Write(topic, located.key, value, None, headers, timestamp_s)
 
     def _state_writes(self, partition: int, changes: Changes) -> list[_Write]:
         topic = self._table.changelog_topic_name
