@@ -10,6 +10,7 @@ and one route:
 
 from __future__ import annotations
 
+import logging
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -102,8 +103,11 @@ async def build_replica_app(
 ) -> ASGIApp:
     """vLLM's application over `engine`, with the replica's additions."""
     tasks = await engine.get_supported_tasks()
+    level = logging.getLogger().level
     app = build_app(arguments, tasks, engine.model_config)
     await init_app_state(engine, app.state, arguments, tasks)
+    # One of vLLM's libraries silences the root logger below errors on the way.
+    logging.getLogger().setLevel(level)
     app.state.openai_serving_completion = VersionedCompletion(
         engine,
         app.state.openai_serving_models,

@@ -1,0 +1,174 @@
+"""The named queries and who answers them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.consumers.sink_support import rows_of, small_run
+from tidemill.consumers.query import Answer, QueryFailed, ask, named_queries, sql_of
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.server import QueryServer, bind
+from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
+from tidemill.consumers.sink.writer import Writer
+
+HOLDS_ENGINE = """
+import sys
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
+client = connect(SinkSettings(path=sys.argv[1]))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def filled(path: Path, records: list[Any]) -> SinkSettings:
+    sink = SinkSettings(path=str(path), http_port=0)
+    client = connect(sink)
+    Writer(client, sink.database, sink.table_engine).write(rows_of(records), {})
+    client.close()
+    return sink
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    sink = filled(tmp_path_factory.mktemp("run"), small_run())
+    yield {name: table(ask(sink, name)) for name in named_queries()}
+
+
+def table(answer: Answer) -> list[dict[str, Any]]:
+    return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+
+
+def test_there_are_ten_queries_and_more_each_with_its_question():
+    questions = named_queries()
+    assert len(questions) >= 10
+    assert all(question.endswith(("?", ".")) for question in questions.values())
+
+
+def test_every_named_query_answers_on_empty_tables(tmp_path: Path):
+    sink = filled(tmp_path / "empty", [])
+    for name in named_queries():
+        assert ask(sink, name).rows == [], name
+
+
+def test_held_out_by_version(answers):
+    (row,) = answers["held_out_by_version"]
+    assert (row["version"], row["step"], row["finished"], row["failed"], row["success"]) == (1, 1, 1, 0, 1.0)
+
+
+def test_reward_by_step(answers):
+    (row,) = answers["reward_by_step"]
+    assert (row["step"], row["groups"], row["rollouts"], row["reward"], row["success"]) == (1, 1, 2, 0.5, 0.5)
+
+
+def test_policy_lag(answers):
+    assert [(row["policy_lag"], row["share"]) for row in answers["policy_lag_histogram"]] == [(0, 0.75), (2, 0.25)]
+    (row,) = answers["max_policy_lag"]
+    assert (row["max_policy_lag"], row["bound"], row["mean_policy_lag"]) == (2, 4, 0.5)
+    assert row["groups_excluded_as_stale"] == 1
+
+
+def test_groups_and_spans(answers):
+    assert {(r["mode"], r["closed_by"]): (r["groups"], r["filled"]) for r in answers["groups_by_close_reason"]} == {
+        ("train", "size"): (2, 1.0),
+        ("eval", "size"): (1, 0.5),
+    }
+    spans = {
+        (r["mode"], r["versions"]): (r["rollouts"], r["in_trained_groups"])
+        for r in answers["rollouts_spanning_versions"]
+    }
+    assert spans == {("train", 0): (1, 0), ("train", 1): (3, 1), ("train", 2): (1, 1), ("eval", 1): (1, 0)}
+
+
+def test_versions_and_replicas(answers):
+    (version,) = answers["weight_versions"]
+    assert (version["version"], version["density"], version["bytes_per_change"]) == (1, 0.1, 3.0)
+    assert (version["pause_ms_p50"], version["step_to_served_s_p95"], version["learning_rate"]) == (4.0, 2.0, 0.001)
+    (replica,) = answers["replicas"]
+    assert (replica["serving"], replica["last_status"], replica["proved"], replica["refused"]) == (1, "refused", 1, 1)
+    assert replica["fingerprints_equal"] is True or replica["fingerprints_equal"] == 1
+
+
+def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(answers):
+    (row,) = answers["overlap"]
+    assert (row["trainer_busy_s"], row["both_busy_s"], row["overlap"]) == (1.0, 0.5, 0.5)
+
+
+def test_every_rollout_has_one_ending(answers):
+    endings = {(r["mode"], r["ending"]): r["rollouts"] for r in answers["accounting"]}
+    assert endings == {
+        ("train", "trained"): 2,
+        ("train", "excluded: stale"): 2,
+        ("train", "open: in no group"): 1,
+        ("eval", "excluded: eval"): 1,
+    }
+    assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in answers["accounting"])
+
+
+def test_failures(answers):
+    assert [(r["what"], r["reason"], r["times"]) for r in answers["failures"]] == [
+        ("failed rollout", "replica gone", 1),
+        ("refused version", "digest", 1),
+    ]
+
+
+def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed(tmp_path: Path):
+    sink = filled(tmp_path / "run", small_run())
+    client = connect(sink)
+    try:
+        with QueryServer(sink) as server:
+            write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
+            assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
+            assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == Answer(["CSVWithNames"], [['"a"\n1\n']])
+            with pytest.raises(QueryFailed, match="READONLY"):
+                ask(sink, "DROP TABLE rollouts")
+    finally:
+        client.close()
+    assert read_state(sink.directory) is not None
+    assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
+
+
+def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):
+    sink = filled(tmp_path / "run", small_run())
+    client = connect(sink)
+    try:
+        with QueryServer(sink) as server:
+            write_state(sink.directory, SinkState(1, server.url, sink.database))
+            assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
+    finally:
+        client.close()
+
+
+def test_a_server_out_of_reach_is_a_clear_error():
+    with bind(0) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(QueryFailed, match="did not answer"):
+        ask(SinkSettings(host="127.0.0.1", port=port), "SELECT 1")
+
+
+def test_a_directory_that_another_process_owns_is_a_clear_error(tmp_path: Path):
+    sink = filled(tmp_path / "run", [])
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_ENGINE, sink.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(QueryFailed, match="another process has them open"):
+            ask(sink, "SELECT 1")
+        holder.communicate("")
+
+
+def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
+    with pytest.raises(QueryFailed, match="start `tidemill sink`"):
+        ask(SinkSettings(path=str(tmp_path / "absent")), "SELECT 1")
+    assert not (tmp_path / "absent").exists()
+    with pytest.raises(QueryFailed, match="did you mean accounting"):
+        sql_of("acounting")

@@ -1,0 +1,220 @@
+"""ClickHouse's HTTP protocol as its clients speak it, and what a read-only endpoint refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import clickhouse_connect
+import httpx
+import pytest
+from clickhouse_connect.driver.exceptions import DatabaseError
+
+from tests.consumers.sink_support import rows_of, small_run
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect, empty_native_block
+from tidemill.consumers.sink.server import PortTaken, QueryServer, bind
+from tidemill.consumers.sink.statement import Refused, check, refused_functions
+from tidemill.consumers.sink.writer import Writer
+
+
+@pytest.fixture(scope="module")
+def sink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SinkSettings]:
+    sink = SinkSettings(path=str(tmp_path_factory.mktemp("engine")), http_port=0, query_seconds=2, result_bytes=2**20)
+    client = connect(sink)
+    Writer(client, sink.database, sink.table_engine).write(rows_of(small_run()), {})
+    yield sink
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def url(sink: SinkSettings) -> Iterator[str]:
+    with QueryServer(sink) as server:
+        yield server.url
+
+
+def ask(url: str, sql: str, **parameters: str) -> httpx.Response:
+    return httpx.get(url, params={"query": sql, **parameters}, timeout=20)
+
+
+def test_ping(url: str):
+    for path in ("/ping", "/"):
+        reply = httpx.get(url + path)
+        assert (reply.status_code, reply.text) == (200, "Ok.\n")
+        assert reply.headers["X-Tidemill-Pid"] == str(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("clause", "body"),
+    [
+        ("", "1\ta\n"),
+        ("FORMAT TabSeparated", "1\ta\n"),
+        ("FORMAT CSV", '1,"a"\n'),
+        ("FORMAT JSONEachRow", '{"n":1,"s":"a"}\n'),
+        ("FORMAT TSVWithNames", "n\ts\n1\ta\n"),
+    ],
+)
+def test_the_format_clause_decides(url: str, clause: str, body: str):
+    reply = ask(url, f"SELECT 1 AS n, 'a' AS s {clause}")
+    assert reply.text == body
+    assert reply.headers["X-ClickHouse-Format"] == (clause.removeprefix("FORMAT ") or "TabSeparated")
+
+
+def test_default_format_header_and_parameter(url: str):
+    document = ask(url, "SELECT count() AS n FROM rollouts", default_format="JSON").json()
+    assert document["data"] == [{"n": 6}]
+    by_header = httpx.post(url, content="SELECT 1", headers={"X-ClickHouse-Format": "JSONCompact"})
+    assert by_header.json()["data"] == [[1]]
+    assert "┌" in ask(url, "SELECT 1 FORMAT Pretty").text
+
+
+def test_query_in_the_body_in_the_parameter_and_in_both(url: str):
+    assert httpx.post(url, content="SELECT 1").text == "1\n"
+    assert httpx.post(url, params={"query": "SELECT 1 +"}, content="1").text == "2\n"
+    chunked = httpx.post(url, content=iter([b"SELECT", b" 3"]))
+    assert chunked.text == "3\n"
+
+
+def test_query_parameters_are_bound_and_not_pasted(url: str):
+    sql = "SELECT {x:UInt64} + 1, {y:String}, {z:Array(String)}"
+    reply = ask(url, sql, param_x="2", param_y="a'); DROP TABLE tasks", param_z="['p','q']")
+    assert reply.text == "3\ta\\'); DROP TABLE tasks\t['p','q']\n"
+
+
+def test_errors_carry_clickhouses_code(url: str):
+    for sql, status, code in (
+        ("SELEC 1", 400, "62"),
+        ("SELECT nothing", 404, "47"),
+        ("SELECT * FROM nowhere", 404, "60"),
+        ("SELECT 1; SELECT 2", 400, "62"),
+        ("SELECT throwIf(1)", 400, "395"),
+        ("SELECT number FROM numbers(10000000)", 400, "396"),
+    ):
+        reply = ask(url, sql)
+        assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (status, code), reply.text
+        assert reply.text.startswith("Code: ")
+
+
+def test_bad_requests_are_answered(url: str):
+    assert "Empty query" in httpx.post(url, content=b"").text
+    assert "not UTF-8" in httpx.post(url, content=b"SELECT '\xff'").text
+    too_long = httpx.post(url, content=b"SELECT 1" + b" " * 2**20)
+    assert too_long.status_code == 400
+    assert httpx.put(url, content=b"SELECT 1").status_code == 405
+    assert ask(url, "SELECT 1", database="nowhere").status_code == 404
+    assert ask(url, "SELECT 1", default_format="Nonsense").headers["X-ClickHouse-Exception-Code"] == "73"
+
+
+def test_a_query_is_stopped_at_its_time_limit(url: str):
+    reply = ask(url, "SELECT sum(sipHash64(number)) FROM numbers(100000000000)")
+    assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (408, "159")
+
+
+REFUSED = [
+    "INSERT INTO tasks (task_id) VALUES ('x')",
+    "CREATE TABLE t (a Int8) ENGINE = Memory",
+    "CREATE TEMPORARY TABLE t (a Int8)",
+    "DROP TABLE tasks",
+    "ATTACH TABLE t",
+    "ALTER TABLE tasks DELETE WHERE 1",
+    "TRUNCATE TABLE tasks",
+    "OPTIMIZE TABLE tasks",
+    "SYSTEM STOP MERGES",
+    "KILL QUERY WHERE 1",
+    "SET readonly = 0",
+    "USE system",
+    "SELECT 1 SETTINGS readonly = 0",
+    "SELECT * FROM tasks INTO OUTFILE '{path}'",
+    "SELECT * FROM file('{path}', 'LineAsString')",
+    "SELECT * FROM `file`('{path}', 'LineAsString')",
+    "SELECT * FROM \"file\"/* */('{path}', 'LineAsString')",
+    "SELECT file('{path}')",
+    "SELECT * FROM (SELECT * FROM file -- \n ('{path}', 'LineAsString'))",
+    "WITH x AS (SELECT * FROM file('{path}')) SELECT * FROM x",
+    "DESCRIBE TABLE file('{path}', 'CSV')",
+    "EXPLAIN SELECT * FROM file('{path}', 'LineAsString')",
+    "SELECT 1 IN (SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'a Int8'))",
+    "DESCRIBE TABLE s3('http://127.0.0.1:1/bucket/x.csv', 'CSV')",
+    "SELECT * FROM remote('127.0.0.1:1', system.one)",
+    "SELECT * FROM executable('id', 'CSV', 'a String')",
+    "SELECT * FROM python('sink')",
+    "SELECT * FROM sqlite('{path}', 't')",
+    "SELECT * FROM filesystem('/')",
+    "SELECT hasColumnInTable('127.0.0.2', 'default', '', 'system', 'one', 'dummy')",
+    "SELECT * FROM merge('system', '.*')",
+]
+
+
+@pytest.mark.parametrize("sql", REFUSED)
+def test_what_writes_or_reaches_out_is_refused(url: str, sql: str, tmp_path):
+    path = tmp_path / "secret"
+    if "OUTFILE" not in sql:
+        path.write_text("secret")
+    reply = ask(url, sql.replace("{path}", str(path)))
+    assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (403, "164"), reply.text
+    assert path.exists() == ("OUTFILE" not in sql)
+    assert ask(url, "SELECT count() FROM tasks").text == "3\n"
+
+
+def test_the_same_words_are_harmless_in_strings_and_names(url: str):
+    assert ask(url, "SELECT 'INSERT INTO file(1) INTO OUTFILE' AS `file`, $$url('x')$$").status_code == 200
+    assert ask(url, "SELECT sum(number) FROM numbers(4)").text == "6\n"
+    assert "rollouts" in ask(url, "SHOW TABLES").text
+
+
+def test_each_layer_refuses_by_itself(sink: SinkSettings):
+    reader = Reader(sink)
+    for sql in (
+        "INSERT INTO tasks (task_id) FORMAT Values",
+        "SELECT * FROM url('http://127.0.0.1:1/', 'CSV', 'a Int8')",
+    ):
+        with pytest.raises(QueryError) as by_engine:
+            reader._run(sql, "CSV", {}, None)
+        assert by_engine.value.code == 164
+        with pytest.raises(Refused):
+            check(sql, refused_functions(["url", "numbers"]))
+
+
+def test_clickhouse_connects_ordinary_client(url: str):
+    with clickhouse_connect.get_client(host="127.0.0.1", port=int(url.rpartition(":")[2])) as client:
+        assert client.query("SELECT 1").result_rows == [(1,)]
+        found = client.query(
+            "SELECT rollout_id, mode, token_ids, spans.version, reward FROM rollouts ORDER BY rollout_id"
+        )
+        assert found.result_rows[1] == ("b", "train", [0, 1, 2, 3], [1, 2], 0.0)
+        empty = client.query("SELECT * FROM documents")
+        assert (empty.result_rows, "text" in empty.column_names) == ([], True)
+        bound = client.query("SELECT count() FROM rollouts WHERE mode = {m:String}", parameters={"m": "eval"})
+        assert bound.result_rows == [(1,)]
+        assert client.query_arrow("SELECT number FROM numbers(5)").num_rows == 5
+        assert client.command("SELECT count() FROM tidemill.tasks") == 3
+        with pytest.raises(DatabaseError, match="READONLY"):
+            client.command("DROP TABLE tidemill.tasks")
+
+
+def test_queries_run_at_once_and_share_no_state(url: str):
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda n: ask(url, f"SELECT {n}, count() FROM rollouts", session_id="s").text, range(24)))
+    assert found == [f"{n}\t6\n" for n in range(24)]
+
+
+def test_an_empty_native_block_names_its_columns():
+    assert empty_native_block([("a", "UInt8")]) == b"\x01\x00\x01a\x05UInt8"
+    assert len(empty_native_block([("x" * 200, "T")])) == 2 + 2 + 200 + 2
+
+
+def test_a_taken_port_is_a_clear_error(url: str):
+    with pytest.raises(PortTaken, match=r"sink\.http_port"):
+        bind(int(url.rpartition(":")[2]))
+
+
+def test_a_second_directory_in_one_process_is_a_clear_error(sink: SinkSettings, tmp_path):
+    with pytest.raises(EngineBusy, match="another process"):
+        connect(SinkSettings(path=str(tmp_path)))
+
+
+def test_the_summary_counts_what_was_read(url: str):
+    summary = json.loads(ask(url, "SELECT count(token_ids) FROM rollouts").headers["X-ClickHouse-Summary"])
+    assert int(summary["read_rows"]) == 6

@@ -1,0 +1,190 @@
+"""The sink as a process on a real Kafka: killed again and again it loses nothing and writes nothing twice."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.consumers.sink_support import START_US, group, rollout, small_run, topic_of
+from tidemill.consumers.query import ask
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.state_file import STATE_FILE, read_state
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clients import LogReader, RecordProducer
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.records import Tick
+
+DEADLINE_S = 60.0
+KILLS = 5
+ROLLOUTS = 4000
+SINK = """
+import json, logging, sys
+from tidemill.consumers.sink import run
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.schemas.config import KafkaSettings, RunSettings
+logging.basicConfig(level=logging.INFO)
+kafka, sink = json.loads(sys.argv[1])
+run(KafkaSettings(**kafka), RunSettings(), SinkSettings(**sink))
+"""
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+class Sink:
+    """A sink process that can be killed and started again."""
+
+    def __init__(self, kafka: KafkaSettings, options: dict[str, Any]) -> None:
+        self.settings = SinkSettings(**options)
+        self._arguments = json.dumps([kafka.model_dump(), options])
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", SINK, self._arguments], stderr=subprocess.PIPE)
+        wait_for(self._announced)
+
+    def _announced(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.process.stderr.read().decode()
+        state = read_state(self.settings.directory)
+        return state is not None and state.pid == self.process.pid
+
+    def rows(self) -> int:
+        state = read_state(self.settings.directory)
+        assert state is not None
+        return int(httpx.post(state.url, content="SELECT count() FROM rollouts", timeout=30).text)
+
+    def end(self, number: int) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+@pytest.fixture
+def sink(settings: KafkaSettings, tmp_path: Path) -> Iterator[Sink]:
+    options = {"path": str(tmp_path / "engine"), "http_port": 0, "flush_rows": 150, "flush_seconds": 0.2}
+    sink = Sink(settings, options)
+    yield sink
+    if sink.process is not None and sink.process.poll() is None:
+        sink.end(signal.SIGKILL)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def write_run(settings: KafkaSettings) -> None:
+    """Every record type of a small run, then many rollouts with ticks and garbage between them."""
+    names = Names(settings.topic_prefix)
+    with RecordProducer(settings, "test-writer") as producer:
+        for record in small_run():
+            producer.send(topic_of(record), record, key="k")
+        for n in range(ROLLOUTS):
+            producer.send(Topic.ROLLOUTS, rollout(f"r{n}", f"g{n % 50}", versions=(1,) * 16), key=f"g{n % 50}")
+            if n % 20 == 0:
+                producer.send(Topic.ROLLOUTS, Tick("test", START_US + n), key="", partition=n // 20 % 2)
+            if n % 100 == 0:
+                producer.send_bytes(names.of(Topic.ROLLOUTS), b"garbage", key=f"g{n % 50}".encode())
+            if n % 50 == 0:
+                producer.send(Topic.GROUPS, group(f"g{n}", [rollout(f"r{n}", f"g{n}")]), key=f"g{n}")
+
+
+def write_dead_letters(settings: KafkaSettings) -> None:
+    """What group assembly does with the garbage."""
+    names = Names(settings.topic_prefix)
+    with LogReader(settings, [Topic.ROLLOUTS]) as reader, RecordProducer(settings, "test-letters") as producer:
+        for located in reader.read_to_end(DEADLINE_S):
+            if located.record is None:
+                send_dead_letter(producer, names, located, located.error, "tidemill-stream")
+
+
+def ends(settings: KafkaSettings) -> dict[tuple[str, int], int]:
+    """End offsets of everything that the sink reads, by full topic name and partition, where there is a record."""
+    names = Names(settings.topic_prefix)
+    with LogReader(settings, list(CATALOGUE)) as reader:
+        found = {(names.of(topic), partition): end for (topic, partition), end in reader.end_offsets().items() if end}
+    letters = sum(1 for n in range(ROLLOUTS) if n % 100 == 0)
+    return {**found, ("dlq", 0): letters}
+
+
+def stored(sink: SinkSettings) -> dict[tuple[str, int], int]:
+    """Rows by full topic name and partition, dead-letter topics taken together. Checks that no row is there twice."""
+    found: dict[tuple[str, int], int] = {}
+    for topic, partition, n, distinct, last in rows_by_place(sink):
+        assert n == distinct == last + 1, (topic, partition)
+        place = ("dlq", 0) if topic.endswith(".dlq") else (topic, partition)
+        found[place] = found.get(place, 0) + n
+    return found
+
+
+def rows_by_place(sink: SinkSettings) -> list[list[Any]]:
+    tables = ask(sink, "SHOW TABLES").rows
+    parts = [f"SELECT _topic, _partition, _offset FROM {name}" for (name,) in tables if name != "sink_watermarks"]
+    inner = " UNION ALL ".join(parts)
+    grouped = f"SELECT _topic, _partition, count(), uniqExact(_offset), max(_offset) FROM ({inner}) GROUP BY ALL"
+    return ask(sink, grouped).rows
+
+
+def test_killed_again_and_again_it_loses_nothing_and_writes_nothing_twice(settings: KafkaSettings, sink: Sink):
+    write_run(settings)
+    write_dead_letters(settings)
+    kills = 0
+    for kill in range(KILLS):
+        sink.start()
+        wait_for(lambda floor=kill: sink.rows() > floor * ROLLOUTS // (KILLS + 2))
+        kills += sink.end(signal.SIGKILL) == -signal.SIGKILL
+    sink.start()
+    wanted = ends(settings)
+    wait_for(lambda: stored(sink.settings) == wanted)
+    assert sink.end(signal.SIGTERM) == 0
+    assert kills == KILLS
+    assert not (sink.settings.directory / STATE_FILE).exists()
+    assert stored(sink.settings) == wanted
+    letters = ask(sink.settings, "SELECT found_by, count(), any(value) FROM dead_letters GROUP BY 1 ORDER BY 1").rows
+    assert letters == [["tidemill-sink", 40, "garbage"], ["tidemill-stream", 40, "garbage"]]
+    failures = {row[2]: row[3] for row in ask(sink.settings, "failures").rows if row[0] == "dead letter"}
+    assert list(failures.values()) == [40]
+
+
+def test_a_stop_writes_what_has_been_read(settings: KafkaSettings, sink: Sink):
+    write_run(settings)
+    sink.start()
+    wait_for(lambda: sink.rows() > 0)
+    assert sink.end(signal.SIGINT) == 0
+    by_place = {(topic, partition): last + 1 for topic, partition, _, _, last in rows_by_place(sink.settings)}
+    marks = ask(sink.settings, "SELECT _topic, _partition, max(next_offset) FROM sink_watermarks GROUP BY ALL").rows
+    assert by_place == {(topic, partition): next_offset for topic, partition, next_offset in marks}
+
+
+def test_a_missing_topic_and_a_second_sink_are_clear_errors(settings: KafkaSettings, sink: Sink):
+    sink.start()
+    second = subprocess.run(
+        [sys.executable, "-c", SINK, sink._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert second.returncode != 0
+    assert "another process has them open" in second.stderr
+    assert sink.end(signal.SIGTERM) == 0
+    absent = Sink(settings.model_copy(update={"topic_prefix": "absent."}), sink.settings.model_dump(include={"path"}))
+    refused = subprocess.run(
+        [sys.executable, "-c", SINK, absent._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert "create the topics with" in refused.stderr
