@@ -8,9 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import settings
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+
+# How long an example takes says more about what else this machine does than about the code.
+settings.register_profile("tidemill", deadline=None)
+settings.load_profile("tidemill")
 
 EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
 
