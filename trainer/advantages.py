@@ -7,24 +7,16 @@ rewards get exactly zero from every function that has a baseline, whatever the r
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
+
+from tidemill.trainer.choices import AdvantageKind
 
 Rewards = npt.NDArray[np.float64]
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 """Added to the standard deviation, so that a group of nearly equal rewards does not divide by almost nothing."""
-
-
-class AdvantageKind(StrEnum):
-    """Name of a way to turn a group's rewards into advantages."""
-
-    CENTRED = "centred"
-    STANDARDISED = "standardised"
-    LEAVE_ONE_OUT = "leave_one_out"
-    RAW = "raw"
 
 
 class GroupTooSmallError(ValueError):

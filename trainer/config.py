@@ -13,9 +13,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
-from tidemill.trainer.corrections import CorrectionKind
-from tidemill.trainer.divergence import Estimator
-from tidemill.trainer.objectives import OBJECTIVES, ObjectiveName
+from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
 
 
 class CorrectionSettings(Section):
@@ -140,8 +138,7 @@ class TrainerSettings(Section):
 
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
-        recipe = OBJECTIVES[self.objective]
-        if recipe.corrects_itself and self.correction.kind is not CorrectionKind.NONE:
+        if self.objective in CORRECT_THEMSELVES and self.correction.kind is not CorrectionKind.NONE:
             raise ValueError(
                 f"{self.objective} holds its own weight between sampler and trainer: set correction.kind to none"
             )

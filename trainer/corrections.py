@@ -14,21 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-
-class CorrectionKind(StrEnum):
-    """Name of a correction."""
-
-    NONE = "none"
-    TIS = "tis"
-    MIS = "mis"
-    SEQUENCE_TIS = "sequence_tis"
-    SEQUENCE_MIS = "sequence_mis"
-    GEOMETRIC = "geometric"
+from tidemill.trainer.choices import CorrectionKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,11 @@ from the policy under training, so k1 belongs in the reward (detached), and only
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-
-class Estimator(StrEnum):
-    """Name of a KL estimator."""
-
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
+from tidemill.trainer.choices import Estimator
 
 
 def k1(log_ratio: Tensor) -> Tensor:

@@ -13,28 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from tidemill.trainer.advantages import AdvantageKind
+from tidemill.trainer.choices import AdvantageKind, Estimator, ObjectiveName
 from tidemill.trainer.corrections import sequence_lengths, sequence_sum
-from tidemill.trainer.divergence import ESTIMATORS, Estimator
-
-
-class ObjectiveName(StrEnum):
-    """Name of an objective."""
-
-    COMPOSER2 = "composer2"
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    DAPO = "dapo"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    RLOO = "rloo"
-    REINFORCE = "reinforce"
-    DECOUPLED_PPO = "decoupled_ppo"
+from tidemill.trainer.divergence import ESTIMATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +137,6 @@ class Recipe:
     average: Average
     clip_low: float = 0.2
     clip_high: float = 0.2
-    corrects_itself: bool = False
-    """The surrogate holds its own weight between sampler and trainer."""
 
 
 OBJECTIVES: dict[ObjectiveName, Recipe] = {
@@ -169,7 +152,7 @@ OBJECTIVES: dict[ObjectiveName, Recipe] = {
     ),
     ObjectiveName.RLOO: Recipe(AdvantageKind.LEAVE_ONE_OUT, policy_gradient, sequence_total),
     ObjectiveName.REINFORCE: Recipe(AdvantageKind.RAW, policy_gradient, sequence_total),
-    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean, corrects_itself=True),
+    ObjectiveName.DECOUPLED_PPO: Recipe(AdvantageKind.STANDARDISED, decoupled, token_mean),
 }
 """CISPO's upper bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786); it has no lower bound."""
 

@@ -11,8 +11,9 @@ from hypothesis.extra.numpy import arrays
 
 from tidemill.trainer import divergence
 from tidemill.trainer.advantages import ADVANTAGES, AdvantageKind, GroupTooSmallError, penalise
+from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
-from tidemill.trainer.corrections import Bounds, CorrectionKind, correction_weights
+from tidemill.trainer.corrections import Bounds, correction_weights
 from tidemill.trainer.objectives import (
     OBJECTIVES,
     ObjectiveName,
@@ -148,7 +149,7 @@ def golden_gspo() -> tuple[float, list[float]]:
 @pytest.mark.parametrize("name", list(ObjectiveName))
 def test_objective_equals_its_formula(name: ObjectiveName) -> None:
     advantages = ADVANTAGES[OBJECTIVES[name].advantage](REWARDS)
-    weights = np.ones_like(WEIGHTS) if OBJECTIVES[name].corrects_itself else WEIGHTS
+    weights = np.ones_like(WEIGHTS) if name in CORRECT_THEMSELVES else WEIGHTS
     value, gradient = value_and_gradient(name, advantages, weights)
     expected_value, expected_gradient = golden_gspo() if name is ObjectiveName.GSPO else golden(name)
     assert value == pytest.approx(expected_value, rel=1e-6)
@@ -386,7 +387,7 @@ def test_two_corrections_at_once_are_refused() -> None:
     settings = TrainerSettings(
         objective=ObjectiveName.DECOUPLED_PPO, correction=CorrectionSettings(kind=CorrectionKind.NONE)
     )
-    assert OBJECTIVES[settings.objective].corrects_itself
+    assert settings.objective in CORRECT_THEMSELVES
 
 
 def test_hash_covers_the_arithmetic_and_nothing_else() -> None:

@@ -11,9 +11,9 @@ import torch
 
 from tidemill.schemas.records import VersionSpan
 from tidemill.trainer.batch import pack
+from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.corrections import CorrectionKind
-from tidemill.trainer.objectives import OBJECTIVES, ObjectiveName
+from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
 from tidemill.trainer.step import Learner, split
@@ -41,7 +41,7 @@ def groups(make_trainable):
 
 @pytest.mark.parametrize("name", list(ObjectiveName))
 def test_every_objective_raises_the_better_rollout(name: ObjectiveName, tiny_model, make_trainable) -> None:
-    kind = CorrectionKind.NONE if OBJECTIVES[name].corrects_itself else CorrectionKind.TIS
+    kind = CorrectionKind.NONE if name in CORRECT_THEMSELVES else CorrectionKind.TIS
     learner = Learner(tiny_model(), settings_of(objective=name, correction=CorrectionSettings(kind=kind)), None)
     group = make_trainable("a", (1.0, 0.0))
     good, bad = group.rollouts

@@ -1,0 +1,51 @@
+"""The names that a configuration chooses from. Kept apart from the arithmetic, so that reading it imports no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ObjectiveName(StrEnum):
+    """Name of an objective."""
+
+    COMPOSER2 = "composer2"
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    DAPO = "dapo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    RLOO = "rloo"
+    REINFORCE = "reinforce"
+    DECOUPLED_PPO = "decoupled_ppo"
+
+
+class AdvantageKind(StrEnum):
+    """Name of a way to turn a group's rewards into advantages."""
+
+    CENTRED = "centred"
+    STANDARDISED = "standardised"
+    LEAVE_ONE_OUT = "leave_one_out"
+    RAW = "raw"
+
+
+class CorrectionKind(StrEnum):
+    """Name of a correction."""
+
+    NONE = "none"
+    TIS = "tis"
+    MIS = "mis"
+    SEQUENCE_TIS = "sequence_tis"
+    SEQUENCE_MIS = "sequence_mis"
+    GEOMETRIC = "geometric"
+
+
+class Estimator(StrEnum):
+    """Name of a KL estimator."""
+
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
+"""Objectives whose surrogate holds its own weight between sampler and trainer."""
