@@ -12,7 +12,7 @@ import typer
 
 from tidemill.compose.config import load_settings
 from tidemill.compose.stack.errors import StackError
-from tidemill.compose.stack.kafka import LocalStack, StackStatus
+from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
 stack_app = typer.Typer(
     no_args_is_help=True,
@@ -108,6 +108,8 @@ def describe(found: StackStatus) -> str:
     """The status as lines for a person."""
     if not found.nodes:
         return f"no cluster in {found.data_dir}; `tidemill stack up` makes one"
-    head = f"{'ready' if found.ready else 'not ready'} at {found.bootstrap} ({found.data_dir})"
+    stopped = all(node.state is NodeState.STOPPED for node in found.nodes)
+    state = "ready" if found.ready else "stopped" if stopped else "not ready"
+    head = f"{state} at {found.bootstrap} ({found.data_dir})"
     nodes = [f"  broker {n.node_id}: {n.state}, pid {n.pid or '-'}, {n.address}, log {n.log}" for n in found.nodes]
     return "\n".join([head, *nodes])
