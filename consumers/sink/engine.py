@@ -164,7 +164,9 @@ def _quoted(name: str) -> str:
 
 
 def _answer(result: Any, output_format: str) -> Answer:  # noqa: ANN401 - chDB's result type is not exported
-    return Answer(result.bytes(), output_format, result.rows_read(), result.bytes_read(), result.elapsed())
+    return Answer(
+        result.bytes(), output_format, result.storage_rows_read(), result.storage_bytes_read(), result.elapsed()
+    )
 
 
 def _varint(number: int) -> bytes:
