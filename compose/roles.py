@@ -96,10 +96,9 @@ def train(
         midtrain.run(settings.kafka, settings.run, settings.midtrain)
         return
     settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
-    from tidemill.producers.shutdown import stop_on_signals
     from tidemill.trainer.run import run
 
-    run(settings.kafka, settings.run, settings.store, settings.trainer, stop_on_signals())
+    run(settings.kafka, settings.run, settings.store, settings.trainer)
 
 
 def sink(

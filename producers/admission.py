@@ -9,8 +9,9 @@ with `eta` the policy lag allowed and `B` the groups of a step. What holds:
 - a group counts once, whatever order its records come in and however often: the state is a set, rebuilt from the log;
 - a trained group frees its place when the version that it made is *served*, not when it is trained: a group issued in
   between would start on tokens already one version older than the bound assumes;
-- a group that cannot be trained frees its place as soon as it closes. The trainer records exclusions only with its
-  next step, and would wait for ever for a step's worth of groups if the feeder waited for that record;
+- a group that cannot be trained frees its place as soon as that is certain: when it closes without a signal, or when
+  the trainer's version has moved past the staleness bound of its oldest token. The trainer records exclusions only
+  with its next step, and would wait for ever for a step's worth of groups if the feeder waited for that record;
 - with eta = 0 this is the synchronous loop: a step's groups, trained, served, and only then the next ones.
 """
 
@@ -40,6 +41,9 @@ class AdmissionPolicy:
 
     groups_per_step: int
     max_policy_lag: int
+    """The lag that admission keeps to; 0 when synchronous."""
+    stale_lag: int
+    """The lag past which the trainer excludes a group."""
     max_steps: int
     replicas: int
     """Replicas that must serve before anything is issued."""
@@ -71,6 +75,12 @@ def trainable(group: Group, policy: AdmissionPolicy) -> bool:
     if len(rewards) < policy.min_completed:
         return False
     return not policy.skip_no_signal or max(rewards) > min(rewards)
+
+
+def oldest_version(group: Group) -> int:
+    """The weight version of the oldest token of a group's completed members; -1 when none completed."""
+    completed = [m.version_min for m in group.members if m.status is RolloutStatus.COMPLETED]
+    return min(completed, default=-1)
 
 
 class ServedVersions:
@@ -124,7 +134,9 @@ class AdmissionController:
         self._ended: set[str] = set()
         self._unserved: dict[int, set[str]] = {}
         self._steps: set[int] = set()
-        self._closed: set[str] = set()
+        self._closed: dict[str, int] = {}
+        """Closed groups that hold a place, with the version of their oldest token."""
+        self._trainer_version = 0
         self._served = ServedVersions(policy.replica_silence_us)
         self._ready = False
         self._newest_version = -1
@@ -182,7 +194,7 @@ class AdmissionController:
     @property
     def unclosed(self) -> int:
         """Groups that hold a place and have not been seen closed or trained."""
-        return len(self._open.keys() - self._closed - self._trained())
+        return len(self._open.keys() - self._closed.keys() - self._trained())
 
     @property
     def steps(self) -> int:
@@ -218,9 +230,12 @@ class AdmissionController:
     def _observe_group(self, group: Group) -> None:
         if group.closed_by is CloseReason.LATE:
             return
-        self._closed.add(group.group_id)
+        if group.group_id in self._ended:
+            return
+        self._closed[group.group_id] = oldest_version(group)
         if not trainable(group, self._policy):
             self._end(group.group_id)
+        self._end_stale()
 
     def _observe_step(self, step: TrainStep) -> None:
         self._steps.add(step.step)
@@ -229,7 +244,15 @@ class AdmissionController:
             if exclusion.reason not in SECOND_RECORDS:
                 self._end(exclusion.group_id)
         self._unserved[step.version] = {entry.group_id for entry in step.inputs}
+        self._trainer_version = max(self._trainer_version, step.version)
+        self._end_stale()
         self._release()
+
+    def _end_stale(self) -> None:
+        limit = self._trainer_version - self._policy.stale_lag
+        trained = self._trained()
+        for group in [g for g, oldest in self._closed.items() if oldest < limit and g not in trained]:
+            self._end(group)
 
     def _observe_ack(self, ack: WeightAck) -> None:
         self._served.observe(ack)
@@ -244,5 +267,5 @@ class AdmissionController:
 
     def _end(self, group: str) -> None:
         self._open.pop(group, None)
-        self._closed.discard(group)
+        self._closed.pop(group, None)
         self._ended.add(group)

@@ -28,12 +28,6 @@ class FeedSettings(Section):
     overdue_s: float = Field(default=60.0, ge=0)
     """Seconds past its deadline after which a group that never closed stops holding capacity."""
 
-    min_completed: int = Field(default=2, ge=1)
-    """Completed members that a group needs to be trained; the same as the trainer's."""
-
-    skip_no_signal: bool = True
-    """Whether the trainer leaves out groups whose members all have the same reward; the same as the trainer's."""
-
     replicas: int = Field(default=1, ge=1)
     """Replicas that must serve a version before the first task is issued."""
 

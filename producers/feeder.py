@@ -13,7 +13,6 @@ from tidemill.producers.config import FeedSettings
 from tidemill.producers.environment import TaskError
 from tidemill.producers.feeder_state import MICROSECONDS, Decision, FeederState
 from tidemill.producers.registry import environments
-from tidemill.producers.shutdown import stop_on_signals
 from tidemill.producers.task_source import TaskSource
 from tidemill.producers.watchdog import WRITERS, Watchdog
 from tidemill.schemas.catalogue import Topic
@@ -21,6 +20,7 @@ from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Task
+from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.TASKS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)

@@ -31,12 +31,13 @@ def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
     return AdmissionPolicy(
         groups_per_step=run.groups_per_step,
         max_policy_lag=0 if feed.sync else run.max_policy_lag,
+        stale_lag=run.max_policy_lag,
         max_steps=run.max_steps,
         replicas=feed.replicas,
         replica_silence_us=int(feed.replica_silence_s * MICROSECONDS),
         overdue_us=int(feed.overdue_s * MICROSECONDS),
-        min_completed=feed.min_completed,
-        skip_no_signal=feed.skip_no_signal,
+        min_completed=run.min_completed,
+        skip_no_signal=run.skip_no_signal,
     )
 
 

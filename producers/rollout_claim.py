@@ -1,13 +1,13 @@
 """Claim check for rollouts: one too large for the log leaves its bytes in the object store.
 
-What holds: the claimed bytes are the whole rollout, encoded as on the log, so that `load_claim` and `Codec.decode` give
-back the record as it was; their name is their digest, so that a repeated store is the same object.
+What holds: the claimed bytes are the whole rollout, encoded as on the log, so that `schemas.claim.claimed_rollout`
+gives back the record as it was; their name is their digest, so that a repeated store is the same object.
 """
 
 from __future__ import annotations
 
 from tidemill.producers.rollout import with_claim
-from tidemill.schemas.claim import digest, load_claim, store_claim
+from tidemill.schemas.claim import digest, store_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Rollout, Segment
 
@@ -31,16 +31,6 @@ class RolloutClaims:
             return rollout
         payload = self._codec.encode(rollout)
         return with_claim(rollout, store_claim(self._root, digest(payload), payload))
-
-
-def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
-    """The rollout with its segments, fetched when they were claimed. Raises ClaimError, DecodeError."""
-    if rollout.claim is None:
-        return rollout
-    record = codec.decode(load_claim(rollout.claim))
-    if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
-        raise ValueError(f"claim {rollout.claim.uri} holds something else than rollout {rollout.rollout_id}")
-    return record
 
 
 def _segment_bytes(segment: Segment) -> int:

@@ -29,7 +29,6 @@ from tidemill.producers.player import Player
 from tidemill.producers.registry import environments
 from tidemill.producers.replica_client import open_replica_client
 from tidemill.producers.rollout_claim import RolloutClaims
-from tidemill.producers.shutdown import stop_on_signals
 from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clients import GroupMember, Located, RecordProducer
@@ -37,6 +36,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.records import Record, Rollout, RolloutStatus, Task
+from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
 APPLICATION = "tidemill-rollout"

@@ -8,11 +8,16 @@ from __future__ import annotations
 import fsspec
 import xxhash
 
-from tidemill.schemas.records import Claim
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.records import Claim, Rollout
 
 
 class ClaimError(ValueError):
     """Claimed bytes are missing or are not the ones that were stored."""
+
+
+class ForeignClaimError(ValueError):
+    """Claimed bytes are whole, and are not the record that claims them."""
 
 
 def store_claim(root: str, name: str, payload: bytes) -> Claim:
@@ -36,6 +41,20 @@ def load_claim(claim: Claim) -> bytes:
             f"claimed bytes at {claim.uri} are not the ones stored: {len(payload)} of {claim.n_bytes} bytes"
         )
     return payload
+
+
+def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
+    """The rollout with its segments, fetched where they were claimed.
+
+    Raises ClaimError when the bytes are missing or changed, DecodeError when they are no record, ForeignClaimError when
+    they are another one.
+    """
+    if rollout.claim is None:
+        return rollout
+    record = codec.decode(load_claim(rollout.claim))
+    if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
+        raise ForeignClaimError(f"{rollout.claim.uri} does not hold rollout {rollout.rollout_id}")
+    return record
 
 
 def digest(payload: bytes) -> str:

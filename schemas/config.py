@@ -82,3 +82,9 @@ class RunSettings(Section):
 
     max_steps: int = Field(default=60, ge=0)
     """Optimizer steps of the run. 0: evaluation only."""
+
+    min_completed: int = Field(default=2, ge=1)
+    """A group with fewer completed rollouts is not trained."""
+
+    skip_no_signal: bool = True
+    """Leave out groups whose completed rollouts all have the same reward: they have no gradient."""

@@ -106,12 +106,6 @@ class TrainerSettings(Section):
     minibatches: int = Field(default=1, ge=1)
     """Optimizer updates that a batch is split into; all but the first see a policy that has moved since."""
 
-    min_completed: int = Field(default=2, ge=1)
-    """A group with fewer completed members is not trained."""
-
-    skip_no_signal: bool = True
-    """Leave out groups whose completed members all have the same reward."""
-
     row_tokens: int = Field(default=1024, ge=16)
     """Tokens packed into one forward pass; a longer rollout gets a row of its own."""
 

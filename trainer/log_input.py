@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.claim import ClaimError, load_claim
+from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
 from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
@@ -117,15 +117,12 @@ class RolloutLog:
         return self._reader.next_offsets()[Topic.ROLLOUTS, partition]
 
     def _with_segments(self, rollout: Rollout) -> Rollout:
-        if rollout.claim is None:
-            return rollout
         try:
-            record = self._codec.decode(load_claim(rollout.claim))
+            return claimed_rollout(rollout, self._codec)
         except (ClaimError, DecodeError) as error:
             raise MissingRolloutError(f"rollout {rollout.rollout_id}: {error}") from error
-        if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
-            raise InvalidRolloutError(f"{rollout.claim.uri} does not hold rollout {rollout.rollout_id}")
-        return record
+        except ForeignClaimError as error:
+            raise InvalidRolloutError(str(error)) from error
 
 
 class GroupLog:

@@ -47,8 +47,8 @@ def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
         run_id=run.run_id,
         groups_per_step=run.groups_per_step,
         max_policy_lag=run.max_policy_lag,
-        min_completed=settings.min_completed,
-        skip_no_signal=settings.skip_no_signal,
+        min_completed=run.min_completed,
+        skip_no_signal=run.skip_no_signal,
         remembered_groups=settings.remembered_groups,
     )
 

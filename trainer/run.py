@@ -14,6 +14,7 @@ import time
 from tidemill.schemas.clients import RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.records import TrainStep
+from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import Batch, BatchBuilder
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
@@ -29,13 +30,18 @@ REPORTED = ("reward", "success", "loss", "grad_norm", "entropy", "mismatch/k3", 
 
 
 def run(
-    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, trainer: TrainerSettings, stop: threading.Event
+    kafka: KafkaSettings,
+    run: RunSettings,
+    store: StoreSettings,
+    trainer: TrainerSettings,
+    stop: threading.Event | None = None,
 ) -> None:
-    """Train until `stop` is set or step `run.max_steps` is done.
+    """Train until `stop` is set (without one: until SIGINT or SIGTERM) or step `run.max_steps` is done.
 
     Raises FileNotFoundError without a starting checkpoint, HistoryError, ChainError or NotRepeatableError when the log
     does not fit the checkpoint and the settings, DeliveryError or KafkaException when the log fails.
     """
+    stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
     with RecordProducer(kafka, CLIENT) as producer:
         session, builder = open_session(kafka, run, store, trainer, producer, checkpoints)

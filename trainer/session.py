@@ -149,7 +149,12 @@ class Session:
             config_hash=self._config_hash,
             objective=self._settings.objective.value,
             learning_rate=outcome.learning_rate,
-            metrics={**outcome.metrics, **{k: float(n) for k, n in excluded.items()}, "seconds": seconds},
+            metrics={
+                **outcome.metrics,
+                **{k: float(n) for k, n in excluded.items()},
+                "seconds": seconds,
+                "policy_lag_bound": float(self._run.max_policy_lag),
+            },
             lag=outcome.lag,
             rollouts=outcome.rollouts,
             tokens=outcome.tokens,

@@ -13,6 +13,9 @@ from rich.console import Console
 from tidemill.compose.demo.summary import Summary
 from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, settings_from
 
+RECIPE = Path(__file__).with_name("recipe.toml")
+"""The settings of the demonstration where no --config is given."""
+
 
 def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the tasks and the sampling.")] = None,
@@ -40,7 +43,7 @@ def demo(
         feed__sync=sync,
         stream__shuffle_rewards=shuffle_rewards,
     )
-    options = {"config": config, "assignments": assignments, "bootstrap": bootstrap}
+    options = {"config": config or RECIPE, "assignments": assignments, "bootstrap": bootstrap}
     settings = settings_from(options, flags)
     from tidemill.compose.demo.runner import run_demo
 

@@ -185,7 +185,7 @@ class _LinePerStep:
         served = " ".join(f"{name} v{ack.serving_version}" for name, ack in sorted(state.last_ack.items()))
         lag = f"lag max {max(state.lag(), default=0)}"
         line = f"{elapsed_s:6.0f} s  step {now[0]}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
-        self._console.print(line, highlight=False)
+        self._console.print(line, highlight=False, soft_wrap=True)
 
 
 __all__ = ["DemoFailed", "RoleDied", "run_demo"]

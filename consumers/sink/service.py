@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from types import FrameType
+from contextlib import ExitStack
 
 from tidemill.consumers.sink.batch import Batch
 from tidemill.consumers.sink.config import SinkSettings
@@ -22,26 +19,11 @@ from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.clients import LogReader
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set, for as long as the block runs in the main thread."""
-    stop = threading.Event()
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
@@ -54,8 +36,7 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
         PortTaken: the HTTP port cannot be bound.
         LookupError: a topic does not exist, or the log no longer holds the place to go on from.
     """
-    with stop_on_signals() as stop:
-        serve_until(stop, kafka, run, sink)
+    serve_until(stop_on_signals(), kafka, run, sink)
 
 
 def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:

@@ -29,7 +29,7 @@ SECOND = 1_000_000
 
 
 def policy(groups_per_step=2, max_policy_lag=1, max_steps=1000, replicas=1) -> AdmissionPolicy:
-    return AdmissionPolicy(groups_per_step, max_policy_lag, max_steps, replicas, 10 * SECOND, 5 * SECOND)
+    return AdmissionPolicy(groups_per_step, max_policy_lag, 10**6, max_steps, replicas, 10 * SECOND, 5 * SECOND)
 
 
 def task(index, mode=Mode.TRAIN, deadline_at=100 * SECOND) -> Task:
@@ -37,13 +37,13 @@ def task(index, mode=Mode.TRAIN, deadline_at=100 * SECOND) -> Task:
     return Task(name, name, "run", "ledger", "{}", mode, 4, 5, 0, 0, deadline_at, 0)
 
 
-def member(reward) -> GroupMember:
+def member(reward, version=0) -> GroupMember:
     status = RolloutStatus.FAILED if reward is None else RolloutStatus.COMPLETED
-    return GroupMember("r", "rollouts", 0, 0, status, reward, None, None, 1, 0, 0)
+    return GroupMember("r", "rollouts", 0, 0, status, reward, None, None, 1, version, version)
 
 
-def group(index, rewards=(1.0, 0.1), closed_by=CloseReason.SIZE, mode=Mode.TRAIN) -> Group:
-    members = [member(reward) for reward in rewards]
+def group(index, rewards=(1.0, 0.1), closed_by=CloseReason.SIZE, mode=Mode.TRAIN, version=0) -> Group:
+    members = [member(reward, version) for reward in rewards]
     name = f"run/{mode}/{index}"
     return Group(name, name, "run", "ledger", mode, closed_by, len(members), members, 0.0, 0, 0, False)
 
@@ -114,6 +114,22 @@ def test_excluded_groups_free_their_place_at_once_and_stragglers_free_none():
         made.observe(task(i))
     excluded = [("run/train/2", "stale"), ("run/train/3", "late"), ("run/train/1", "duplicate"), ("run/eval/0", "eval")]
     assert made.observe(step(1, trained=[0, 1], excluded=excluded)) == 1
+
+
+@pytest.mark.parametrize("step_first", [True, False])
+def test_a_group_that_the_trainer_will_find_stale_frees_its_place_before_that_is_recorded(step_first):
+    made = AdmissionController(replace(policy(), stale_lag=1))
+    made.observe(ack(0))
+    for i in range(4):
+        made.observe(task(i))
+    records = [group(2, version=0), group(3, version=1)]
+    steps = [step(1, trained=[0]), step(2, trained=[1])]
+    for record in [*steps, *records] if step_first else [*records, *steps]:
+        made.observe(record)
+    assert made.untrained == 1
+    assert made.observe(ack(2, at=1)) == 3
+    made.observe(step(3, excluded=[("run/train/2", "stale"), ("run/train/3", "stale")]))
+    assert made.outstanding == 0
 
 
 def test_evaluation_holds_no_place():

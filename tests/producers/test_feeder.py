@@ -52,11 +52,13 @@ FEED = FeedSettings(
 
 
 def closed(task: Task, reason=CloseReason.SIZE) -> Group:
+    name, version = task.group_id, task.issued_version
     members = [
-        GroupMember(f"{task.group_id}/{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, 1.0 * i, i - 0.5, True, 5, 0, 0)
+        GroupMember(
+            f"{name}/{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, 1.0 * i, i - 0.5, True, 5, version, version
+        )
         for i in range(2)
     ]
-    name = task.group_id
     return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, 0, 0, False)
 
 

@@ -24,10 +24,10 @@ from tidemill.producers.offsets import OffsetTracker
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.player import EXPIRED, Player
 from tidemill.producers.replica_client import open_replica_client
-from tidemill.producers.rollout_claim import claimed_rollout
 from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.claim import claimed_rollout
 from tidemill.schemas.clients import DeliveryError, Located, LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec

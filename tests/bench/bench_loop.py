@@ -1,0 +1,134 @@
+"""Figures of the whole loop, from real runs of `tidemill demo`: learning, its control, policy lag, overlap.
+
+Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line a
+figure, with everything needed beside it: seeds, learning rate, control, rollouts behind a rate.
+
+    python tests/bench/bench_loop.py learning --seeds 0 1 2
+    python tests/bench/bench_loop.py control --seeds 0
+    python tests/bench/bench_loop.py overlap --steps 20
+    python tests/bench/bench_loop.py lag --steps 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tidemill.consumers.query import ask
+from tidemill.consumers.sink.config import SinkSettings
+
+Summary = dict[str, Any]
+
+KEPT = (
+    "seed", "rewards_shuffled", "learning_rate", "held_out_before", "held_out_after", "held_out_rollouts", "versions",
+    "max_policy_lag", "policy_lag_bound", "policy_lag_tokens", "rollouts_spanning_versions", "rollouts_trained",
+    "pause_ms", "decode_step_ms", "step_to_served_s", "delta_bytes", "delta_density", "refusals", "fingerprints_equal",
+    "loop_seconds", "seconds",
+)  # fmt: skip
+
+
+def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
+    """Run one demonstration; its summary."""
+    output = data_dir / f"{name}.json"
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
+    with (data_dir / f"{name}.log").open("wb") as log:
+        subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
+    return json.loads(output.read_text("utf-8"))
+
+
+def figure(name: str, **values: object) -> None:
+    """Print one figure."""
+    print(json.dumps({"figure": name, **values}), flush=True)
+
+
+def kept(summary: Summary) -> Summary:
+    """What a figure shows of a summary."""
+    return {key: summary[key] for key in KEPT}
+
+
+def learning(options: argparse.Namespace) -> None:
+    """Held-out success before and after, by seed."""
+    summaries = [run(options, f"seed-{seed}", seed) for seed in options.seeds]
+    for summary in summaries:
+        figure("held_out_success", **kept(summary))
+    rates = {key: [s[key] for s in summaries] for key in ("held_out_before", "held_out_after", "loop_seconds")}
+    figure("held_out_success_by_seed", seeds=len(summaries), **rates)
+
+
+def control(options: argparse.Namespace) -> None:
+    """The same run with rewards permuted within each group."""
+    for seed in options.seeds:
+        figure("shuffled_control", **kept(run(options, f"shuffled-{seed}", seed, "--shuffle-rewards")))
+
+
+def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> Summary:
+    """One run with the shared options."""
+    steps = [] if options.steps is None else ["--steps", str(options.steps)]
+    return demo(options.data_dir, name, "--seed", str(seed), *steps, *arguments)
+
+
+def overlap(options: argparse.Namespace) -> None:
+    """Trainer-busy time with samplers busy, and samples per second, asynchronous against synchronous."""
+    rates = {}
+    for mode in ("async", "sync"):
+        summary = run(options, mode, options.seeds[0], f"--{mode}")
+        shared = query(summary, "overlap")
+        rates[mode] = summary["rollouts_trained"] / training_seconds(summary)
+        figure("overlap", mode=mode, **shared, samples_per_s=round(rates[mode], 2), steps=summary["versions"])
+    figure("samples_per_s_async_over_sync", ratio=round(rates["async"] / rates["sync"], 3))
+
+
+def query(summary: Summary, sql: str) -> dict[str, Any]:
+    """The first row of a query on a run's tables."""
+    answer = ask(SinkSettings(path=str(Path(summary["data_dir"]) / "clickhouse")), sql)
+    return dict(zip(answer.columns, answer.rows[0], strict=True))
+
+
+TRAINING_SECONDS = """
+SELECT (max(toUnixTimestamp64Micro(finished_at)) - (
+    SELECT min(toUnixTimestamp64Micro(started_at)) FROM rollouts WHERE mode = 'train')) / 1e6 AS seconds
+FROM train_steps
+"""
+
+
+def training_seconds(summary: Summary) -> float:
+    """From the first training rollout's start to the last step's end."""
+    return float(query(summary, TRAINING_SECONDS)["seconds"])
+
+
+def lag(options: argparse.Namespace) -> None:
+    """The policy-lag histogram with the trainer as it is, held back, and with a wider bound."""
+    variants = {
+        "as_is": [],
+        "trainer_slowed": ["--set", "trainer.min_step_seconds=8"],
+        "half_the_batch": ["--set", "run.groups_per_step=4"],
+        "bound_1": ["--set", "run.max_policy_lag=1"],
+    }
+    for name, arguments in variants.items():
+        summary = run(options, name, options.seeds[0], *arguments)
+        tokens = {int(k): v for k, v in summary["policy_lag_tokens"].items()}
+        total = sum(tokens.values())
+        shares = {k: round(v / total, 4) for k, v in sorted(tokens.items())}
+        figure("policy_lag", variant=name, bound=summary["policy_lag_bound"], max=max(tokens), shares=shares)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = {"learning": learning, "control": control, "overlap": overlap, "lag": lag}
+    parser.add_argument("figure", choices=what)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-bench")
+    options = parser.parse_args()
+    options.data_dir.mkdir(parents=True, exist_ok=True)
+    what[options.figure](options)
+
+
+if __name__ == "__main__":
+    main()
