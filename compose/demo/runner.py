@@ -7,6 +7,8 @@ needs passes through it.
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,6 +58,8 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     """Run the loop to its end and return what it showed. Raises DemoFailed, RoleDied, MissingTool."""
     if not settings.kafka.bootstrap:
         require_tools()
+    # The broker is detached from this process, so that ending without unwinding would leave it behind.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
     plan = DemoPlan.of(settings)
     with _log(settings, plan, console) as located, Supervisor(plan.directory / "logs") as supervisor:
