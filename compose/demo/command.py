@@ -20,6 +20,10 @@ RECIPE = Path(__file__).with_name("recipe.toml")
 def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the tasks and the sampling.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face causal model to start from; default: one made from nothing."),
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM replicas.")] = None,
     sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,
     shuffle_rewards: Annotated[
@@ -38,6 +42,7 @@ def demo(
     flags = given(
         run__seed=seed,
         run__max_steps=steps,
+        demo__model=model,
         demo__replicas=replicas,
         demo__data_dir=data_dir,
         feed__sync=sync,

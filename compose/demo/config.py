@@ -15,6 +15,9 @@ class DemoSettings(Section):
     data_dir: Path = Path("data/demo")
     """Each demonstration keeps its log, store, tables and role logs in a directory of its own below this one."""
 
+    model: str = ""
+    """Directory of a Hugging Face causal model to start from. Empty: mid-train a tiny one from nothing."""
+
     replicas: int = Field(default=1, ge=1)
     """vLLM replicas to run."""
 

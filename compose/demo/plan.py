@@ -49,8 +49,9 @@ class DemoPlan:
 
     @property
     def model_directory(self) -> Path:
-        """Where mid-training leaves the starting checkpoint."""
-        return self.directory / "model"
+        """The starting checkpoint: the configured one, or where mid-training leaves it."""
+        given = self.settings.demo.model
+        return Path(given).absolute() if given else self.directory / "model"
 
     @property
     def replica_urls(self) -> list[str]:

@@ -99,7 +99,8 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     create_topics(plan.settings.kafka)
     plan.write_config()
     supervisor.start("sink", plan.arguments("sink"))
-    _midtrain(plan, supervisor, console)
+    if not plan.settings.demo.model:
+        _midtrain(plan, supervisor, console)
     with LogReader(plan.settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
         watch = _Watch(reader, LoopState(plan.settings.run.run_id), time.monotonic())
         for name, arguments in plan.loop_roles():

@@ -55,7 +55,7 @@ def learning(options: argparse.Namespace) -> None:
     """Held-out success before and after, by seed."""
     summaries = [run(options, f"seed-{seed}", seed) for seed in options.seeds]
     for summary in summaries:
-        figure("held_out_success", **kept(summary))
+        figure("held_out_success", **kept(summary), **query(summary, PROCESSES))
     rates = {key: [s[key] for s in summaries] for key in ("held_out_before", "held_out_after", "loop_seconds")}
     figure("held_out_success_by_seed", seeds=len(summaries), **rates)
 
@@ -69,7 +69,8 @@ def control(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> Summary:
     """One run with the shared options."""
     steps = [] if options.steps is None else ["--steps", str(options.steps)]
-    return demo(options.data_dir, name, "--seed", str(seed), *steps, *arguments)
+    model = [] if options.model is None else ["--model", str(options.model)]
+    return demo(options.data_dir, name, "--seed", str(seed), *steps, *model, *arguments)
 
 
 def overlap(options: argparse.Namespace) -> None:
@@ -88,6 +89,12 @@ def query(summary: Summary, sql: str) -> dict[str, Any]:
     answer = ask(SinkSettings(path=str(Path(summary["data_dir"]) / "clickhouse")), sql)
     return dict(zip(answer.columns, answer.rows[0], strict=True))
 
+
+PROCESSES = """
+SELECT countDistinct(replica_id) AS replicas, countDistinct(replica_id, pid, incarnation) AS replica_processes,
+    countIf(status = 'proved') AS proofs, countIf(fingerprint != expected_fingerprint) AS unequal
+FROM weights_acks
+"""
 
 TRAINING_SECONDS = """
 SELECT (max(toUnixTimestamp64Micro(finished_at)) - (
@@ -124,6 +131,7 @@ def main() -> None:
     parser.add_argument("figure", choices=what)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--model", type=Path, help="start from this checkpoint instead of mid-training one")
     parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-bench")
     options = parser.parse_args()
     options.data_dir.mkdir(parents=True, exist_ok=True)
