@@ -14,8 +14,8 @@ from tidemill.producers.ledger.clerk import Clerk
 from tidemill.producers.ledger.corpus import documents
 from tidemill.producers.ledger.tasks import LedgerOptions
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import Document
 
 _CLIENT = "tidemill-documents"

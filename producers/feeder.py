@@ -16,9 +16,11 @@ from tidemill.producers.registry import environments
 from tidemill.producers.task_source import TaskSource
 from tidemill.producers.watchdog import WRITERS, Watchdog
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Task
 from tidemill.schemas.shutdown import stop_on_signals
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.producers.offsets import Partition
-from tidemill.schemas.clients import GroupMember, Located
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.located import Located
 
 LOG = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -43,7 +44,7 @@ class Taken:
 class Intake:
     """One member's way to the tasks."""
 
-    def __init__(self, member: GroupMember) -> None:
+    def __init__(self, member: GroupConsumer) -> None:
         self._member = member
         self._paused = False
         self._polled_at = time.monotonic()

@@ -9,8 +9,8 @@ import fsspec
 from tokenizers import Tokenizer
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest
 
 LOG = logging.getLogger(__name__)

@@ -31,10 +31,12 @@ from tidemill.producers.replica_client import open_replica_client
 from tidemill.producers.rollout_claim import RolloutClaims
 from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import GroupMember, Located, RecordProducer
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import Record, Rollout, RolloutStatus, Task
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -191,7 +193,7 @@ def run(
         producer = cleanup.enter_context(RecordProducer(kafka, APPLICATION))
         outbox = Outbox(producer, Topic.ROLLOUTS, _claims(kafka, run, store, rollout))
         cleanup.callback(outbox.close)
-        member = GroupMember(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+        member = GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
         cleanup.callback(member.close)
         asyncio.run(_serve(run, rollout, Names(kafka.topic_prefix), tokenizer_uri, outbox, Intake(member), stop))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tidemill.schemas.catalogue import Names
-from tidemill.schemas.clients import Located, RecordProducer
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
 
 HEADER_TOPIC = "tidemill-source-topic"
 HEADER_PARTITION = "tidemill-source-partition"

@@ -28,11 +28,12 @@ from yarl import URL
 
 from tidemill.schemas.admin import admin_client
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import MAX_RECORD_BYTES, Located
+from tidemill.schemas.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import dead_letter_headers
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import Group, Tick
 from tidemill.streams import group_state
 from tidemill.streams.config import StreamSettings

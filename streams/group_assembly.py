@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Rollout, RolloutStatus, Tick
 from tidemill.streams import group_state
 from tidemill.streams.group_state import DoneGroup, GroupHeader, Head, Member, OpenGroup, State

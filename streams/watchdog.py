@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from tidemill.schemas.clients import consumer_settings
+from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.config import KafkaSettings
 
 CHECKS_PER_TIMEOUT = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
     try:
         yield Kafka(stack.up(print).bootstrap)
     finally:
+        # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
+        gc.collect()
         stack.down(print)
 
 

@@ -16,8 +16,9 @@ import xxhash
 from tidemill.kernels.delta import StreamWriter, TensorChange, encode_tensor
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Position, RecordProducer
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.located import Position
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import DeltaChunk, ShardPosition
 
 CHUNK_BYTES = (1 << 20) - 4096

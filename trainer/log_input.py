@@ -15,10 +15,12 @@ from typing import Self
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
-from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Group, GroupMember, Rollout, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion

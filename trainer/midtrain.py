@@ -21,9 +21,11 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Document
 from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.midtrain_config import MidtrainSettings

@@ -17,9 +17,10 @@ from pathlib import Path
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
 from tidemill.trainer.anchor import anchor_uri, write_anchor
 from tidemill.trainer.delta_shard import DeltaShard

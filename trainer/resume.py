@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import TrainStep
 from tidemill.trainer.batch_builder import BatchBuilder, Rules
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore

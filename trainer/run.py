@@ -11,8 +11,8 @@ import logging
 import threading
 import time
 
-from tidemill.schemas.clients import RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import Batch, BatchBuilder

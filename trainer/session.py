@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import Rollout, Staleness, TrainStep
 from tidemill.trainer.batch_builder import Batch, Progress
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore

@@ -28,7 +28,7 @@ from tidemill.compose.processes import RoleDied, Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.schemas.admin import create_topics, wait_for_broker
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader
+from tidemill.schemas.reader import LogReader
 
 WATCHED = (Topic.TASKS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
 REFRESH_S = 0.25

@@ -15,7 +15,7 @@ from typing import Protocol
 import xxhash
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
 
 Place = tuple[int, int]

@@ -17,8 +17,8 @@ from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import ReplicaState, Resync
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest
 
 logger = logging.getLogger(__name__)

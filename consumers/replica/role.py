@@ -25,9 +25,11 @@ from tidemill.consumers.replica.server import bind
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest, WeightAck
 
 logger = logging.getLogger(__name__)

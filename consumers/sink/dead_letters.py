@@ -11,7 +11,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message,
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.consumers.sink.writer import Place
 from tidemill.schemas.catalogue import CATALOGUE, Names
-from tidemill.schemas.clients import METADATA_TIMEOUT_S, TRANSIENT, consumer_settings
+from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, TRANSIENT, consumer_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import (
     HEADER_APPLICATION,

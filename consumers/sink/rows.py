@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Names
-from tidemill.schemas.clients import Located
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"

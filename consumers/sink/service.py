@@ -17,8 +17,8 @@ from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
-from tidemill.schemas.clients import LogReader
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)

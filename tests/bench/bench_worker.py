@@ -27,9 +27,10 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.harness import END, MARKERS, TOOL
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
 TURNS = 5

@@ -27,9 +27,9 @@ from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located, Position
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.located import Located, Position
 from tidemill.schemas.records import Anchor, Manifest, Record
 from tidemill.trainer.anchor import write_anchor
 from tidemill.trainer.delta_shard import DeltaShard

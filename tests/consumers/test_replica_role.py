@@ -15,8 +15,9 @@ import pytest
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import AckStatus
 from tidemill.trainer.publish import VersionMark, WeightPublisher
 

@@ -20,9 +20,10 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import STATE_FILE, read_state
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Tick
 
 DEADLINE_S = 60.0

@@ -20,8 +20,8 @@ from tidemill.consumers.sink.rows import DeadLetter, row_of
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Progress, TableMismatch, Writer, insert_token
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.clients import Located
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import Document, Rollout
 
 PLACES = count()

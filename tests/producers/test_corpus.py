@@ -16,8 +16,8 @@ from tidemill.producers.ledger.corpus import render
 from tidemill.producers.ledger.tasks import draw, split_of
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
 LEDGER_OF_FOUR = Ledger((5, 8, -3, 14))

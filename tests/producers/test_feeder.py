@@ -20,9 +20,10 @@ from tidemill.producers.task_source import TaskSource
 from tidemill.producers.watchdog import Watchdog
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import (
     AckStatus,
     CloseReason,

@@ -28,10 +28,12 @@ from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import claimed_rollout
-from tidemill.schemas.clients import DeliveryError, Located, LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, Mode, Rollout, RolloutStatus, Task, Tick
 
 RUN = RunSettings(run_id="run")

@@ -9,9 +9,12 @@ import pytest
 
 from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.clients import DeliveryError, GroupMember, Located, LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, send_dead_letter
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Document
 
 DEADLINE_S = 30.0
@@ -135,7 +138,7 @@ def test_a_group_member_goes_on_from_what_was_committed(settings: KafkaSettings)
 
 
 def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
-    member = GroupMember(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
+    member = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
     found: list[Located] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill.schemas.clients import Located
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import Group
 from tidemill.streams import group_state
 from tidemill.streams.group_assembly import AssemblyRules, GroupAssembler, Rejected

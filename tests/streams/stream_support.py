@@ -18,9 +18,10 @@ from confluent_kafka import KafkaException
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located, LogReader
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
 
 RUN_ID = "run"

@@ -15,8 +15,10 @@ import pytest
 from stream_support import StreamProcess, fresh_topics, read_groups, rollout, stream_process
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import Located, LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Group, Rollout
 
 GROUPS = 1000

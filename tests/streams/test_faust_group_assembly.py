@@ -19,10 +19,11 @@ from stream_support import (
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Tick
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported, run
@@ -54,7 +55,7 @@ def dead_letters(settings: KafkaSettings, count: int) -> list[tuple[bytes | None
     """Value and headers of the first `count` records of the rollouts' dead-letter topic."""
     from confluent_kafka import Consumer, TopicPartition
 
-    from tidemill.schemas.clients import consumer_settings
+    from tidemill.schemas.reader import consumer_settings
 
     topic = Names(settings.topic_prefix).dead_letter(Topic.ROLLOUTS)
     consumer = Consumer(consumer_settings(settings, "test", "test"))

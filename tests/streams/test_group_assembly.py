@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory_log import Killed, MemoryLog, run_worker
 from stream_support import CODEC, RUN_ID, located, rollout
 
-from tidemill.schemas.clients import Located
+from tidemill.schemas.located import Located
 from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
 from tidemill.streams import group_state
 from tidemill.streams.group_assembly import AssemblyRules, GroupAssembler, Output, Rejected

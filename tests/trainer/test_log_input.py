@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
-from tidemill.schemas.clients import Located, LogReader, Position, RecordProducer, consumer_settings
+from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Located, Position
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, StepInput, TrainStep
 from tidemill.trainer.batch_builder import Batch, BatchBuilder, Progress, Rules
 from tidemill.trainer.groups import TrainableGroup

@@ -15,8 +15,8 @@ from tidemill.producers.corpus import run as write_corpus
 from tidemill.producers.corpus_config import CorpusSettings
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.clients import RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.producer import RecordProducer
 from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.midtrain import learning_rate, loss_of, midtrain, read_corpus, run
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings

@@ -11,8 +11,9 @@ import xxhash
 from tidemill.kernels.delta import Verdict, apply_block, decode_delta, guard
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import DeltaChunk
 from tidemill.trainer.anchor import read_anchor
 from tidemill.trainer.delta_shard import CHUNK_BYTES, DeltaShard

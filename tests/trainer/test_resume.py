@@ -8,8 +8,9 @@ import pytest
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clients import LogReader, RecordProducer
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest, Staleness, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointStore

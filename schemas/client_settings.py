@@ -1,0 +1,70 @@
+"""librdkafka settings of every producer and consumer, and which of its errors pass by themselves.
+
+Every producer is idempotent, non-transactional, acks=all, and partitions keys as Java and Faust do (murmur2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+
+from tidemill.schemas.config import KafkaSettings
+
+MAX_RECORD_BYTES = 1_048_576
+DELIVERY_TIMEOUT_MS = 120_000
+METADATA_TIMEOUT_S = 20.0
+RETRY_S = 0.05
+TRANSIENT = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
+        KafkaError.NETWORK_EXCEPTION,
+        KafkaError._TRANSPORT,
+        KafkaError._TIMED_OUT,
+        KafkaError._PARTITION_EOF,
+    }
+)
+"""Errors that librdkafka outlives by itself; its `retriable` flag is set for transactional calls alone."""
+
+
+def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
+    """librdkafka settings of every producer of Tidemill."""
+    return {
+        "bootstrap.servers": kafka.address(),
+        "client.id": client_id,
+        "enable.idempotence": True,
+        "acks": "all",
+        "partitioner": "murmur2_random",
+        "compression.type": "lz4",
+        "linger.ms": 5,
+        "message.max.bytes": MAX_RECORD_BYTES + 65_536,
+        "delivery.timeout.ms": DELIVERY_TIMEOUT_MS,
+        **kafka.client_options,
+    }
+
+
+def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> dict[str, Any]:
+    """librdkafka settings of every consumer of Tidemill."""
+    return {
+        "bootstrap.servers": kafka.address(),
+        "client.id": client_id,
+        "group.id": group_id,
+        "enable.auto.commit": False,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "fetch.wait.max.ms": 20,
+        "fetch.queue.backoff.ms": 50,
+        "queued.max.messages.kbytes": 65_536,
+        "partition.assignment.strategy": "cooperative-sticky",
+        "session.timeout.ms": 10_000,
+        "heartbeat.interval.ms": 3_000,
+        **kafka.client_options,
+    }
+
+
+def raise_lasting(error: KafkaError) -> None:
+    """Raise a client error that librdkafka does not outlive by itself, as KafkaException."""
+    if error.code() not in TRANSIENT:
+        raise KafkaException(error)

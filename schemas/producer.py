@@ -1,0 +1,123 @@
+"""Writing records to the log: what was sent is acknowledged by the log, or an error is raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from confluent_kafka import KafkaError, Message, Producer
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Position
+from tidemill.schemas.records import Record
+
+
+class DeliveryError(RuntimeError):
+    """The log did not acknowledge a record."""
+
+
+class RecordProducer:
+    """Writes records. `send` queues, `send_acked` waits; a failed delivery is raised at the next call."""
+
+    def __init__(self, kafka: KafkaSettings, client_id: str, codec: Codec | None = None) -> None:
+        self._names = Names(kafka.topic_prefix)
+        self._codec = codec or Codec(kafka.registry_url)
+        self._producer = Producer(producer_settings(kafka, client_id))
+        self._failure: KafkaError | None = None
+
+    def send(
+        self,
+        topic: Topic,
+        record: Record,
+        *,
+        key: str,
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+        headers: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Queue one record. Raises ValueError when it does not fit its schema, DeliveryError for an earlier failure."""
+        self.send_bytes(
+            self._names.of(topic),
+            self._codec.encode(record),
+            key=key.encode(),
+            partition=partition,
+            timestamp_ms=timestamp_ms,
+            headers=headers,
+        )
+
+    def send_bytes(
+        self,
+        full_topic: str,
+        value: bytes | None,
+        *,
+        key: bytes | None,
+        partition: int | None = None,
+        timestamp_ms: int | None = None,
+        headers: Mapping[str, bytes] | None = None,
+        on_delivery: Any = None,  # noqa: ANN401 - librdkafka's callback
+    ) -> None:
+        """Queue raw bytes under a full topic name; waits while the local queue is full."""
+        self._raise_failure()
+        arguments: dict[str, Any] = {"key": key, "on_delivery": on_delivery or self._delivered}
+        if partition is not None:
+            arguments["partition"] = partition
+        if timestamp_ms is not None:
+            arguments["timestamp"] = timestamp_ms
+        if headers:
+            arguments["headers"] = list(headers.items())
+        while True:
+            try:
+                self._producer.produce(full_topic, value, **arguments)
+                break
+            except BufferError:
+                self._producer.poll(0.1)
+        self._producer.poll(0)
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """Write (key, record) pairs and wait for the log: their positions, in order. Raises DeliveryError."""
+        positions: list[Position | None] = [None] * len(records)
+
+        def delivered(place: int) -> Any:  # noqa: ANN401 - librdkafka's callback
+            def callback(error: KafkaError | None, message: Message) -> None:
+                self._delivered(error, message)
+                if error is None:
+                    positions[place] = Position(topic, message.partition() or 0, message.offset() or 0)
+
+            return callback
+
+        for place, (key, record) in enumerate(records):
+            value = self._codec.encode(record)
+            self.send_bytes(self._names.of(topic), value, key=key.encode(), on_delivery=delivered(place))
+        self.flush()
+        acknowledged = [position for position in positions if position is not None]
+        if len(acknowledged) != len(records):
+            raise DeliveryError(
+                f"{topic}: {len(records) - len(acknowledged)} of {len(records)} records not acknowledged"
+            )
+        return acknowledged
+
+    def flush(self, timeout_s: float = DELIVERY_TIMEOUT_MS / 1000) -> None:
+        """Wait until the log has acknowledged everything. Raises DeliveryError."""
+        left = self._producer.flush(timeout_s)
+        self._raise_failure()
+        if left:
+            raise DeliveryError(f"{left} records not acknowledged within {timeout_s:g} s")
+
+    def _delivered(self, error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise DeliveryError(f"the log refused a record: {failure}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+        if kind is None:
+            self.flush()
