@@ -12,6 +12,8 @@ with `eta` the policy lag allowed and `B` the groups of a step. What holds:
 - a group that cannot be trained frees its place as soon as that is certain: when it closes without a signal, or when
   the trainer's version has moved past the staleness bound of its oldest token. The trainer records exclusions only
   with its next step, and would wait for ever for a step's worth of groups if the feeder waited for that record;
+- what only the trainer can find out (a rollout that the log no longer holds, say) cannot wedge the run: when every
+  outstanding group has closed and no step comes of them, one step's worth of spare places is lent until the next step;
 - with eta = 0 this is the synchronous loop: a step's groups, trained, served, and only then the next ones.
 """
 
@@ -137,6 +139,8 @@ class AdmissionController:
         self._closed: dict[str, int] = {}
         """Closed groups that hold a place, with the version of their oldest token."""
         self._trainer_version = 0
+        self._moved_at = 0
+        self._spare = 0
         self._served = ServedVersions(policy.replica_silence_us)
         self._ready = False
         self._newest_version = -1
@@ -169,11 +173,12 @@ class AdmissionController:
             self._end(group)
         silent = self._served.drop_silent(now_us)
         self._release()
+        self._lend(now_us)
         return Expired(tuple(overdue), tuple(silent))
 
     def capacity(self) -> int:
         """Training tasks that may be issued now."""
-        free = self._policy.places - len(self._open)
+        free = self._policy.places + self._spare - len(self._open)
         return max(0, min(free, self._needed())) if self.ready else 0
 
     @property
@@ -218,7 +223,7 @@ class AdmissionController:
 
     def _needed(self) -> int:
         missing = (self._policy.max_steps - self.steps) * self._policy.groups_per_step
-        return missing - self.untrained
+        return missing + self._spare - self.untrained
 
     def _trained(self) -> set[str]:
         return set().union(*self._unserved.values())
@@ -233,12 +238,15 @@ class AdmissionController:
         if group.group_id in self._ended:
             return
         self._closed[group.group_id] = oldest_version(group)
+        self._moved_at = max(self._moved_at, group.closed_at)
         if not trainable(group, self._policy):
             self._end(group.group_id)
         self._end_stale()
 
     def _observe_step(self, step: TrainStep) -> None:
         self._steps.add(step.step)
+        self._moved_at = max(self._moved_at, step.finished_at)
+        self._spare = 0
         self._newest_version = max(self._newest_version, step.version)
         for exclusion in step.exclusions:
             if exclusion.reason not in SECOND_RECORDS:
@@ -258,6 +266,11 @@ class AdmissionController:
         self._served.observe(ack)
         self._ready = self._ready or self._served.replicas >= self._policy.replicas
         self._release()
+
+    def _lend(self, now_us: int) -> None:
+        starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
+        if starved and self.capacity() == 0 and now_us - self._moved_at > self._policy.overdue_us:
+            self._spare = self._policy.groups_per_step
 
     def _release(self) -> None:
         served = self.served_version

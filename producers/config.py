@@ -26,7 +26,8 @@ class FeedSettings(Section):
     """Seconds of event time from a training task's issue until its group closes with what has arrived."""
 
     overdue_s: float = Field(default=60.0, ge=0)
-    """Seconds past its deadline after which a group that never closed stops holding capacity."""
+    """Seconds past its deadline after which a group that never closed stops holding capacity; also the time without a
+    step, with every outstanding group closed, after which one step's worth of further tasks may be issued."""
 
     replicas: int = Field(default=1, ge=1)
     """Replicas that must serve a version before the first task is issued."""

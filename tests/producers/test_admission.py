@@ -132,6 +132,24 @@ def test_a_group_that_the_trainer_will_find_stale_frees_its_place_before_that_is
     assert made.outstanding == 0
 
 
+def test_groups_that_the_trainer_could_not_use_do_not_wedge_the_run():
+    made = controller()
+    for i in range(4):
+        made.observe(task(i))
+        made.observe(group(i))
+    made.expire(4 * SECOND)
+    assert made.capacity() == 0
+    made.expire(6 * SECOND)
+    assert made.capacity() == 2
+    made.observe(task(4))
+    made.observe(task(5))
+    made.expire(60 * SECOND)
+    assert made.capacity() == 0
+    missing = [(f"run/train/{i}", "missing_rollout") for i in range(3)]
+    assert made.observe(step(1, trained=[3, 4], excluded=missing)) == 1
+    assert made.observe(ack(1, at=1)) == 3
+
+
 def test_evaluation_holds_no_place():
     made = controller()
     assert made.observe(task(0, Mode.EVAL)) == 4

@@ -60,7 +60,8 @@ def closed(task: Task, reason=CloseReason.SIZE) -> Group:
         )
         for i in range(2)
     ]
-    return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, 0, 0, False)
+    at = task.issued_at
+    return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, at, at, False)
 
 
 def step(number, groups) -> TrainStep:
