@@ -57,6 +57,12 @@ class OptimizerSettings(Section):
     learning_rate: float = Field(default=1e-4, gt=0)
     """Step size after the warm-up."""
 
+    decay_steps: int = Field(default=0, ge=0)
+    """Optimizer step by which the learning rate has fallen linearly to its final share; it stays there. 0: no decay."""
+
+    final_learning_rate: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate after the decay, as a share of `learning_rate`."""
+
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
 

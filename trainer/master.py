@@ -34,9 +34,11 @@ class MasterWeights:
         self._round()
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of step `step` (the first is 1), after linear warm-up."""
-        warmup = self._settings.warmup_steps
-        return self._settings.learning_rate * (min(1.0, step / warmup) if warmup else 1.0)
+        """The learning rate of step `step` (the first is 1): linear warm-up, then linear decay to the final share."""
+        settings = self._settings
+        rise = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
+        fallen = min(1.0, (step - 1) / settings.decay_steps) if settings.decay_steps else 0.0
+        return settings.learning_rate * rise * (1.0 - fallen * (1.0 - settings.final_learning_rate))
 
     def update(self, learning_rate: float) -> float:
         """Apply the gradients of the model's parameters, clear them, round; the gradient norm before clipping."""

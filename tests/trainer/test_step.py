@@ -13,6 +13,7 @@ from tidemill.schemas.records import VersionSpan
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
@@ -234,3 +235,10 @@ def test_two_processes_get_the_same_weights_bit_for_bit(tiny_model, make_trainab
     assert train_three_steps(tiny_model, make_trainable) == other.stdout.strip()
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == 1
+
+
+def test_the_learning_rate_rises_then_falls_to_its_final_share_and_stays_there():
+    settings = OptimizerSettings(learning_rate=1.0, warmup_steps=2, decay_steps=10, final_learning_rate=0.1)
+    master = MasterWeights(torch.nn.Linear(2, 2), settings)
+    rates = [master.learning_rate(step) for step in (1, 2, 6, 11, 50)]
+    assert rates == pytest.approx([0.5, 0.91, 0.55, 0.1, 0.1])
