@@ -113,7 +113,7 @@ def training_seconds(summary: Summary) -> float:
 
 
 def lag(options: argparse.Namespace) -> None:
-    """The policy-lag histogram under a bound of 3: the trainer as it is, held back, and with steps twice as frequent."""
+    """The policy-lag histogram under a bound of 3: trainer as it is, held back, with steps twice as frequent."""
     variants = {"as_is": [], "slowed": ["trainer.min_step_seconds=8"], "sped_up": ["run.groups_per_step=4"]}
     for name, changes in variants.items():
         assignments = [part for change in ["run.max_policy_lag=3", *changes] for part in ("--set", change)]
