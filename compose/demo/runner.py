@@ -24,7 +24,7 @@ from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import Summary, summarise
 from tidemill.compose.demo.view import closing, screen
 from tidemill.compose.local_log import with_address
-from tidemill.compose.processes import RoleDied, Supervisor
+from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.schemas.admin import create_topics, wait_for_broker
 from tidemill.schemas.catalogue import Topic
@@ -191,6 +191,3 @@ class _LinePerStep:
         lag = f"lag max {max(state.lag(), default=0)}"
         line = f"{elapsed_s:6.0f} s  step {now[0]}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
         self._console.print(line, highlight=False, soft_wrap=True)
-
-
-__all__ = ["DemoFailed", "RoleDied", "run_demo"]

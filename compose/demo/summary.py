@@ -30,6 +30,7 @@ class Summary:
     """Rollouts behind each of the two rates (the smaller number)."""
     rewards_shuffled: bool
     learning_rate: float
+    """The greatest of the run's steps."""
     versions: int
     max_policy_lag: int
     policy_lag_bound: int
