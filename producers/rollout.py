@@ -33,20 +33,10 @@ def completed_rollout(
 ) -> Rollout:
     """The record of a finished episode."""
     versions = [span.version for span in result.spans]
-    return Rollout(
-        rollout_id=rollout_id(task, index),
-        group_id=task.group_id,
-        task_id=task.task_id,
-        run_id=task.run_id,
-        environment=task.environment,
-        mode=task.mode,
-        index=index,
-        group_size=task.group_size,
-        deadline_at=task.deadline_at,
+    return replace(
+        _without_result(task, index, provenance),
         status=RolloutStatus.COMPLETED,
-        failure="",
         segments=[result.segment],
-        claim=None,
         rewards=list(result.score.components),
         reward=result.score.total,
         reward_version=reward_version,
@@ -56,16 +46,15 @@ def completed_rollout(
         sampled_tokens=result.sampled_tokens,
         version_min=min(versions, default=-1),
         version_max=max(versions, default=-1),
-        replica_id=provenance.replica_id,
-        region=provenance.region,
-        worker_id=provenance.worker_id,
-        started_at=provenance.started_at,
-        finished_at=provenance.finished_at,
     )
 
 
 def failed_rollout(task: Task, index: int, reason: str, provenance: Provenance) -> Rollout:
     """The record of an episode that has no result, and why."""
+    return replace(_without_result(task, index, provenance), failure=reason)
+
+
+def _without_result(task: Task, index: int, provenance: Provenance) -> Rollout:
     return Rollout(
         rollout_id=rollout_id(task, index),
         group_id=task.group_id,
@@ -77,7 +66,7 @@ def failed_rollout(task: Task, index: int, reason: str, provenance: Provenance) 
         group_size=task.group_size,
         deadline_at=task.deadline_at,
         status=RolloutStatus.FAILED,
-        failure=reason,
+        failure="",
         segments=[],
         claim=None,
         rewards=[],

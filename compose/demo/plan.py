@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.stack.ports import pick_ports
 
 CONFIG_NAME = "settings.toml"
 
@@ -36,7 +36,7 @@ class DemoPlan:
                 "store": settings.store.model_copy(update={"root": str(directory / "store")}),
             }
         )
-        return cls(directory, changed, free_ports(settings.demo.replicas))
+        return cls(directory, changed, tuple(pick_ports(settings.demo.replicas, base_port=0)))
 
     def with_log_of(self, settings: TidemillSettings) -> DemoPlan:
         """The plan with the address of the log known."""
@@ -86,15 +86,3 @@ class DemoPlan:
         workers = [(f"rollout-{n}", self.arguments("rollout")) for n in range(self.settings.demo.workers)]
         return [("train", self.arguments("train")), *replicas, ("stream", self.arguments("stream")), *workers,
                 ("feed", self.arguments("feed"))]  # fmt: skip
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Loopback ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return tuple(one.getsockname()[1] for one in sockets)
-    finally:
-        for one in sockets:
-            one.close()
