@@ -29,6 +29,7 @@ class Topic(StrEnum):
     ACKS = "weights.acks"
     STEPS = "train.steps"
     STALENESS = "staleness"
+    GATE = "gate.decisions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,11 @@ def _catalogue() -> dict[Topic, TopicSpec]:
         TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS),
         TopicSpec(Topic.GROUPS, "group_id", (records.Group,), 8, 30 * DAY_MS),
         TopicSpec(Topic.DELTAS, "shard", (records.DeltaChunk,), 8, 7 * DAY_MS),
-        TopicSpec(Topic.MANIFESTS, "branch", (records.Manifest,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.MANIFESTS, "branch", (records.Manifest, records.SkipDelta), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.ACKS, "replica_id", (records.WeightAck,), 1, 30 * DAY_MS, keyed=False),
         TopicSpec(Topic.STEPS, "run_id", (records.TrainStep,), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.STALENESS, "replica_id", (records.Staleness,), 1, 7 * DAY_MS, keyed=False),
+        TopicSpec(Topic.GATE, "branch", (records.GateDecision,), 1, FOREVER_MS, keyed=False),
     )
     return {spec.topic: spec for spec in specs}
 

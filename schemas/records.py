@@ -46,6 +46,21 @@ class AckStatus(StrEnum):
     ANCHORED = "anchored"
 
 
+class GateVerdict(StrEnum):
+    """What was decided about which version a branch serves."""
+
+    PROMOTE = "promote"
+    """Serve this version to everyone."""
+    HOLD = "hold"
+    """Go no further than this version."""
+    REJECT = "reject"
+    """Never serve this version."""
+    ROLL_BACK = "roll_back"
+    """Go back to this older version, and no further than it."""
+    RELEASE = "release"
+    """Follow the newest version again: ends a hold or a roll-back."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """A task to roll out `group_size` times. Topic `tasks`, key `task_id`."""
@@ -234,6 +249,19 @@ class ShardPosition:
     n_bytes: int
     digest: str
     """xxh3-128 of the concatenated payloads, hexadecimal."""
+    uri: str | None = None
+    """The object that holds the payloads instead of the log (claim check); `offsets` is then empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """The tensors of a version as an object beside the log (claim check), for a list too long for one record."""
+
+    uri: str
+    n_tensors: int
+    n_bytes: int
+    digest: str
+    """xxh3-128 of the object, hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +305,43 @@ class Manifest:
     trained_at: int
     """When the optimizer step that made the version ended; step-to-served time starts here."""
     published_at: int
+    tensor_table: TensorTable | None = None
+    """Where the tensors are listed when `tensors` is empty because the list is too long for one record."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipDelta:
+    """A second way to a version: one delta from an older version than its parent, for replicas that fell behind.
+
+    Topic `weights.manifests`, key `branch`, after the manifest of `version`.
+    """
+
+    run_id: str
+    branch: str
+    version: int
+    base: int
+    """The version that the delta applies to."""
+    n_changed: int
+    n_bytes: int
+    shards: list[ShardPosition]
+    published_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecision:
+    """Which version a branch may serve. Topic `gate.decisions`, key `branch`. The newest one of a branch holds."""
+
+    run_id: str
+    branch: str
+    verdict: GateVerdict
+    version: int | None
+    """The version spoken of; None for a release."""
+    reason: str
+    decided_by: str
+    """Who decided: a person's name, or the name of the gate."""
+    numbers: dict[str, float]
+    """What decided it, by metric."""
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,4 +454,17 @@ class Document:
     text: str
 
 
-Record = Task | Rollout | Tick | Group | DeltaChunk | Manifest | WeightAck | TrainStep | Staleness | Document
+Record = (
+    Task
+    | Rollout
+    | Tick
+    | Group
+    | DeltaChunk
+    | Manifest
+    | SkipDelta
+    | WeightAck
+    | TrainStep
+    | Staleness
+    | GateDecision
+    | Document
+)
