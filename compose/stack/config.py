@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tidemill.schemas.config import Section
 
 HOST = "127.0.0.1"
-"""The local stack listens on the loopback interface only."""
+"""The local stack listens on the loopback interface, and elsewhere only where `network_listeners` say so."""
 
 
 def default_cache_dir() -> Path:
@@ -33,6 +35,10 @@ class StackSettings(Section):
     base_port: int = Field(default=0, ge=0, le=65_000)
     """First of 2 * brokers consecutive ports. 0: free ones, chosen once and kept for later starts."""
 
+    network_listeners: tuple[str, ...] = ()
+    """Further HOST:PORT, one a broker, at which clients of another network (containers, namespaces) reach it. Anyone
+    there may read and write: the listeners ask for no password. None: the loopback interface only."""
+
     fast_start: bool = True
     """Compile with the JVM's quick compiler only: about half the CPU time at start, a lower peak throughput."""
 
@@ -51,3 +57,12 @@ class StackSettings(Section):
         if value not in (1, 3):
             raise ValueError("1 or 3 brokers: two or four controllers survive no more than one or three do")
         return value
+
+    @model_validator(mode="after")
+    def _one_listener_a_broker(self) -> Self:
+        if self.network_listeners and len(self.network_listeners) != self.brokers:
+            raise ValueError(f"network_listeners: {len(self.network_listeners)} for {self.brokers} broker(s)")
+        wrong = [where for where in self.network_listeners if not re.fullmatch(r"[A-Za-z0-9.-]+:[0-9]{1,5}", where)]
+        if wrong:
+            raise ValueError(f"network_listeners: {wrong[0]!r} is not HOST:PORT")
+        return self

@@ -152,7 +152,8 @@ class LocalStack:
         home = node.directory(self._data_dir)
         (home / "data").mkdir(parents=True, exist_ok=True)
         config = home / "server.properties"
-        config.write_text(render(server_properties(cluster, node, home / "data")))
+        network = dict(zip(cluster.nodes, self._settings.network_listeners, strict=False)).get(node, "")
+        config.write_text(render(server_properties(cluster, node, home / "data", network)))
         if (home / "data" / "meta.properties").exists():
             return
         progress(f"formatting the storage of broker {node.node_id}")

@@ -1,4 +1,5 @@
-"""A node's `server.properties`: KRaft, loopback, small, and quick to notice what happened to a client."""
+"""A node's `server.properties`: KRaft, small, quick to notice what happened to a client, and on the loopback interface
+unless told otherwise."""
 
 from __future__ import annotations
 
@@ -33,15 +34,17 @@ PROMPT = {
 }
 
 
-def server_properties(cluster: Cluster, node: Node, log_dir: Path) -> dict[str, str]:
-    """Every setting of one node that differs from Kafka's defaults."""
+def server_properties(cluster: Cluster, node: Node, log_dir: Path, network_listener: str = "") -> dict[str, str]:
+    """Every setting of one node that differs from Kafka's defaults; `network_listener` is HOST:PORT."""
+    clients = [f"PLAINTEXT://{node.address}", *([f"NETWORK://{network_listener}"] if network_listener else [])]
     return {
         "process.roles": "broker,controller",
         "node.id": str(node.node_id),
         "controller.quorum.voters": cluster.voters,
         "controller.listener.names": "CONTROLLER",
-        "listeners": f"PLAINTEXT://{node.address},CONTROLLER://{HOST}:{node.controller_port}",
-        "advertised.listeners": f"PLAINTEXT://{node.address}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,NETWORK:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "listeners": ",".join([*clients, f"CONTROLLER://{HOST}:{node.controller_port}"]),
+        "advertised.listeners": ",".join(clients),
         "log.dirs": str(log_dir),
         **replication(len(cluster.nodes)),
         **SMALL,

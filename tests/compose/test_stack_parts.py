@@ -165,12 +165,28 @@ def test_properties_name_every_controller_and_only_the_loopback() -> None:
     )
 
 
+def test_a_network_listener_is_advertised_beside_the_loopback() -> None:
+    cluster = new_cluster([1, 11])
+    properties = server_properties(cluster, cluster.nodes[0], Path("/x"), "198.18.0.1:9092")
+    assert properties["advertised.listeners"] == "PLAINTEXT://127.0.0.1:1,NETWORK://198.18.0.1:9092"
+    assert "NETWORK:PLAINTEXT" in properties["listener.security.protocol.map"]
+
+
 def test_rendered_properties_keep_a_backslash() -> None:
     assert render({"a": "b\\c"}) == "a=b\\\\c\n"
 
 
 @pytest.mark.parametrize(
-    "fields", [{"brokers": 2}, {"heap_mb": 10}, {"base_port": -1}, {"base_port": 70_000}, {"host": "0.0.0.0"}]
+    "fields",
+    [
+        {"brokers": 2},
+        {"heap_mb": 10},
+        {"base_port": -1},
+        {"base_port": 70_000},
+        {"host": "0.0.0.0"},
+        {"network_listeners": ["a:1", "b:2"]},
+        {"network_listeners": ["no port"]},
+    ],
 )
 def test_settings_refuse_what_cannot_work(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
