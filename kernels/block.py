@@ -1,8 +1,8 @@
-"""One block: the independent unit of a delta. It changes at most 2**20 consecutive elements of one tensor.
+"""One block: the independent unit of a delta. It changes at most 2**24 consecutive elements of one tensor.
 
 A block says what it changes (tensor, element type, range), from what (base fingerprint) and into what (target
-fingerprint), and carries a digest over all of its bytes. It can be checked, decoded and refused alone, in memory
-bounded by its size. Layout, little-endian:
+fingerprint), and carries a digest over all of its bytes. It can be checked and refused alone; what it writes can be
+read only beside the weights that it changes. Layout, little-endian:
 
     header   88 bytes   magic, format, encoding, element type, name length, tensor elements, start, elements, changed,
                         payload length, base fingerprint, target fingerprint, xxh3-128 of everything but itself
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import xxhash
 
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
-from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices
-from tidemill.kernels.payload import payload_limit, unpack
+from tidemill.kernels.fingerprint import Fingerprint
+from tidemill.kernels.payload import payload_limit
+from tidemill.kernels.settings import BLOCK_ELEMENTS
 
 MAGIC = b"TMb\x01"
 FORMAT = 1
-BLOCK_ELEMENTS = 1 << 20
 NAME_LIMIT = 1024
 TENSOR_LIMIT = 1 << 48
 FIELDS = struct.Struct("<4sHBBHHQQIII16s16s")
@@ -54,8 +54,8 @@ class BlockHeader:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecodedBlock:
-    """A block whose digest and bounds have been checked; whether it fits the weights at hand is for `guard` to say."""
+class EncodedBlock:
+    """A block whose digest and bounds have been checked; whether it fits some weights is for `resolve`."""
 
     name: str
     dtype: str
@@ -63,14 +63,15 @@ class DecodedBlock:
     start: int
     n: int
     """The block covers elements [start, start + n) of the tensor."""
-    indices: Indices
-    """i8[changed], ascending, flat indices in the tensor."""
-    new_bits: Bits
-    """uN[changed], the new patterns, absolute."""
+    changed: int
+    """How many of them it changes."""
     base: Fingerprint
     """Fingerprint of the block's elements before the change."""
     target: Fingerprint
     """Fingerprint of the block's elements after it."""
+    encoding: int
+    payload: memoryview
+    """What is written, for `kernels.payload` to read beside the old bits."""
 
 
 def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
@@ -102,8 +103,8 @@ def read_header(data: memoryview) -> BlockHeader:
     return header
 
 
-def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> DecodedBlock:
-    """Check and decode a block from its header, the header's bytes, and `header.body_length` bytes of body.
+def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> EncodedBlock:
+    """Check a block from its header, the header's bytes, and `header.body_length` bytes of body.
 
     Raises DeltaError.
     """
@@ -112,10 +113,9 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Deco
         raise DeltaError(f"the delta ends inside a block: {len(body)} of {header.body_length} bytes")
     if _digest(fields[: FIELDS.size], name, payload) != header.digest:
         raise DeltaError(f"digest mismatch in a block of {bytes(name)[:80]!r}: its bytes were changed on the way")
-    relative, new_bits = unpack(header.encoding, payload, header.elements, header.changed, header.kind)
-    return DecodedBlock(
-        _tensor_name(name), header.kind.name, header.tensor_elements, header.start, header.elements,
-        relative + header.start, new_bits, header.base, header.target,
+    return EncodedBlock(
+        _tensor_name(name), header.kind.name, header.tensor_elements, header.start, header.elements, header.changed,
+        header.base, header.target, header.encoding, payload,
     )  # fmt: skip
 
 

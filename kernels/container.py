@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from tidemill.kernels.block import DIGEST_SIZE, HEADER_SIZE, BlockHeader, DecodedBlock, read_body, read_header
+from tidemill.kernels.block import DIGEST_SIZE, HEADER_SIZE, BlockHeader, EncodedBlock, read_body, read_header
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import ZERO
 
@@ -57,15 +57,15 @@ class StreamWriter:
         return _trailer(self.blocks, self.changed, self._digests)
 
 
-def decode_blocks(data: bytes | memoryview) -> Iterator[DecodedBlock]:
-    """Decode blocks that lie one after the other, without a container. Raises DeltaError."""
+def decode_blocks(data: bytes | memoryview) -> Iterator[EncodedBlock]:
+    """Read blocks that lie one after the other, without a container. Raises DeltaError."""
     source = _Source([data])
     while not source.at_end():
         yield _take_block(source)[1]
 
 
-def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int) -> Iterator[DecodedBlock]:
-    """Decode a stream cut anywhere into `pieces`, which must lead from `parent` to `version`.
+def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int) -> Iterator[EncodedBlock]:
+    """Read a stream cut anywhere into `pieces`, which must lead from `parent` to `version`. Payloads are not touched.
 
     Raises DeltaError, possibly after some blocks were yielded: only when the iterator ends is the delta whole.
     """
@@ -100,7 +100,7 @@ def _check_stream(data: memoryview, version: int, parent: int) -> None:
         raise DeltaError(f"the delta leads from {its_parent} to {its_version}, not from {parent} to {version}")
 
 
-def _take_block(source: _Source) -> tuple[BlockHeader, DecodedBlock]:
+def _take_block(source: _Source) -> tuple[BlockHeader, EncodedBlock]:
     fields = source.take(HEADER_SIZE, "a block's header")
     header = read_header(fields)
     return header, read_body(header, fields, source.take(header.body_length, "a block"))

@@ -1,6 +1,6 @@
 """Weight deltas: from old and new bit patterns to bytes, and from bytes back onto weights, or not at all.
 
-The whole codec in four calls: `encode_delta`, `decode_delta`, `guard`, `apply_block`. What they keep true:
+The whole codec in four calls: `encode_delta`, `decode_delta`, `resolve`, `apply_change`. What they keep true:
 
 - lossless: after the apply the target holds the new patterns, bit for bit, whatever they are;
 - a block is applied to the very weights it was made from, or skipped where it is already in, or refused;
@@ -10,45 +10,40 @@ The whole codec in four calls: `encode_delta`, `decode_delta`, `guard`, `apply_b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from enum import Enum
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.block import BLOCK_ELEMENTS, NAME_LIMIT, BlockHeader, DecodedBlock, write_block
+from tidemill.kernels.block import NAME_LIMIT, BlockHeader, EncodedBlock, write_block
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
 from tidemill.kernels.elements import DeltaError, ElementType, element_type, flat_bits
-from tidemill.kernels.fingerprint import Bits, TensorKey, fingerprint, fingerprint_change
-from tidemill.kernels.payload import pack
+from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey, fingerprint, fingerprint_change
+from tidemill.kernels.payload import pack, unpack
+from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
 
 __all__ = [
     "BLOCK_ELEMENTS",
-    "DecodedBlock",
+    "BlockChange",
+    "CodecSettings",
     "DeltaError",
+    "EncodedBlock",
     "FingerprintMismatch",
     "StreamWriter",
     "TensorChange",
-    "Verdict",
-    "apply_block",
+    "apply_change",
     "decode_blocks",
     "decode_delta",
     "encode_delta",
     "encode_tensor",
-    "guard",
+    "resolve",
 ]
+
+DEFAULTS = CodecSettings()
 
 
 class FingerprintMismatch(DeltaError):
     """A block meets weights that are neither the ones it was made from nor the ones it makes."""
-
-
-class Verdict(Enum):
-    """What to do with a block that fits the weights at hand."""
-
-    APPLY = "apply"
-    """The weights are the block's base."""
-    SKIP = "skip"
-    """The weights are the block's target already."""
 
 
 class TensorChange(NamedTuple):
@@ -61,29 +56,64 @@ class TensorChange(NamedTuple):
     new_bits: Bits
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockChange:
+    """What one block writes, checked against the weights that it changes."""
+
+    name: str
+    dtype: str
+    start: int
+    n: int
+    """The block covers elements [start, start + n) of the tensor."""
+    indices: Indices
+    """i8[changed], flat indices in the tensor, each once, in no particular order."""
+    old_bits: Bits
+    """uN[changed], the patterns that are overwritten."""
+    new_bits: Bits
+    """uN[changed], the new patterns, absolute."""
+    base: Fingerprint
+    """Fingerprint of the block's elements before the change."""
+    target: Fingerprint
+    """Fingerprint of the block's elements after it."""
+
+
 def encode_tensor(
-    name: str, dtype: str, old_bits: Bits, new_bits: Bits, block_elements: int = BLOCK_ELEMENTS
+    name: str,
+    dtype: str,
+    old_bits: Bits,
+    new_bits: Bits,
+    *,
+    start: int = 0,
+    total: int | None = None,
+    settings: CodecSettings = DEFAULTS,
 ) -> Iterator[bytes]:
     """Encode the difference of two tensors as blocks, in ascending order; unchanged blocks are left out.
 
-    Raises DeltaError when the tensors do not have the element type's width or one shape.
+    With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that begins at
+    flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the tensor's
+    first element, whatever the part.
+
+    Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
     """
     kind = element_type(dtype)
     if old_bits.shape != new_bits.shape:
         raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
-    if not 0 < block_elements <= BLOCK_ELEMENTS:
-        raise DeltaError(f"blocks have 1 to {BLOCK_ELEMENTS} elements, not {block_elements}")
     if not 0 < len(name.encode()) <= NAME_LIMIT:
         raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
     old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
-    for start in range(0, old.size, block_elements):
-        span = slice(start, start + block_elements)
-        block = _encode_block(name, kind, old.size, start, old[span], new[span])
+    total = start + old.size if total is None else total
+    if start < 0 or start + old.size > total:
+        raise DeltaError(f"{name}: {old.size} elements at {start} leave their tensor of {total}")
+    for first, last in _cuts(start, old.size, settings.block_elements):
+        span = slice(first - start, last - start)
+        block = _encode_block(name, kind, total, first, old[span], new[span])
         if block is not None:
             yield block
 
 
-def encode_delta(version: int, parent: int, tensors: Iterable[TensorChange]) -> Iterator[bytes]:
+def encode_delta(
+    version: int, parent: int, tensors: Iterable[TensorChange], settings: CodecSettings = DEFAULTS
+) -> Iterator[bytes]:
     """Encode the step from `parent` to `version` as a stream of bytes, one block at a time.
 
     Raises DeltaError like `encode_tensor`.
@@ -91,39 +121,71 @@ def encode_delta(version: int, parent: int, tensors: Iterable[TensorChange]) -> 
     writer = StreamWriter(version, parent)
     yield writer.header()
     for tensor in tensors:
-        yield from map(writer.block, encode_tensor(*tensor))
+        yield from map(writer.block, encode_tensor(*tensor, settings=settings))
     yield writer.trailer()
 
 
-def guard(block: DecodedBlock, bits: Bits) -> Verdict:
-    """Whether a block fits the weights `bits` (uN, the whole tensor, any shape) that it is about to change.
+def resolve(block: EncodedBlock, bits: Bits, offset: int | None = None) -> BlockChange | None:
+    """What a block changes in the weights `bits` (uN, any shape), or None where its target is there already.
 
-    Raises DeltaError when the tensor has another width or size, and FingerprintMismatch when the weights are neither
-    the block's base nor its target, or when its new patterns would not make its target.
+    `bits` is the whole tensor, or, with `offset`, the local part of it that begins at flat element `offset` and holds
+    the block. Nothing is written.
+
+    Raises DeltaError when the tensor has another width or size or the payload is malformed, and FingerprintMismatch
+    when the weights are neither the block's base nor its target, or when its new patterns would not make its target.
     """
-    flat = flat_bits(bits, element_type(block.dtype))
-    if flat.size != block.tensor_elements:
-        raise DeltaError(f"{block.name}: {flat.size} elements here, {block.tensor_elements} where the delta was made")
+    kind = element_type(block.dtype)
+    local = _local(block, flat_bits(bits, kind), offset)
     key = TensorKey.of(block.name)
-    held = fingerprint(flat[block.start : block.start + block.n], key, block.start)
+    held = fingerprint(local, key, block.start)
     if held == block.target:
-        return Verdict.SKIP
+        return None
     if held != block.base:
         raise FingerprintMismatch(_mismatch(block, f"hold {held.hex()}, the delta was made from {block.base.hex()}"))
-    made = held + fingerprint_change(key, block.indices, flat[block.indices], block.new_bits)
+    relative, new_bits = unpack(block.encoding, block.payload, block.n, block.changed, kind)
+    old_bits, indices = local[relative], relative + block.start
+    made = held + fingerprint_change(key, indices, old_bits, new_bits)
     if made != block.target:
         raise FingerprintMismatch(_mismatch(block, f"would become {made.hex()}, not {block.target.hex()}"))
-    return Verdict.APPLY
+    return BlockChange(
+        block.name, block.dtype, block.start, block.n, indices, old_bits, new_bits, block.base, block.target
+    )
 
 
-def apply_block(block: DecodedBlock, bits: Bits) -> None:
-    """Write a block that `guard` let pass into `bits` (uN, the whole tensor, contiguous), in place."""
+def apply_change(change: BlockChange, bits: Bits, offset: int = 0) -> None:
+    """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
+
+    Raises DeltaError when `bits` is not contiguous or does not hold the change's range.
+    """
     if not bits.flags.c_contiguous:
-        raise DeltaError(f"{block.name}: a delta is written into contiguous memory only")
-    bits.reshape(-1)[block.indices] = block.new_bits
+        raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
+    if bits.dtype != change.new_bits.dtype or not offset <= change.start <= offset + bits.size - change.n:
+        raise DeltaError(
+            f"{change.name}: {bits.size} elements ({bits.dtype}) at {offset} do not hold {change.n} at {change.start}"
+        )
+    bits.reshape(-1)[change.indices - offset] = change.new_bits
 
 
-def _mismatch(block: DecodedBlock, what: str) -> str:
+def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int]]:
+    """Ranges [first, last) that cover [start, start + size), cut at multiples of `block_elements`."""
+    first = start
+    while first < start + size:
+        last = min(start + size, (first // block_elements + 1) * block_elements)
+        yield first, last
+        first = last
+
+
+def _local(block: EncodedBlock, flat: Bits, offset: int | None) -> Bits:
+    """The block's elements within `flat`, which begins at `offset`, or is the whole tensor."""
+    if offset is None and flat.size != block.tensor_elements:
+        raise DeltaError(f"{block.name}: {flat.size} elements here, {block.tensor_elements} where the delta was made")
+    first = block.start - (offset or 0)
+    if first < 0 or first + block.n > flat.size:
+        raise DeltaError(f"{block.name}: {flat.size} elements at {offset} do not hold {block.n} at {block.start}")
+    return flat[first : first + block.n]
+
+
+def _mismatch(block: EncodedBlock, what: str) -> str:
     return f"{block.name}: elements {block.start} to {block.start + block.n} {what}; re-sync from an anchor"
 
 

@@ -1,7 +1,8 @@
 """The element types that a weight delta can carry, as bit patterns.
 
 A tensor is a flat array of unsigned integers: the patterns of its elements. The codec and the fingerprints see nothing
-else, so that every pattern survives: NaN payloads, the sign of zero, infinities, subnormals.
+else, so that every pattern survives: NaN payloads, the sign of zero, infinities, subnormals. An int4 tensor is packed,
+two values to a byte, the first in the low four bits; its elements, for the codec and the fingerprints, are the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _types(bits: type[np.unsignedinteger[Any]], codes: dict[str, int]) -> list[E
 ELEMENT_TYPES = (
     *_types(np.uint16, {"bfloat16": 1, "float16": 2}),
     *_types(np.uint32, {"float32": 3}),
-    *_types(np.uint8, {"float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6, "uint8": 7}),
+    *_types(np.uint8, {"float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6, "uint8": 7, "int4": 8}),
 )
 BY_NAME = {kind.name: kind for kind in ELEMENT_TYPES}
 BY_CODE = {kind.code: kind for kind in ELEMENT_TYPES}

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.weight_map import Bits
-from tidemill.kernels.block import DecodedBlock
-from tidemill.kernels.delta import DeltaError, FingerprintMismatch, Verdict, guard
+from tidemill.kernels.delta import DeltaError, EncodedBlock, FingerprintMismatch, resolve
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.schemas.records import Manifest
 
@@ -63,7 +62,7 @@ class Mirror:
         """Fingerprint of each tensor, hexadecimal."""
         return {name: value.hex() for name, value in self._fingerprints.items()}
 
-    def stage(self, blocks: Iterable[DecodedBlock], manifest: Manifest) -> Staged:
+    def stage(self, blocks: Iterable[EncodedBlock], manifest: Manifest) -> Staged:
         """Check every block of a delta against the mirror, and the result against the manifest.
 
         Raises:
@@ -74,8 +73,9 @@ class Mirror:
         for block in blocks:
             if block.name not in self._tensors or block.dtype != "bfloat16":
                 raise DeltaError(f"the delta changes {block.name} ({block.dtype}), which is not served")
-            if guard(block, self._tensors[block.name]) is Verdict.APPLY:
-                changes.append(ElementChange(block.name, block.indices, block.new_bits))
+            change = resolve(block, self._tensors[block.name])
+            if change is not None:
+                changes.append(ElementChange(block.name, change.indices, change.new_bits))
                 made[block.name] = made[block.name] + block.target - block.base
         wrong = self._differences(manifest, made)
         if wrong:

@@ -10,22 +10,23 @@ from hypothesis.extra import numpy as hnp
 
 from tidemill.kernels.delta import (
     BLOCK_ELEMENTS,
+    CodecSettings,
     DeltaError,
     FingerprintMismatch,
     TensorChange,
-    Verdict,
-    apply_block,
+    apply_change,
     decode_blocks,
     decode_delta,
     encode_delta,
     encode_tensor,
-    guard,
+    resolve,
 )
 from tidemill.kernels.elements import ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 
 UNHURRIED = settings(deadline=None)
 """The first call of a compiled loop compiles it."""
+BLOCK = 1 << 20
 SPECIAL_BF16 = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x3F80]
 
 
@@ -47,13 +48,15 @@ def cut(pieces, limit):
 
 
 def apply_all(blocks, tensors):
-    """Apply every block to the tensor of its name, in place; the verdicts."""
-    verdicts = []
+    """Apply every block to the tensor of its name, in place; for each, whether it was not there already."""
+    applied = []
     for block in blocks:
-        verdicts.append(guard(block, tensors[block.name]))
-        if verdicts[-1] is Verdict.APPLY:
-            apply_block(block, tensors[block.name])
-    return verdicts
+        change = resolve(block, tensors[block.name])
+        applied.append(change is not None)
+        if change is not None:
+            np.testing.assert_array_equal(tensors[block.name].reshape(-1)[change.indices], change.old_bits)
+            apply_change(change, tensors[block.name])
+    return applied
 
 
 @UNHURRIED
@@ -69,11 +72,48 @@ def test_round_trip_through_chunks_of_any_size(tensors, limit):
 @UNHURRIED
 @given(changes(), st.integers(1, 64))
 def test_blocks_are_independent_and_skip_what_is_already_in(change, block_elements):
-    blocks = list(encode_tensor(*change, block_elements))
+    blocks = list(encode_tensor(*change, settings=CodecSettings(block_elements)))
     held = {change.name: change.old_bits.copy()}
-    assert set(apply_all((d for b in reversed(blocks) for d in decode_blocks(b)), held)) <= {Verdict.APPLY}
+    assert all(apply_all((d for b in reversed(blocks) for d in decode_blocks(b)), held))
     np.testing.assert_array_equal(held[change.name], change.new_bits)
-    assert set(apply_all(decode_blocks(b"".join(blocks)), held)) <= {Verdict.SKIP}
+    assert not any(apply_all(decode_blocks(b"".join(blocks)), held))
+
+
+@UNHURRIED
+@given(changes(), st.integers(1, 64), st.integers(0, 300), st.integers(0, 300), st.data())
+def test_a_shard_is_cut_where_the_tensor_is(change, block_elements, before, after, data):
+    """The blocks of a tensor's part apply to the part, to any part around it, and to the whole tensor."""
+    old, new = change.old_bits.reshape(-1), change.new_bits.reshape(-1)
+    total = before + old.size + after
+    part = {"start": before, "total": total, "settings": CodecSettings(block_elements)}
+    blocks = list(decode_blocks(b"".join(encode_tensor(change.name, change.dtype, old, new, **part))))
+    whole = np.zeros(total, old.dtype)
+    whole[before : before + old.size] = old
+    margin = data.draw(st.integers(0, before))
+    around = whole[margin : before + old.size].copy()
+    local = old.copy()
+    for block in blocks:
+        assert block.start // block_elements == (block.start + block.n - 1) // block_elements
+        assert block.start % block_elements == 0 or block.start == before
+        apply_change(resolve(block, local, offset=before), local, before)
+        apply_change(resolve(block, around, offset=margin), around, margin)
+        apply_change(resolve(block, whole), whole)
+    np.testing.assert_array_equal(local, new)
+    np.testing.assert_array_equal(around[before - margin :], new)
+    np.testing.assert_array_equal(whole[before : before + old.size], new)
+
+
+def test_a_part_that_does_not_hold_the_block_is_refused():
+    old = np.arange(100, dtype=np.uint16)
+    (block,) = decode_blocks(b"".join(encode_tensor("w", "bfloat16", old, old + np.uint16(1), start=50, total=200)))
+    change = resolve(block, old, offset=50)
+    for offset in (0, 49, 51, 151):
+        with pytest.raises(DeltaError, match="do not hold 100 at 50"):
+            resolve(block, old, offset=offset)
+        with pytest.raises(DeltaError, match="do not hold 100 at 50"):
+            apply_change(change, old, offset)
+    with pytest.raises(DeltaError, match="100 elements here, 200"):
+        resolve(block, old)
 
 
 @UNHURRIED
@@ -81,7 +121,7 @@ def test_blocks_are_independent_and_skip_what_is_already_in(change, block_elemen
 def test_block_fingerprints_add_up_to_the_tensor(change, block_elements):
     key = TensorKey.of(change.name)
     total = fingerprint(change.old_bits, key)
-    for block in decode_blocks(b"".join(encode_tensor(*change, block_elements))):
+    for block in decode_blocks(b"".join(encode_tensor(*change, settings=CodecSettings(block_elements)))):
         total = total + block.target - block.base
     assert total == fingerprint(change.new_bits, key)
 
@@ -100,9 +140,9 @@ def test_special_patterns_survive(old):
 @given(st.sampled_from([0.0001, 0.01, 0.3, 1.0]), st.integers(0, 2**32 - 1), st.sampled_from(ELEMENT_TYPES))
 def test_blocks_of_full_size(density, seed, kind):
     generator = np.random.default_rng(seed)
-    old = generator.integers(0, 1 << 8 * kind.bits.itemsize, BLOCK_ELEMENTS + 1000, dtype=kind.bits)
+    old = generator.integers(0, 1 << 8 * kind.bits.itemsize, BLOCK + 1000, dtype=kind.bits)
     new = np.where(generator.random(old.size) < density, old + kind.bits.type(1), old)
-    chunks = cut(encode_delta(1, 0, [TensorChange("w", kind.name, old, new)]), 1 << 20)
+    chunks = cut(encode_delta(1, 0, [TensorChange("w", kind.name, old, new)], CodecSettings(BLOCK)), 1 << 20)
     held = {"w": old.copy()}
     apply_all(decode_delta(iter(chunks), 1, 0), held)
     np.testing.assert_array_equal(held["w"], new)
@@ -110,12 +150,13 @@ def test_blocks_of_full_size(density, seed, kind):
 
 def peak_bytes(blocks):
     """Peak memory of encoding and decoding a tensor of some full blocks as a stream, beyond its own."""
-    old = np.zeros(blocks * BLOCK_ELEMENTS, np.uint16)
+    old = np.zeros(blocks * BLOCK, np.uint16)
     new = np.arange(old.size, dtype=np.uint32).astype(np.uint16)
+    settings = CodecSettings(BLOCK)
     tracemalloc.start()
     try:
-        for _ in decode_delta(encode_delta(1, 0, [TensorChange("w", "bfloat16", old, new)]), 1, 0):
-            pass
+        for block in decode_delta(encode_delta(1, 0, [TensorChange("w", "bfloat16", old, new)], settings), 1, 0):
+            resolve(block, old)
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -150,7 +191,7 @@ def test_other_weights_are_refused_and_left_alone():
     other = old.copy()
     other[50] ^= 1
     with pytest.raises(FingerprintMismatch, match="re-sync from an anchor"):
-        guard(block, other)
+        resolve(block, other)
 
 
 def test_a_change_outside_the_changed_elements_is_found():
@@ -160,24 +201,24 @@ def test_a_change_outside_the_changed_elements_is_found():
     drifted = old.copy()
     drifted[60] ^= 0x8000
     with pytest.raises(FingerprintMismatch):
-        guard(one_block(old, new), drifted)
+        resolve(one_block(old, new), drifted)
 
 
 def test_another_name_size_or_width_is_refused():
     old = np.arange(100, dtype=np.uint16)
     block = one_block(old, old + np.uint16(1))
     with pytest.raises(DeltaError, match="99 elements here, 100"):
-        guard(block, old[:99])
+        resolve(block, old[:99])
     with pytest.raises(DeltaError, match="uint16 bit patterns, got uint32"):
-        guard(block, old.astype(np.uint32))
+        resolve(block, old.astype(np.uint32))
     with pytest.raises(FingerprintMismatch):
-        guard(one_block(old, old + np.uint16(1), name="v"), old + np.uint16(2))
+        resolve(one_block(old, old + np.uint16(1), name="v"), old + np.uint16(2))
 
 
 def test_fragmented_memory_is_refused():
     old = np.arange(100, dtype=np.uint16)
     with pytest.raises(DeltaError, match="contiguous"):
-        apply_block(one_block(old, old + np.uint16(1)), np.zeros(200, np.uint16)[::2])
+        apply_change(resolve(one_block(old, old + np.uint16(1)), old), np.zeros(200, np.uint16)[::2])
 
 
 @pytest.mark.parametrize(
@@ -188,10 +229,21 @@ def test_fragmented_memory_is_refused():
         (("w", "bfloat16", np.zeros(3, np.uint8), np.zeros(3, np.uint8)), "uint16 bit patterns"),
         (("", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16)), "name"),
         (("x" * 1025, "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16)), "name"),
-        (("w", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16), BLOCK_ELEMENTS + 1), "blocks have"),
-        (("w", "bfloat16", np.zeros(3, np.uint16), np.zeros(3, np.uint16), 0), "blocks have"),
     ],
 )
 def test_tensors_that_cannot_be_encoded_are_refused(arguments, message):
     with pytest.raises(DeltaError, match=message):
         list(encode_tensor(*arguments))
+
+
+@pytest.mark.parametrize(("start", "total"), [(-1, 10), (8, 10), (0, 2)])
+def test_a_part_outside_its_tensor_is_refused(start, total):
+    bits = np.zeros(3, np.uint16)
+    with pytest.raises(DeltaError, match="leave their tensor"):
+        list(encode_tensor("w", "bfloat16", bits, bits, start=start, total=total))
+
+
+@pytest.mark.parametrize("block_elements", [0, -1, BLOCK_ELEMENTS + 1])
+def test_block_sizes_that_no_decoder_takes_are_refused(block_elements):
+    with pytest.raises(DeltaError, match="blocks have"):
+        CodecSettings(block_elements)

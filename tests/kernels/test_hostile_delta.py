@@ -11,14 +11,25 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kernels.block import BLOCK_ELEMENTS, FIELDS, HEADER_SIZE, BlockHeader, read_header, write_block
+from tidemill.kernels.block import FIELDS, HEADER_SIZE, BlockHeader, read_header, write_block
 from tidemill.kernels.container import EDGE_SIZE
-from tidemill.kernels.delta import DeltaError, TensorChange, decode_blocks, decode_delta, encode_delta, encode_tensor
+from tidemill.kernels.delta import (
+    DeltaError,
+    FingerprintMismatch,
+    TensorChange,
+    decode_blocks,
+    decode_delta,
+    encode_delta,
+    encode_tensor,
+    resolve,
+)
 from tidemill.kernels.elements import BY_NAME
-from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.payload import Encoding
+from tidemill.kernels.settings import BLOCK_ELEMENTS
 
 UNHURRIED = settings(deadline=None)
+ONE = Fingerprint(1, 1)
 OLD = np.arange(2000, dtype=np.uint16)
 SPARSE = np.where(OLD % 50 == 0, OLD + 1, OLD).astype(np.uint16)
 TENSORS = [TensorChange("a", "bfloat16", OLD, SPARSE), TensorChange("b", "bfloat16", OLD, OLD + np.uint16(9))]
@@ -27,12 +38,21 @@ BLOCK = b"".join(encode_tensor(*TENSORS[0]))
 
 
 def read(data, version=6, parent=5):
-    return list(decode_delta([data], version, parent))
+    """Every block of a stream, resolved."""
+    return [resolve(block, OLD) for block in decode_delta([data], version, parent)]
+
+
+def read_block(data):
+    """The change that one block makes to `OLD`, taken as the block's element type."""
+    (block,) = decode_blocks(data)
+    return resolve(block, OLD.astype(BY_NAME[block.dtype].bits))
 
 
 def forged(payload, *, encoding=Encoding.GAPS, elements=2000, start=0, total=2000, changed=40, dtype="bfloat16"):
     """A block with a right digest over whatever it says: what a hostile writer would send."""
-    header = BlockHeader(encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, ZERO, ZERO, b"")
+    held = OLD.astype(BY_NAME[dtype].bits)[start : start + elements]
+    base = fingerprint(held, TensorKey.of("w"), start)
+    header = BlockHeader(encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, base, base + ONE, b"")
     return write_block(header, b"w", payload)
 
 
@@ -83,7 +103,7 @@ def test_forged_fields_with_a_right_digest_are_refused(payload, encoding, data):
         dtype=data.draw(st.sampled_from(sorted(BY_NAME))),
     )
     with pytest.raises(DeltaError):
-        list(decode_blocks(block))
+        read_block(block)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +123,16 @@ def test_forged_fields_with_a_right_digest_are_refused(payload, encoding, data):
 )
 def test_false_counts_are_refused(fields, message):
     payload = frame(bytes(40 * 6))
-    assert len(list(decode_blocks(forged(payload)))) == 1
+    with pytest.raises(FingerprintMismatch, match="would become"):
+        read_block(forged(payload))
     with pytest.raises(DeltaError, match=message):
-        list(decode_blocks(forged(payload, **fields)))
+        read_block(forged(payload, **fields))
 
 
 def test_positions_outside_the_block_are_refused():
     planes = np.full(40, 2**32 - 1, "<u4").tobytes() + bytes(80)
     with pytest.raises(DeltaError, match="outside its block"):
-        list(decode_blocks(forged(frame(planes))))
+        read_block(forged(frame(planes)))
 
 
 def patched(offset, layout, value):
@@ -165,7 +186,7 @@ def test_bombs_are_bounded_by_the_block(name):
     tracemalloc.start()
     try:
         with pytest.raises(DeltaError):
-            list(decode_blocks(block))
+            read_block(block)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tidemill.kernels.delta import Verdict, apply_block, decode_delta, guard
+from tidemill.kernels.delta import apply_change, decode_delta, resolve
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -104,8 +104,9 @@ def follow(log, run, view):
     for version, manifest in sorted(read_manifests(log, run).items()):
         if manifest.parent is not None:
             for block in decode_delta(payloads(log, run, manifest), version, manifest.parent):
-                assert guard(block, held[block.name]) is Verdict.APPLY
-                apply_block(block, held[block.name])
+                change = resolve(block, held[block.name])
+                assert change is not None
+                apply_change(change, held[block.name])
         yield manifest, held
 
 

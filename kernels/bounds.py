@@ -1,0 +1,242 @@
+"""How small a delta can get: what its positions and steps cost under two models of which elements change.
+
+For N elements of which n change, p = n / N, with H the entropy in bits and h that of a yes-or-no choice:
+
+    iid              N h(p) + n H(step)
+    exponent class   sum over exponents e of the old patterns:  N_e h(n_e / N_e) + n_e H(step | e)
+
+A step is how many representable values lie from the old pattern to the new one, signed (`kernels.bounds.DeltaCounts`).
+The second model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types
+without an exponent (integers) have one class, and both models agree.
+
+Both are fitted to the very change they measure. A codec must also send what is fitted here for nothing (p_e and the
+distributions of the steps), so on a small tensor it stays above; and a codec that knows more than the exponent may go
+below. Neither counts names, fingerprints or digests. Counting streams: memory does not depend on the elements counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.kernels.compiled import compiled
+from tidemill.kernels.elements import DeltaError, element_type, flat_bits
+from tidemill.kernels.fingerprint import Bits
+
+Counts = npt.NDArray[np.int64]
+
+EXACT_WIDTH = 16
+"""Steps of patterns up to so many bits are counted one by one."""
+SIGNIFICANT_BITS = 12
+"""Of larger steps of wider patterns the leading bits are counted and the others taken as incompressible."""
+
+
+class Order(IntEnum):
+    """How the values of a type are ordered by their patterns."""
+
+    SIGN_MAGNITUDE = 0
+    TWOS_COMPLEMENT = 1
+    UNSIGNED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a pattern's exponent lies, and how patterns are ordered."""
+
+    order: Order
+    exponent_bits: int
+    mantissa_bits: int
+
+
+LAYOUTS = {
+    "bfloat16": Layout(Order.SIGN_MAGNITUDE, 8, 7),
+    "float16": Layout(Order.SIGN_MAGNITUDE, 5, 10),
+    "float32": Layout(Order.SIGN_MAGNITUDE, 8, 23),
+    "float8_e4m3fn": Layout(Order.SIGN_MAGNITUDE, 4, 3),
+    "float8_e5m2": Layout(Order.SIGN_MAGNITUDE, 5, 2),
+    "int8": Layout(Order.TWOS_COMPLEMENT, 0, 0),
+    "uint8": Layout(Order.UNSIGNED, 0, 0),
+    "int4": Layout(Order.UNSIGNED, 0, 0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a change costs at least under each model."""
+
+    elements: int
+    changed: int
+    iid: float
+    """Bytes, when every element is equally likely to change."""
+    exponent_class: float
+    """Bytes, when that and the step depend on the old pattern's exponent."""
+
+    def __add__(self, other: Bounds) -> Bounds:
+        """The cost of two changes, each under a model of its own."""
+        return Bounds(
+            self.elements + other.elements,
+            self.changed + other.changed,
+            self.iid + other.iid,
+            self.exponent_class + other.exponent_class,
+        )
+
+
+NOTHING = Bounds(0, 0, 0.0, 0.0)
+
+
+class DeltaCounts:
+    """How many elements of one type were seen and which steps they made, by the exponent of their old pattern.
+
+    Memory: at most 8 bytes for each pair of exponent and step, of which only those seen are touched (bfloat16: 128 MiB
+    if every step from every exponent occurs, some tens of KiB in training).
+    """
+
+    def __init__(self, dtype: str) -> None:
+        """Start from nothing. Raises DeltaError for a type that a delta cannot carry."""
+        self.kind = element_type(dtype)
+        self._layout = LAYOUTS[dtype]
+        self._width = 8 * self.kind.bits.itemsize
+        self._significant = self._width if self._width <= EXACT_WIDTH else SIGNIFICANT_BITS
+        classes = 1 << self._layout.exponent_bits
+        self._elements = np.zeros(classes, np.int64)
+        self._steps = np.zeros((classes, _symbols(self._width, self._significant)), np.int64)
+        self._used = np.zeros(classes, np.int64)
+        """How far each row of `_steps` is in use."""
+
+    def count(self, old_bits: Bits, new_bits: Bits) -> None:
+        """Count one tensor, or a part of one, before and after (uN, equal shapes). Raises DeltaError."""
+        old, new = flat_bits(old_bits, self.kind), flat_bits(new_bits, self.kind)
+        if old.size != new.size:
+            raise DeltaError(f"{old.size} elements became {new.size}: a delta keeps shapes")
+        layout = self._layout
+        mask = (1 << layout.exponent_bits) - 1
+        form = (self._width, int(layout.order), self._significant, layout.mantissa_bits, mask)
+        _count(old, new, form, self._elements, self._steps, self._used)
+
+    def add(self, other: DeltaCounts) -> None:
+        """Count what `other` has counted. Raises DeltaError for another element type."""
+        if other.kind is not self.kind:
+            raise DeltaError(f"counts of {other.kind.name} cannot be added to counts of {self.kind.name}")
+        self._elements += other._elements
+        np.maximum(self._used, other._used, out=self._used)
+        for row in np.flatnonzero(other._used):
+            self._steps[row, : other._used[row]] += other._steps[row, : other._used[row]]
+
+    def clear(self) -> None:
+        """Forget everything, and keep the memory."""
+        for row in np.flatnonzero(self._used):
+            self._steps[row, : self._used[row]] = 0
+        self._elements[:] = 0
+        self._used[:] = 0
+
+    def bounds(self) -> Bounds:
+        """The bounds of all that was counted."""
+        rows = [self._steps[row, : self._used[row]] for row in range(self._elements.size)]
+        changed = [int(row.sum()) for row in rows]
+        pooled = np.zeros(int(self._used.max()), np.int64)
+        for row in rows:
+            pooled[: row.size] += row
+        n_all, n_changed = int(self._elements.sum()), sum(changed)
+        by_class = sum(
+            self._cost(int(elements), n, row) for elements, n, row in zip(self._elements, changed, rows, strict=True)
+        )
+        return Bounds(n_all, n_changed, self._cost(n_all, n_changed, pooled) / 8, by_class / 8)
+
+    def _cost(self, elements: int, changed: int, steps: Counts) -> float:
+        """Bits of which elements changed and by what, all drawn from one distribution."""
+        where = _choice_bits(np.array([changed, elements - changed]))
+        return where + _choice_bits(steps) + _uncounted_bits(steps, self._significant)
+
+
+class ModelBounds:
+    """Bounds of a whole model, one tensor after the other, in two scopes: a fit per element type, or one per tensor."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, DeltaCounts] = {}
+        self._whole: dict[str, DeltaCounts] = {}
+        self._by_tensor: dict[str, Bounds] = {}
+
+    def count(self, dtype: str, old_bits: Bits, new_bits: Bits) -> None:
+        """Count a part of the current tensor, or all of it (uN, equal shapes). Raises DeltaError."""
+        if dtype not in self._current:
+            self._current[dtype], self._whole[dtype] = DeltaCounts(dtype), DeltaCounts(dtype)
+        self._current[dtype].count(old_bits, new_bits)
+
+    def end_tensor(self) -> None:
+        """What was counted since the last call was one tensor."""
+        for dtype, counts in self._current.items():
+            self._by_tensor[dtype] = self._by_tensor.get(dtype, NOTHING) + counts.bounds()
+            self._whole[dtype].add(counts)
+            counts.clear()
+
+    def whole(self) -> dict[str, Bounds]:
+        """By element type: the bounds of one fit to all of its tensors. Tensors that have not ended are left out."""
+        return {dtype: counts.bounds() for dtype, counts in self._whole.items()}
+
+    def by_tensor(self) -> dict[str, Bounds]:
+        """By element type: the sum of the bounds of a fit to each tensor."""
+        return dict(self._by_tensor)
+
+
+def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> Bounds:
+    """The bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
+    counts = DeltaCounts(dtype)
+    counts.count(old_bits, new_bits)
+    return counts.bounds()
+
+
+def _choice_bits(counts: Counts) -> float:
+    """n H: bits to say which of some kinds each of n things is, when `counts` of each kind occur."""
+    seen = counts[counts > 0].astype(np.float64)
+    return float(seen.sum() * np.log2(seen.sum()) - np.sum(seen * np.log2(seen))) if seen.size else 0.0
+
+
+def _symbols(width: int, significant: int) -> int:
+    """How many kinds of steps are told apart."""
+    return ((width - significant) << (significant - 1)) + (1 << significant)
+
+
+def _uncounted_bits(steps: Counts, significant: int) -> float:
+    """Bits of the steps below their leading ones."""
+    below = np.maximum((np.arange(steps.size) >> (significant - 1)) - 1, 0)
+    return float(np.dot(below, steps))
+
+
+@compiled
+def _rank(pattern: int, width: int, order: int) -> int:
+    """A pattern's place among all patterns by value."""
+    sign = 1 << (width - 1)
+    if order == 0:
+        return (sign << 1) - 1 - pattern if pattern & sign else pattern | sign
+    return pattern ^ sign if order == 1 else pattern
+
+
+@compiled
+def _symbol(step: int, width: int, significant: int) -> int:
+    """The kind of a step: itself, 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..., or its leading bits and their place."""
+    half = 1 << (width - 1)
+    step = ((step + half) & ((half << 1) - 1)) - half
+    folded = (-step << 1) - 1 if step < 0 else step << 1
+    below = 0
+    while folded >> below >= 1 << significant:
+        below += 1
+    return (below << (significant - 1)) + (folded >> below)
+
+
+@compiled
+def _count(
+    old: Bits, new: Bits, form: tuple[int, int, int, int, int], elements: Counts, steps: Counts, used: Counts
+) -> None:
+    width, order, significant, mantissa_bits, mask = form
+    for i in range(old.size):
+        before = np.int64(old[i])
+        exponent = (before >> mantissa_bits) & mask
+        elements[exponent] += 1
+        if old[i] != new[i]:
+            step = _rank(np.int64(new[i]), width, order) - _rank(before, width, order)
+            symbol = _symbol(step, width, significant)
+            steps[exponent, symbol] += 1
+            used[exponent] = max(used[exponent], symbol + 1)
