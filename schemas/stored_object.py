@@ -1,0 +1,114 @@
+"""Objects beside the log: bytes too large for records, in any store that fsspec reaches, checked as they are read.
+
+Keeps true: an object is stored in full before a record names it; what is read has the size and the digest that the
+record names, or there is an error; a reader never takes more than the named size, whatever lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import xxhash
+
+PIECE_BYTES = 4 << 20
+"""Bytes read from a store at a time."""
+
+
+class StoredObjectError(ValueError):
+    """An object is gone, or is not what was stored, or cannot be named: trying again cannot help."""
+
+
+class StoreUnavailableError(ConnectionError):
+    """The store did not do what was asked of it; it may later."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Where an object lies, and how to check it."""
+
+    uri: str
+    n_bytes: int
+    digest: str
+    """xxh3-128 of the bytes, hexadecimal."""
+
+
+def put_object(uri: str, pieces: Iterable[bytes]) -> StoredObject:
+    """Write `pieces`, one after the other, as the object at `uri` (an fsspec URL or a path), replacing what is there.
+
+    Give an object a name that only these bytes have (its digest, for instance): a reader of an older record then never
+    finds other bytes under it. The returned URI is absolute.
+
+    Raises StoredObjectError for a URL that no file system serves, StoreUnavailableError when the store fails.
+    """
+    with _store_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        filesystem.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+        opened = filesystem.open(path, "wb")
+    state, n_bytes = xxhash.xxh3_128(), 0
+    try:
+        for piece in pieces:
+            with _store_errors(uri):
+                opened.write(piece)
+            state.update(piece)
+            n_bytes += len(piece)
+    finally:
+        with _store_errors(uri):
+            opened.close()
+    return StoredObject(filesystem.unstrip_protocol(path), n_bytes, state.hexdigest())
+
+
+def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    """The bytes of an object in order, at most `piece_bytes` at a time. Only when the iterator ends are they checked.
+
+    Raises StoredObjectError when the object is gone, cut short, too long or changed, StoreUnavailableError when the
+    store fails.
+    """
+    state, n_bytes = xxhash.xxh3_128(), 0
+    for piece in _read(stored, piece_bytes):
+        state.update(piece)
+        n_bytes += len(piece)
+        yield piece
+    if n_bytes != stored.n_bytes:
+        raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was cut short")
+    if state.hexdigest() != stored.digest:
+        raise StoredObjectError(f"{stored.uri} is not what was stored: its {n_bytes} bytes have another digest")
+
+
+def read_object(stored: StoredObject) -> bytes:
+    """The whole object, checked. Raises like `object_pieces`."""
+    return b"".join(object_pieces(stored))
+
+
+def _read(stored: StoredObject, piece_bytes: int) -> Iterator[bytes]:
+    left = stored.n_bytes
+    with _store_errors(stored.uri):
+        filesystem, path = fsspec.core.url_to_fs(stored.uri)
+        opened = filesystem.open(path, "rb")
+    with opened:
+        while piece := _next_piece(stored.uri, opened, min(piece_bytes, left + 1)):
+            if len(piece) > left:
+                raise StoredObjectError(f"{stored.uri} has more than the {stored.n_bytes} bytes that were stored")
+            left -= len(piece)
+            yield piece
+
+
+def _next_piece(uri: str, opened: Any, size: int) -> bytes:  # noqa: ANN401 - fsspec ships no types
+    with _store_errors(uri):
+        piece: bytes = opened.read(size)
+        return piece
+
+
+@contextmanager
+def _store_errors(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise StoredObjectError(f"{uri} is gone: there is no such object") from error
+    except OSError as error:
+        raise StoreUnavailableError(f"{uri}: the store failed: {error}") from error
+    except (ValueError, ImportError) as error:
+        raise StoredObjectError(f"{uri!r} cannot be reached: {error}") from error

@@ -1,0 +1,108 @@
+"""Stored objects come back whole or not at all, and a reader takes no more than the record names."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tidemill.schemas.stored_object import (
+    StoredObject,
+    StoredObjectError,
+    StoreUnavailableError,
+    object_pieces,
+    put_object,
+    read_object,
+)
+
+
+@pytest.fixture(params=["directory", "object store"])
+def folder(request, tmp_path):
+    return str(tmp_path / "store") if request.param == "directory" else f"memory://{uuid.uuid4().hex}"
+
+
+def overwrite(stored: StoredObject, data: bytes) -> None:
+    filesystem, path = fsspec.core.url_to_fs(stored.uri)
+    filesystem.pipe_file(path, data)
+
+
+@pytest.mark.parametrize("pieces", [[], [b"x"], [b"ab", b"", b"c" * 5000]])
+def test_round_trip(folder, pieces):
+    stored = put_object(f"{folder}/a/b", iter(pieces))
+    assert stored.n_bytes == len(b"".join(pieces))
+    assert read_object(stored) == b"".join(pieces)
+    assert all(len(piece) <= 7 for piece in object_pieces(stored, 7))
+
+
+def test_a_relative_directory_is_named_absolutely(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stored = put_object("store/one", [b"payload"])
+    monkeypatch.chdir("/")
+    assert read_object(stored) == b"payload"
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(b"payloae", "another digest"), (b"payloa", "cut short"), (b"payload+", "more than")]
+)
+def test_changed_bytes_are_refused(folder, damage, reason):
+    stored = put_object(f"{folder}/one", [b"payload"])
+    overwrite(stored, damage)
+    with pytest.raises(StoredObjectError, match=reason):
+        read_object(stored)
+
+
+def test_no_more_is_read_than_the_record_names(folder):
+    stored = put_object(f"{folder}/one", [b"payload"])
+    overwrite(stored, bytes(1 << 20))
+    read = []
+    with pytest.raises(StoredObjectError, match="more than"):
+        read.extend(object_pieces(stored, 4))
+    assert sum(map(len, read)) <= stored.n_bytes
+
+
+def test_a_missing_object_is_said_to_be_missing(folder):
+    stored = put_object(f"{folder}/one", [b"payload"])
+    with pytest.raises(StoredObjectError, match="gone"):
+        read_object(replace(stored, uri=stored.uri + "-not"))
+    with pytest.raises(StoredObjectError, match="gone"):
+        read_object(replace(stored, uri=stored.uri.rpartition("/")[0]))
+
+
+def test_a_url_that_no_file_system_serves_is_refused():
+    with pytest.raises(StoredObjectError, match="cannot be reached"):
+        put_object("nowhere://bucket/one", [b"payload"])
+    with pytest.raises(StoredObjectError, match="cannot be reached"):
+        read_object(StoredObject("nowhere://bucket/one", 1, ""))
+
+
+def test_a_store_that_fails_is_told_from_an_object_that_is_gone(tmp_path, monkeypatch):
+    stored = put_object(str(tmp_path / "one"), [b"payload"])
+    filesystem, _ = fsspec.core.url_to_fs(stored.uri)
+
+    def failing(*_arguments, **_options):
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(filesystem, "open", failing)
+    with pytest.raises(StoreUnavailableError, match="no answer"):
+        read_object(stored)
+    with pytest.raises(StoreUnavailableError, match="no answer"):
+        put_object(stored.uri, [b"payload"])
+
+
+def test_an_error_of_the_pieces_is_the_caller_s(folder):
+    def pieces():
+        yield b"a"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match=r"^no more$"):
+        put_object(f"{folder}/one", pieces())
+
+
+def test_nothing_is_left_open(tmp_path):
+    stored = put_object(str(tmp_path / "one"), [b"payload"])
+    read_object(stored)
+    held = {Path(link).resolve() for link in Path("/proc/self/fd").iterdir()}
+    assert tmp_path / "one" not in held
