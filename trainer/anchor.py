@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class AnchorError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class AnchorFile:
     """One file of an anchor, as its marker lists it."""
 
     name: str
@@ -71,16 +72,34 @@ def write_anchor(uri: str, base_model: Path, view: ServingView) -> Anchor:
 
     Raises AnchorError when `base_model` has no readable configuration.
     """
-    filesystem, path = fsspec.core.url_to_fs(uri)
+    files = begin_anchor(uri, base_model)
     with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
-        staged = Path(scratch)
-        _stage(staged, base_model, view)
-        files = [_listed(file) for file in sorted(staged.iterdir())]
+        tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in view.items()}
+        save_file(tensors, Path(scratch) / WEIGHTS, metadata={"format": "pt"})
+        files += _put_files(uri, Path(scratch))
+    return finish_anchor(uri, files)
+
+
+def begin_anchor(uri: str, base_model: Path) -> list[AnchorFile]:
+    """Empty the directory `uri` and write what an anchor takes over from `base_model`; weights and marker are to come.
+
+    Raises AnchorError like `write_anchor`, before anything is removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
+        _stage(Path(scratch), base_model)
+        filesystem, path = fsspec.core.url_to_fs(uri)
         if filesystem.exists(f"{path}/{MARKER}"):
             filesystem.rm_file(f"{path}/{MARKER}")
+        # Weights of an unfinished anchor may be split over other files than the ones that come now.
+        if filesystem.exists(path):
+            filesystem.rm(path, recursive=True)
         filesystem.makedirs(path, exist_ok=True)
-        for file in files:
-            filesystem.put_file(str(staged / file.name), f"{path}/{file.name}")
+        return _put_files(uri, Path(scratch))
+
+
+def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
+    """Write the marker that makes an anchor of the files at `uri`."""
+    filesystem, path = fsspec.core.url_to_fs(uri)
     filesystem.pipe_file(f"{path}/{MARKER}", _marker(files))
     return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
 
@@ -92,7 +111,7 @@ def read_anchor(uri: str) -> dict[str, npt.NDArray[np.uint16]]:
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
         fetch_anchor(uri, Path(scratch))
-        return _read_weights(Path(scratch) / WEIGHTS)
+        return _read_weights(Path(scratch))
 
 
 def fetch_anchor(uri: str, directory: Path) -> None:
@@ -107,13 +126,19 @@ def fetch_anchor(uri: str, directory: Path) -> None:
             raise AnchorError(f"{file.name} of anchor {uri} is not what was written: its bytes were changed")
 
 
-def _stage(staged: Path, base_model: Path, view: ServingView) -> None:
+def _put_files(uri: str, directory: Path) -> list[AnchorFile]:
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    files = [_listed(file) for file in sorted(directory.iterdir())]
+    for file in files:
+        filesystem.put_file(str(directory / file.name), f"{path}/{file.name}")
+    return files
+
+
+def _stage(staged: Path, base_model: Path) -> None:
     (staged / CONFIG).write_text(_config(base_model))
     for pattern in COPIED:
         for source in base_model.glob(pattern):
             shutil.copyfile(source, staged / source.name)
-    tensors = {name: torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) for name, bits in view.items()}
-    save_file(tensors, staged / WEIGHTS, metadata={"format": "pt"})
 
 
 def _config(base_model: Path) -> str:
@@ -126,24 +151,24 @@ def _config(base_model: Path) -> str:
     return json.dumps({**config, "dtype": SERVING_DTYPE}, indent=2, sort_keys=True)
 
 
-def _listed(file: Path) -> _Listed:
+def _listed(file: Path) -> AnchorFile:
     state, n_bytes = xxhash.xxh3_128(), 0
     with file.open("rb") as opened:
         while piece := opened.read(READ_BYTES):
             state.update(piece)
             n_bytes += len(piece)
-    return _Listed(file.name, n_bytes, state.hexdigest())
+    return AnchorFile(file.name, n_bytes, state.hexdigest())
 
 
-def _marker(files: list[_Listed]) -> bytes:
+def _marker(files: Sequence[AnchorFile]) -> bytes:
     listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
     return json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
 
 
-def _read_marker(filesystem: Any, path: str) -> list[_Listed]:  # noqa: ANN401 - fsspec ships no types
+def _read_marker(filesystem: Any, path: str) -> list[AnchorFile]:  # noqa: ANN401 - fsspec ships no types
     try:
         marker = json.loads(filesystem.cat_file(f"{path}/{MARKER}"))
-        files = [_Listed(name, int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()]
+        files = [AnchorFile(name, int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()]
     except FileNotFoundError as error:
         raise AnchorError(f"no finished anchor at {path}: it has no {MARKER}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -153,12 +178,13 @@ def _read_marker(filesystem: Any, path: str) -> list[_Listed]:  # noqa: ANN401 -
     return files
 
 
-def _read_weights(file: Path) -> dict[str, npt.NDArray[np.uint16]]:
+def _read_weights(directory: Path) -> dict[str, npt.NDArray[np.uint16]]:
     view = {}
     try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
-                view[name] = _bits(name, opened.get_tensor(name))
+        for file in sorted(directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - it is not a mapping
+                    view[name] = _bits(name, opened.get_tensor(name))
     except (OSError, SafetensorError) as error:
         raise AnchorError(f"the anchor's weights cannot be read: {error}") from error
     return view
