@@ -62,6 +62,10 @@ class Mirror:
         """Fingerprint of each tensor, hexadecimal."""
         return {name: value.hex() for name, value in self._fingerprints.items()}
 
+    def bits(self, name: str) -> Bits:
+        """One tensor, u2[n], flat: the mirror's own memory, for reading. Raises KeyError."""
+        return self._tensors[name]
+
     def stage(self, blocks: Iterable[EncodedBlock], manifest: Manifest) -> Staged:
         """Check every block of a delta against the mirror, and the result against the manifest.
 
