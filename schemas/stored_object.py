@@ -36,7 +36,7 @@ class StoredObject:
     """xxh3-128 of the bytes, hexadecimal."""
 
 
-def put_object(uri: str, pieces: Iterable[bytes]) -> StoredObject:
+def put_object(uri: str, pieces: Iterable[bytes | memoryview]) -> StoredObject:
     """Write `pieces`, one after the other, as the object at `uri` (an fsspec URL or a path), replacing what is there.
 
     Give an object a name that only these bytes have (its digest, for instance): a reader of an older record then never

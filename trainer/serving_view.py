@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
-from tidemill.schemas.records import TensorInfo
+from tidemill.trainer.publication.weights import tensor_infos, total_fingerprint
+
+__all__ = ["SERVING_DTYPE", "ServingView", "bf16_bits", "serving_view", "tensor_infos", "total_fingerprint"]
 
 SERVING_DTYPE = "bfloat16"
 
@@ -44,16 +45,3 @@ def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
     rounded = tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
     bits: npt.NDArray[np.uint16] = rounded.view(torch.int16).numpy().view(np.uint16)
     return bits
-
-
-def tensor_infos(view: ServingView) -> list[TensorInfo]:
-    """Name, type, shape and fingerprint of each weight of a view, in its order."""
-    return [
-        TensorInfo(name, SERVING_DTYPE, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())
-        for name, bits in view.items()
-    ]
-
-
-def total_fingerprint(tensors: list[TensorInfo]) -> Fingerprint:
-    """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
-    return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)

@@ -1,6 +1,7 @@
 """Anchors are whole Hugging Face checkpoints, lossless, finished or not there at all, on any fsspec file system."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import fsspec
@@ -10,7 +11,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tidemill.trainer.anchor import MARKER, WEIGHTS, AnchorError, anchor_uri, read_anchor, write_anchor
+from tidemill.schemas.stored_object import StoreUnavailableError
+from tidemill.trainer.anchor import MARKER, AnchorError, anchor_uri, anchor_weights, read_anchor, write_anchor
+from tidemill.trainer.publication.safetensors_stream import INDEX, WEIGHTS
+from tidemill.trainer.publication.weights import Weight
 from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
 
 TOKENIZER = {"tokenizer.json": '{"model": {}}', "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}"}
@@ -110,6 +114,80 @@ def test_every_bit_pattern_survives(base_model, uri):
     assert_equal_views(read_anchor(uri), view)
 
 
+def mixed_weights(seed=0):
+    """One tensor of each type that a version can carry, every pattern of the narrow ones among them."""
+    random = np.random.default_rng(seed)
+    u1, u2 = np.arange(256, dtype=np.uint8), np.arange(1 << 16, dtype=np.uint16)
+    return {
+        "b.fp8": Weight("float8_e4m3fn", u1.reshape(16, 16)),
+        "a.fp8": Weight("float8_e5m2", u1),
+        "int8": Weight("int8", u1),
+        "int4": Weight("int4", u1.reshape(2, 128)),
+        "fp16": Weight("float16", u2.reshape(256, 256)),
+        "bf16": Weight("bfloat16", u2[:3]),
+        "norm": Weight("float32", random.integers(0, 1 << 32, 7, dtype=np.uint32)),
+        "scale": Weight("float32", np.array(0x7FC00001, np.uint32)),
+        "empty": Weight("bfloat16", np.zeros((0, 4), np.uint16)),
+    }
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 70_000, 1])
+def test_every_type_keeps_its_bits_and_its_name_in_one_file_or_many(base_model, uri, file_bytes):
+    weights = mixed_weights()
+    write_anchor(uri, base_model, weights, file_bytes)
+    read = dict(anchor_weights(uri))
+    assert_equal_views(read_anchor(uri), {name: weight.bits for name, weight in weights.items()})
+    assert {n: w.dtype for n, w in read.items()} == {n: w.dtype for n, w in weights.items()} | {"int4": "uint8"}
+    assert all(weight.bits.shape == weights[name].bits.shape for name, weight in read.items())
+
+
+def test_weights_of_several_files_load_through_their_index(model, base_model, tmp_path):
+    view = serving_view(model)
+    anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view, file_bytes=2000)
+    directory = Path(anchor.uri.removeprefix("file://"))
+    index = json.loads((directory / INDEX).read_text())
+    assert index["weight_map"].keys() == view.keys() and len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(bits.nbytes for bits in view.values())
+    assert_equal_views(serving_view(AutoModelForCausalLM.from_pretrained(directory)), view)
+
+
+def test_an_anchor_in_fewer_files_leaves_none_of_the_older_ones(base_model, uri):
+    write_anchor(uri, base_model, {"a": np.zeros(4, np.uint16), "b": np.ones(4, np.uint16)}, file_bytes=8)
+    write_anchor(uri, base_model, {"a": np.zeros(4, np.uint16)})
+    assert read_anchor(uri).keys() == {"a"}
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    assert sum(file.endswith(".safetensors") for file in filesystem.ls(path, detail=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        (
+            {"w": Weight("float16", np.zeros(9, np.uint16)), "norm": Weight("float32", np.zeros(3, np.uint32))},
+            "float16",
+        ),
+        ({"w": np.zeros(9, np.uint16), "norm": Weight("float32", np.zeros(3, np.uint32))}, "bfloat16"),
+        ({"w": Weight("float8_e4m3fn", np.zeros(9, np.uint8)), "norm": np.zeros(3, np.uint16)}, "the base's"),
+    ],
+)
+def test_the_configuration_names_the_model_s_type(base_model, tmp_path, weights, dtype):
+    config = json.loads((base_model / "config.json").read_text())
+    (base_model / "config.json").write_text(json.dumps({**config, "dtype": "the base's"}))
+    write_anchor(str(tmp_path / "anchor"), base_model, weights)
+    assert json.loads((tmp_path / "anchor" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_writing_takes_no_memory_beside_the_weights(base_model, tmp_path):
+    weights = {f"w{i}": np.zeros(4 << 20, np.uint16) for i in range(8)}
+    tracemalloc.start()
+    try:
+        write_anchor(str(tmp_path / "anchor"), base_model, weights)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20, "64 MiB of weights"
+
+
 def test_it_is_a_checkpoint_that_transformers_loads(model, base_model, tmp_path):
     view = serving_view(model)
     anchor = write_anchor(anchor_uri(str(tmp_path), "run", "main", 0), base_model, view)
@@ -146,12 +224,13 @@ def test_a_crash_while_writing_over_an_anchor_leaves_none(model, base_model, uri
     write_anchor(uri, base_model, serving_view(model))
     filesystem, _ = fsspec.core.url_to_fs(uri)
 
-    def full(*_):
+    def full(*_arguments, **_options):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(filesystem, "put_file", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(filesystem, "open", full)
+    with pytest.raises(StoreUnavailableError, match="no space"):
         write_anchor(uri, base_model, serving_view(model))
+    monkeypatch.undo()
     with pytest.raises(AnchorError, match="no finished anchor"):
         read_anchor(uri)
 
