@@ -83,9 +83,9 @@ def write_anchor(uri: str, base_model: Path, weights: Mapping[str, WeightLike], 
     files = begin_anchor(uri, base_model, compute_type(held))
     split = split_files(held, file_bytes)
     for file, names in split.items():
-        files.append(_put(uri, file, file_pieces({name: held[name] for name in names})))
+        files.append(put_file(uri, file, file_pieces({name: held[name] for name in names})))
     if len(split) > 1:
-        files.append(_put(uri, INDEX, [index_of(held, split)]))
+        files.append(put_file(uri, INDEX, [index_of(held, split)]))
     return finish_anchor(uri, files)
 
 
@@ -105,7 +105,13 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> 
         # Weights of an unfinished anchor may be split over other files than the ones that come now.
         if filesystem.exists(path):
             filesystem.rm(path, recursive=True)
-        return [_put(uri, file.name, [file.read_bytes()]) for file in sorted(Path(scratch).iterdir())]
+        return [put_file(uri, file.name, [file.read_bytes()]) for file in sorted(Path(scratch).iterdir())]
+
+
+def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
+    """Write one file of the anchor at `uri`. Raises StoreUnavailableError when the store fails."""
+    stored = put_object(f"{uri}/{name}", pieces)
+    return AnchorFile(name, stored.n_bytes, stored.digest)
 
 
 def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
@@ -159,11 +165,6 @@ def _fetch(uri: str, file: AnchorFile, directory: Path) -> Path:
     if _listed(local) != file:
         raise AnchorError(f"{file.name} of anchor {uri} is not what was written: its bytes were changed")
     return local
-
-
-def _put(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
-    stored = put_object(f"{uri}/{name}", pieces)
-    return AnchorFile(name, stored.n_bytes, stored.digest)
 
 
 def _stage(staged: Path, base_model: Path, dtype: str | None) -> None:

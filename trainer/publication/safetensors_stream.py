@@ -57,14 +57,15 @@ def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) 
 def file_pieces(weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
     """The bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
     ordered = dict(sorted(weights.items(), key=lambda item: (-item[1].bits.itemsize, item[0])))
-    yield _header(ordered)
+    yield file_header(ordered)
     for weight in ordered.values():
-        data = memoryview(np.ascontiguousarray(weight.bits).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(weight.bits).reshape(-1).view(np.uint8).data
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
 
 
-def _header(weights: Mapping[str, Weight]) -> bytes:
+def file_header(weights: Mapping[str, Weight]) -> bytes:
+    """What a file begins with whose tensors are `weights`, in this order."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, weight in weights.items():
