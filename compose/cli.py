@@ -16,6 +16,7 @@ from tidemill.compose.query_command import query
 from tidemill.compose.roles import documents, feed, rollout, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.topics_command import topics
+from tidemill.compose.weights import weights_app
 
 app = typer.Typer(
     name="tidemill",
@@ -36,6 +37,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRA
 
 app.add_typer(stack_app, name="stack")
 app.command(rich_help_panel="The log")(topics)
+app.add_typer(weights_app, name="weights", rich_help_panel="The log")
 for _role in (feed, rollout, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))

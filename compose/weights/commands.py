@@ -1,0 +1,161 @@
+"""`tidemill weights`: list the chain, verify it, write a version out, and say which version is served.
+
+Results go to standard output, progress to standard error. Exit status 1 means no: not sound, not reached, not possible.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_local_log
+from tidemill.compose.options import given, with_settings
+from tidemill.compose.weights.decisions import decide_app_commands
+from tidemill.compose.weights.progress import working
+from tidemill.compose.weights.tables import chain_table, checkout_lines, verification_lines
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", min=0.1, help="Seconds that a chunk may take to come from the log.")
+]
+
+weights_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""The weight log: every version of a branch, its deltas and anchors, and which version is served.
+
+Examples, all for the run and branch of the configuration:
+
+    tidemill weights log --last 20           # what there is, and who proved it
+    tidemill weights verify                  # is it sound? every delta, every tensor
+    tidemill weights checkout 40 models/v40  # a version as a Hugging Face checkpoint
+    tidemill weights diff v39 v40            # what a step changed, what it costs to ship
+    tidemill weights pin 40                  # go no further than version 40
+    tidemill weights rollback 37 --wait 60   # back to 37; wait until every replica is
+    tidemill weights release                 # follow the newest version again
+
+Nothing here needs a trainer or a replica to run.""",
+)
+
+
+@weights_app.command("log")
+@with_settings
+def log_command(
+    settings_of: SettingsOf,
+    branch: BranchOption = None,
+    last: Annotated[int, typer.Option("--last", min=0, help="Only the newest so many versions; 0 for all.")] = 30,
+    as_json: JsonOption = False,
+) -> None:
+    """List the versions of a branch, oldest first.
+
+    One line a version: parent, optimizer step, learning rate, density (changed elements of all), bytes of the delta,
+    bytes for each changed element, whether it has an anchor, from which older versions skip-deltas lead to it, which
+    replicas proved it from their live tensors, and what was decided of it.
+
+    Example: `tidemill weights log --branch main --last 10`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    from tidemill.consumers.weights.listing import describe, rows
+    from tidemill.consumers.weights.reading import read_chain
+
+    chain = read_chain(settings.kafka, settings.run)
+    found, limit = rows(chain, last), chain.limit
+    if as_json:
+        _print_json(
+            {
+                "run_id": chain.run_id,
+                "branch": chain.branch,
+                "head": chain.head.version,
+                "limit": None if limit is None else asdict(limit),
+                "versions": [asdict(row) for row in found],
+            }
+        )
+        return
+    Console().print(chain_table(found, chain.head.version))
+    typer.echo("serving: the newest version" if limit is None else f"serving: {describe(limit)}")
+
+
+@weights_app.command()
+@with_settings
+def verify(
+    settings_of: SettingsOf,
+    start: Annotated[
+        int | None,
+        typer.Option("--from", help="Version to begin at; it needs an anchor. Default: the oldest of use."),
+    ] = None,
+    branch: BranchOption = None,
+    timeout_s: TimeoutOption = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Verify a chain offline: fetch, decode, guard and apply every delta, and compare every tensor with its manifest.
+
+    Begins at an anchor and makes each version in memory, without an engine. Anchors on the way and skip-deltas are
+    verified as well. Stops at the first thing that is wrong, names it and exits with status 1; a chunk that the log's
+    retention has removed is said to be just that.
+
+    Example: `tidemill weights verify --from 32`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    from tidemill.consumers.weights.builder import open_builder
+    from tidemill.consumers.weights.reading import read_chain
+    from tidemill.consumers.weights.verify import Verifier, default_start
+
+    chain = read_chain(settings.kafka, settings.run)
+    first = default_start(chain) if start is None else start
+    total = sum(version >= first for version in chain.manifests)
+    with working("verifying", total) as progress, open_builder(settings.kafka, timeout_s) as builder:
+        report = Verifier(chain, builder, progress).run(first)
+    if as_json:
+        _print_json({"sound": report.offender is None, **asdict(report)})
+    else:
+        typer.echo("\n".join(verification_lines(report)))
+    raise typer.Exit(0 if report.offender is None else 1)
+
+
+@weights_app.command()
+@with_settings
+def checkout(
+    settings_of: SettingsOf,
+    version: Annotated[str, typer.Argument(help="Version to write, for instance 40 or v40.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to make; it must not exist or be empty.")],
+    branch: BranchOption = None,
+    timeout_s: TimeoutOption = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a version as a Hugging Face checkpoint: weights, configuration and tokenizer.
+
+    The version is built from the nearest anchor over deltas or skip-deltas, written beside its place, read back and
+    proved by the fingerprints of its manifest, and only then given its name.
+
+    Example: `tidemill weights checkout v40 models/v40`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    from tidemill.compose.weights.operands import version_number
+    from tidemill.consumers.weights.builder import open_builder
+    from tidemill.consumers.weights.checkout import checkout as write_checkout
+    from tidemill.consumers.weights.reading import read_chain
+
+    number = version_number(version)
+    chain = read_chain(settings.kafka, settings.run)
+    with working("building") as progress, open_builder(settings.kafka, timeout_s, progress.say) as builder:
+        made = write_checkout(chain, builder, number, directory)
+    if as_json:
+        _print_json(asdict(made))
+    else:
+        typer.echo("\n".join(checkout_lines(made)))
+
+
+def _print_json(document: object) -> None:
+    typer.echo(json.dumps(document, indent=2))
+
+
+decide_app_commands(weights_app)

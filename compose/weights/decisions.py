@@ -1,0 +1,177 @@
+"""`tidemill weights pin|rollback|release`: decisions of an operator on `gate.decisions`.
+
+The trainer goes on whatever is decided: only what replicas serve changes.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_local_log
+from tidemill.compose.options import given, with_settings
+from tidemill.compose.weights.operands import version_number
+from tidemill.compose.weights.progress import working
+from tidemill.schemas.records import GateDecision, GateVerdict
+
+if TYPE_CHECKING:
+    from tidemill.consumers.weights.decide import Following
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
+BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")]
+NO_REASON = "no reason given"
+ByOption = Annotated[str | None, typer.Option("--by", help="Who decides. Default: the name of the user.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check and show the decision, and write nothing.")]
+WaitOption = Annotated[
+    float | None,
+    typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait until every replica follows; status 1 if not."),
+]
+RecentOption = Annotated[
+    float, typer.Option("--recent", metavar="SECONDS", min=0.0, help="A replica silent for longer is not waited for.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+RECENT_S = 3600.0
+POLL_S = 0.1
+
+
+def decide_app_commands(app: typer.Typer) -> None:
+    """Add the commands to the app."""
+    for command in (pin, rollback, release):
+        app.command()(with_settings(command))
+
+
+def pin(
+    settings_of: SettingsOf,
+    version: VersionArgument,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Let replicas go no further than a version, however far the trainer is.
+
+    A replica that is behind goes up to it; one that is beyond stays where it is (use `rollback` to take it back).
+
+    Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    _decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def rollback(
+    settings_of: SettingsOf,
+    version: VersionArgument,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Take replicas back to an older version, and no further, until a release.
+
+    Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    number = version_number(version)
+    _decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def release(
+    settings_of: SettingsOf,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """End a pin or a rollback: replicas follow the newest version again.
+
+    Example: `tidemill weights release --wait 60`
+    """
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    _decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def _decide(
+    settings: TidemillSettings, verdict: GateVerdict, version: int | None, reason: str, decided_by: str | None,
+    dry_run: bool, wait_s: float | None, recent_s: float, as_json: bool,
+) -> None:  # fmt: skip
+    from tidemill.consumers.weights.builder import anchor_stands
+    from tidemill.consumers.weights.decide import Following, Proposal, decision
+    from tidemill.consumers.weights.reading import read_chain
+    from tidemill.schemas.clock import now_us
+
+    chain = read_chain(settings.kafka, settings.run)
+    proposal = Proposal(verdict, version, reason, decided_by or _operator())
+    made = decision(chain, proposal, now_us(), anchor_stands)
+    following = Following(made, chain.head.version, int(1e6 * recent_s))
+    for ack in chain.replicas.values():
+        following.observe(ack)
+    if not dry_run:
+        _carry_out(settings, made, following, wait_s)
+    waited = wait_s is not None and not dry_run
+    _show(made, following, written=not dry_run, waited=waited, as_json=as_json)
+    raise typer.Exit(1 if waited and following.behind else 0)
+
+
+def _operator() -> str:
+    """The name of the user; their number where they have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _carry_out(settings: TidemillSettings, made: GateDecision, following: Following, wait_s: float | None) -> None:
+    """Write a decision, and follow the acknowledgements for as long as somebody is behind who may catch up."""
+    from tidemill.schemas.catalogue import Topic
+    from tidemill.schemas.producer import RecordProducer
+    from tidemill.schemas.reader import LogReader
+    from tidemill.schemas.records import WeightAck
+
+    with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:
+        with RecordProducer(settings.kafka, "tidemill-weights") as producer:
+            producer.send_acked(Topic.GATE, [(made.branch, made)])
+        deadline = time.monotonic() + (wait_s or 0.0)
+        with working("waiting for") as progress:
+            while set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
+                progress.say(", ".join(f"{replica} (serves {v})" for replica, v in following.behind.items()))
+                for located in acks.poll(POLL_S):
+                    ack = located.record
+                    if isinstance(ack, WeightAck) and (ack.run_id, ack.branch) == (made.run_id, made.branch):
+                        following.observe(ack)
+
+
+def _show(made: GateDecision, following: Following, *, written: bool, waited: bool, as_json: bool) -> None:
+    if as_json:
+        document = {"decision": asdict(made), "written": written, "serving": following.serving}
+        typer.echo(json.dumps({**document, "behind": sorted(following.behind)}, indent=2))
+        return
+    version = "" if made.version is None else f" {made.version}"
+    said = "decided" if written else "would decide"
+    typer.echo(f"{said}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
+    for replica, serving in sorted(following.beyond.items()):
+        typer.echo(f"{replica} serves {serving} and stays there: a pin takes nobody back, `rollback` does", err=True)
+    if not waited:
+        return
+    for replica in sorted(set(following.behind) - set(following.beyond)):
+        typer.echo(f"{replica} still serves {following.behind[replica]}", err=True)
+    if not following.behind:
+        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'nobody: no replica has spoken lately'}")

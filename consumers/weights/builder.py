@@ -1,0 +1,210 @@
+"""Builds versions in memory from the log and the object store, with the replica's own fetcher, decoder and mirror.
+
+Keeps true: what is built has the fingerprints of its manifest; after each delta the fingerprints of the tensors that it
+changed are computed again from the weights themselves; whatever cannot be used raises `Unusable` with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+
+from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
+from tidemill.consumers.replica.decode import Decoder
+from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
+from tidemill.consumers.replica.lineage import Delta, Way
+from tidemill.consumers.replica.mirror import Draft, Mirror
+from tidemill.consumers.weights.chain import Chain, Unreachable
+from tidemill.kernels.delta import DeltaError
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Manifest
+from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
+from tidemill.schemas.tensor_table import with_tensors
+
+
+class Unusable(ValueError):
+    """A delta or an anchor is damaged, gone, or not what its manifest names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A version in memory, and the way that led to it."""
+
+    mirror: Mirror
+    way: Way
+    anchor_directory: Path
+    """The anchor's files: configuration and tokenizer beside older weights."""
+
+
+class Builder:
+    """Builds versions of one log. Holds one copy of the weights for each mirror that it gave out.
+
+    Args:
+        fetcher: reads the deltas.
+        directory: where anchors of a remote store are copied to.
+        progress: called with what is done next.
+    """
+
+    def __init__(
+        self, fetcher: ChunkFetcher, directory: Path, progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._fetcher, self._directory, self._progress = fetcher, directory, progress
+        self._decoder = Decoder(os.cpu_count() or 1)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._decoder.close()
+
+    def with_tensors(self, manifest: Manifest) -> Manifest:
+        """The manifest with its tensors listed in it. Raises Unusable."""
+        with _as_unusable():
+            return with_tensors(manifest)
+
+    def from_anchor(self, manifest: Manifest) -> Mirror:
+        """A version from its anchor, every tensor checked. Raises Unusable."""
+        with _as_unusable():
+            return Mirror.from_anchor(self._anchor_directory(manifest), manifest)
+
+    def check_anchor(self, manifest: Manifest) -> None:
+        """Compare an anchor with its manifest, one tensor in memory at a time. Raises Unusable."""
+        with _as_unusable():
+            reader = AnchorReader(self._anchor_directory(manifest))
+            objection = fingerprint_objection(reader, with_tensors(manifest))
+        if objection:
+            raise Unusable(f"it is not version {manifest.version}: {objection}")
+
+    def apply(self, delta: Delta, mirror: Mirror) -> None:
+        """Bring a mirror to the delta's version and compare the weights that came out. Raises Unusable.
+
+        The mirror is as it was after an error.
+        """
+        draft = self._draft(delta, mirror)
+        draft.keep()
+
+    def check(self, delta: Delta, mirror: Mirror) -> None:
+        """As `apply`, and bring the mirror back. Raises Unusable."""
+        draft = self._draft(delta, mirror)
+        draft.revert()
+
+    def build(self, chain: Chain, version: int) -> Built:
+        """A version over the best way that works; what turns out unusable is off `chain`'s ways from then on.
+
+        Raises UnknownVersion, Unreachable.
+        """
+        reasons: list[str] = []
+        while True:
+            try:
+                way = chain.way(version, anchor_stands)
+            except Unreachable as error:
+                raise Unreachable("; ".join([str(error), *reasons])) from error
+            built = self._try(chain, way, reasons)
+            if built is not None:
+                return built
+
+    def _try(self, chain: Chain, way: Way, reasons: list[str]) -> Built | None:
+        assert way.anchor is not None
+        self._progress(f"anchor {way.anchor.version}")
+        try:
+            mirror = self.from_anchor(way.anchor)
+        except Unusable as error:
+            reasons.append(f"the anchor of version {way.anchor.version}: {error}")
+            chain.lineage.refuse_anchor(way.anchor.version)
+            return None
+        for delta in way.deltas:
+            self._progress(f"version {delta.version}")
+            try:
+                self.apply(delta, mirror)
+            except Unusable as error:
+                reasons.append(f"the delta from {delta.base} to {delta.version}: {error}")
+                chain.lineage.refuse_delta(delta.base, delta.version)
+                return None
+        return Built(mirror, way, self._anchor_directory(way.anchor))
+
+    def _draft(self, delta: Delta, mirror: Mirror) -> Draft:
+        if mirror.version != delta.base:
+            raise Unusable(f"it starts from version {delta.base}, version {mirror.version} is held")
+        draft = Draft(mirror)
+        try:
+            with _as_unusable():
+                changes = self._decoder.decode(delta, self._fetcher.pieces, mirror.resolve).changes
+                draft.advance(changes, delta.manifest)
+                draft.check(with_tensors(delta.manifest))
+            _recount(mirror, {change.name for change in changes})
+        except BaseException:
+            draft.revert()
+            raise
+        return draft
+
+    def _anchor_directory(self, manifest: Manifest) -> Path:
+        if manifest.anchor is None:
+            raise Unusable(f"version {manifest.version} has no anchor")
+        return fetch_anchor(manifest.anchor.uri, self._directory)
+
+
+@contextmanager
+def open_builder(
+    kafka: KafkaSettings, timeout_s: float, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Builder]:
+    """A builder on a log; what it copied is removed at the end.
+
+    Args:
+        timeout_s: how long a chunk that the log should have may take.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="tidemill-weights-") as scratch,
+        LogReader(kafka, [Topic.DELTAS], start="end", client_id="tidemill-weights-chunks") as chunks,
+        closing(Builder(ChunkFetcher(chunks, timeout_s), Path(scratch), progress)) as builder,
+    ):
+        yield builder
+
+
+def anchor_stands(manifest: Manifest) -> bool:
+    """Whether the directory of a manifest's anchor is there."""
+    if manifest.anchor is None:
+        return False
+    try:
+        filesystem, path = fsspec.core.url_to_fs(manifest.anchor.uri)
+        return bool(filesystem.isdir(path))
+    except (OSError, ImportError, ValueError):
+        return False
+
+
+def fingerprint_objection(reader: AnchorReader, manifest: Manifest) -> str:
+    """Why a checkpoint does not hold a version; empty when it does. Holds one tensor at a time. Raises AnchorError."""
+    expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
+    odd = sorted(set(reader.names) ^ set(expected))
+    if odd:
+        return f"{odd[0]} is in one of checkpoint and manifest only"
+    for name in reader.names:
+        made = fingerprint(reader.bits(name), TensorKey.of(name)).hex()
+        if made != expected[name]:
+            return f"{name} has fingerprint {made}, its manifest says {expected[name]}"
+    return ""
+
+
+def _recount(mirror: Mirror, names: set[str]) -> None:
+    """Compute fingerprints from the weights that a delta made: the mirror's own follow from the delta."""
+    claimed = mirror.fingerprints
+    for name in sorted(names):
+        made = fingerprint(mirror.bits(name), TensorKey.of(name)).hex()
+        if made != claimed[name]:
+            raise Unusable(f"{name} became {made}, not {claimed[name]}")
+
+
+@contextmanager
+def _as_unusable() -> Iterator[None]:
+    try:
+        yield
+    except (AnchorError, StoredObjectError, CorruptDeltaError, DeltaError) as error:
+        raise Unusable(str(error)) from error
+    except (AnchorUnavailableError, StoreUnavailableError, FetchTimeoutError) as error:
+        raise Unusable(f"it cannot be read now: {error}") from error

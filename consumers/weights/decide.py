@@ -1,0 +1,96 @@
+"""An operator's decision about which version a branch serves: what may be decided, and who has followed it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tidemill.consumers.weights.chain import Chain, ChainError
+from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What an operator asks for."""
+
+    verdict: GateVerdict
+    version: int | None
+    """None for a release."""
+    reason: str
+    decided_by: str
+
+
+def decision(
+    chain: Chain, proposal: Proposal, at: int, anchor_stands: Callable[[Manifest], bool] = lambda _: True
+) -> GateDecision:
+    """The record of a proposal that can be carried out; `at` in microseconds since the epoch.
+
+    Raises UnknownVersion, Unreachable when no anchor leads to the version any more, ChainError when it was rejected,
+    or refused by every replica that met it.
+    """
+    head = chain.head.version
+    if proposal.version is not None:
+        _require_servable(chain, proposal.version, anchor_stands)
+    return GateDecision(
+        run_id=chain.run_id,
+        branch=chain.branch,
+        verdict=proposal.verdict,
+        version=proposal.version,
+        reason=proposal.reason,
+        decided_by=proposal.decided_by,
+        numbers={"head": float(head)},
+        at=at,
+    )
+
+
+def _require_servable(chain: Chain, version: int, anchor_stands: Callable[[Manifest], bool]) -> None:
+    chain.manifest(version)
+    rejected = [made for made in chain.decisions if made.verdict is GateVerdict.REJECT and made.version == version]
+    if rejected:
+        raise ChainError(f"version {version} was rejected by {rejected[-1].decided_by}: {rejected[-1].reason}")
+    refusals = chain.refusals.get(version, {})
+    if refusals and not chain.proofs.get(version):
+        replica, reason = next(iter(refusals.items()))
+        raise ChainError(
+            f"version {version} was refused by {', '.join(refusals)} and proved by none; {replica} says: {reason}"
+        )
+    chain.way(version, anchor_stands)
+
+
+@dataclass(slots=True)
+class Following:
+    """Which replicas have followed a decision.
+
+    Every replica whose last word is at most `recent_us` old when the decision is made is waited for, and every other
+    one from its next word on.
+    """
+
+    decision: GateDecision
+    head: int
+    """The newest version when the decision was made."""
+    recent_us: int
+    serving: dict[str, int] = field(default_factory=dict)
+    """The version that each replica serves that is waited for."""
+
+    def observe(self, ack: WeightAck) -> None:
+        """Take a replica's word in."""
+        if ack.at >= self.decision.at - self.recent_us:
+            self.serving[ack.replica_id] = ack.serving_version
+
+    @property
+    def behind(self) -> dict[str, int]:
+        """Replicas that have not followed yet, with the version that they serve."""
+        return {replica: version for replica, version in self.serving.items() if not self._followed(version)}
+
+    @property
+    def beyond(self) -> dict[str, int]:
+        """Replicas that serve a newer version than the one they should hold, which a hold leaves where they are."""
+        version = self.decision.version
+        if self.decision.verdict is not GateVerdict.HOLD or version is None:
+            return {}
+        return {replica: serving for replica, serving in self.serving.items() if serving > version}
+
+    def _followed(self, serving: int) -> bool:
+        if self.decision.version is None:
+            return serving >= self.head
+        return serving == self.decision.version
