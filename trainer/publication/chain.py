@@ -1,0 +1,136 @@
+"""The chain of versions of one branch, as the log has it: what is published, and how a version is reached.
+
+Pure: manifests in, answers out. What stays true: a version stands for one set of weights, whoever publishes it and
+however often; a version's parent is an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tidemill.schemas.records import Manifest
+
+
+class ChainError(ValueError):
+    """A version does not continue the chain of versions in the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinceAnchor:
+    """What has come since the newest anchor."""
+
+    versions: int
+    delta_bytes: int
+    anchor_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How to make a version: an anchor, then deltas in order."""
+
+    anchor: Manifest
+    deltas: tuple[Manifest, ...]
+
+
+class VersionChain:
+    """The versions of one branch of one run. Manifests of others are left alone; all but the newest lose their tensors,
+    which would be most of the memory."""
+
+    def __init__(self, run_id: str, branch: str, manifests: Iterable[Manifest] = ()) -> None:
+        self.run_id, self.branch = run_id, branch
+        self._published: dict[int, Manifest] = {}
+        self._newest: Manifest | None = None
+        for manifest in manifests:
+            self.observe(manifest)
+
+    @property
+    def newest(self) -> Manifest | None:
+        """The newest version, with its tensors."""
+        return self._newest
+
+    @property
+    def oldest(self) -> Manifest | None:
+        """The version that the branch begins with."""
+        return self._published[min(self._published)] if self._published else None
+
+    def get(self, version: int) -> Manifest | None:
+        """What the log has of a version; only the newest one's tensors are kept."""
+        return self._published.get(version)
+
+    def observe(self, manifest: Manifest) -> None:
+        """Take a manifest in. Raises ChainError when its version is there with other weights."""
+        if (manifest.run_id, manifest.branch) != (self.run_id, self.branch):
+            return
+        held = self._published.get(manifest.version)
+        if held is not None:
+            require_same(held, manifest.fingerprint)
+        else:
+            self._published[manifest.version] = replace(manifest, tensors=[], tensor_table=None)
+        if self._newest is None or manifest.version > self._newest.version:
+            self._newest = manifest
+
+    def require_next(self, version: int, parent: int | None) -> None:
+        """Raise ChainError unless `version` may follow the newest version, which `parent` then is."""
+        newest = None if self._newest is None else self._newest.version
+        if parent != newest:
+            raise ChainError(
+                f"version {version} names parent {parent}, the newest version of run {self.run_id}, branch "
+                f"{self.branch}, in the log is {newest}"
+            )
+        if newest is not None and version <= newest:
+            raise ChainError(f"version {version} is not in the log and would come after {newest}: numbers only rise")
+
+    def since_anchor(self) -> SinceAnchor:
+        """What has come since the newest anchor that leads to the newest version; everything where there is none."""
+        versions = delta_bytes = 0
+        at = self._newest
+        while at is not None:
+            if at.anchor is not None:
+                return SinceAnchor(versions, delta_bytes, at.anchor.n_bytes)
+            versions, delta_bytes = versions + 1, delta_bytes + at.delta_bytes
+            at = self._parent(at)
+        return SinceAnchor(versions, delta_bytes, 0)
+
+    def place(self, version: int) -> int:
+        """How many versions lie between `version` and the beginning of its branch: 0 for the first."""
+        place, at = 0, self._published.get(version)
+        while at is not None and (parent := self._parent(at)) is not None:
+            place, at = place + 1, parent
+        return place
+
+    def ancestor(self, version: int, steps: int) -> Manifest | None:
+        """The version that lies `steps` versions before `version`; None where the branch is not that long."""
+        at = self._published.get(version)
+        for _ in range(steps):
+            at = None if at is None else self._parent(at)
+        return at
+
+    def way_to(self, version: int) -> Way | None:
+        """From the nearest anchor to `version`; None when no anchor leads there."""
+        deltas: list[Manifest] = []
+        at = self._published.get(version)
+        while at is not None:
+            if at.anchor is not None:
+                return Way(at, tuple(reversed(deltas)))
+            deltas.append(at)
+            at = self._parent(at)
+        return None
+
+    def _parent(self, manifest: Manifest) -> Manifest | None:
+        if manifest.parent is None or manifest.parent >= manifest.version:
+            return None
+        return self._published.get(manifest.parent)
+
+
+def require_same(published: Manifest, fingerprint: str) -> None:
+    """Raise ChainError unless the published version has this fingerprint; the message says what to do."""
+    if published.fingerprint == fingerprint:
+        return
+    at = f"ForkPoint({published.branch!r}, {published.parent})"
+    fork = "" if published.parent is None else f"; open a new branch with fork_from={at} to train on from there"
+    raise ChainError(
+        f"version {published.version} of run {published.run_id}, branch {published.branch}, is in the log with "
+        f"fingerprint {published.fingerprint}, not {fingerprint}: two trainers on one run, a step that was not "
+        f"repeatable, or a trainer that went back to an older checkpoint. What the log has stays{fork}"
+    )
