@@ -29,9 +29,9 @@ from tidemill.kernels.fingerprint import Bits
 Counts = npt.NDArray[np.int64]
 
 EXACT_WIDTH = 16
-"""Steps of patterns up to so many bits are counted one by one."""
-SIGNIFICANT_BITS = 12
-"""Of larger steps of wider patterns the leading bits are counted and the others taken as incompressible."""
+"""Every step of patterns up to so many bits is told apart."""
+LEADING_BITS = 12
+"""Of the steps of wider patterns so many leading bits and the sign are, and the others taken as incompressible."""
 
 
 class Order(IntEnum):
@@ -99,10 +99,10 @@ class DeltaCounts:
         self.kind = element_type(dtype)
         self._layout = LAYOUTS[dtype]
         self._width = 8 * self.kind.bits.itemsize
-        self._significant = self._width if self._width <= EXACT_WIDTH else SIGNIFICANT_BITS
+        self._leading = self._width - 1 if self._width <= EXACT_WIDTH else LEADING_BITS
         classes = 1 << self._layout.exponent_bits
         self._elements = np.zeros(classes, np.int64)
-        self._steps = np.zeros((classes, _symbols(self._width, self._significant)), np.int64)
+        self._steps = np.zeros((classes, _symbols(self._width, self._leading)), np.int64)
         self._used = np.zeros(classes, np.int64)
         """How far each row of `_steps` is in use."""
 
@@ -113,7 +113,7 @@ class DeltaCounts:
             raise DeltaError(f"{old.size} elements became {new.size}: a delta keeps shapes")
         layout = self._layout
         mask = (1 << layout.exponent_bits) - 1
-        form = (self._width, int(layout.order), self._significant, layout.mantissa_bits, mask)
+        form = (self._width, int(layout.order), self._leading, layout.mantissa_bits, mask)
         _count(old, new, form, self._elements, self._steps, self._used)
 
     def add(self, other: DeltaCounts) -> None:
@@ -134,21 +134,20 @@ class DeltaCounts:
 
     def bounds(self) -> Bounds:
         """The bounds of all that was counted."""
-        rows = [self._steps[row, : self._used[row]] for row in range(self._elements.size)]
-        changed = [int(row.sum()) for row in rows]
+        n_all, n_changed, by_class = int(self._elements.sum()), 0, 0.0
         pooled = np.zeros(int(self._used.max()), np.int64)
-        for row in rows:
-            pooled[: row.size] += row
-        n_all, n_changed = int(self._elements.sum()), sum(changed)
-        by_class = sum(
-            self._cost(int(elements), n, row) for elements, n, row in zip(self._elements, changed, rows, strict=True)
-        )
+        for row in np.flatnonzero(self._elements):
+            steps = self._steps[row, : self._used[row]]
+            changed = int(steps.sum())
+            by_class += self._cost(int(self._elements[row]), changed, steps)
+            n_changed += changed
+            pooled[: steps.size] += steps
         return Bounds(n_all, n_changed, self._cost(n_all, n_changed, pooled) / 8, by_class / 8)
 
     def _cost(self, elements: int, changed: int, steps: Counts) -> float:
         """Bits of which elements changed and by what, all drawn from one distribution."""
         where = _choice_bits(np.array([changed, elements - changed]))
-        return where + _choice_bits(steps) + _uncounted_bits(steps, self._significant)
+        return where + _choice_bits(steps) + _uncounted_bits(steps, self._leading)
 
 
 class ModelBounds:
@@ -194,19 +193,19 @@ def _choice_bits(counts: Counts) -> float:
     return float(seen.sum() * np.log2(seen.sum()) - np.sum(seen * np.log2(seen))) if seen.size else 0.0
 
 
-def _symbols(width: int, significant: int) -> int:
+def _symbols(width: int, leading: int) -> int:
     """How many kinds of steps are told apart."""
-    return ((width - significant) << (significant - 1)) + (1 << significant)
+    return 2 * (((width - 1 - leading) << (leading - 1)) + (1 << leading))
 
 
-def _uncounted_bits(steps: Counts, significant: int) -> float:
+def _uncounted_bits(steps: Counts, leading: int) -> float:
     """Bits of the steps below their leading ones."""
-    below = np.maximum((np.arange(steps.size) >> (significant - 1)) - 1, 0)
+    below = np.maximum((np.arange(steps.size) >> leading) - 1, 0)
     return float(np.dot(below, steps))
 
 
 @compiled
-def _rank(pattern: int, width: int, order: int) -> int:
+def _rank(pattern: np.int64, width: int, order: int) -> np.int64:
     """A pattern's place among all patterns by value."""
     sign = 1 << (width - 1)
     if order == 0:
@@ -215,28 +214,28 @@ def _rank(pattern: int, width: int, order: int) -> int:
 
 
 @compiled
-def _symbol(step: int, width: int, significant: int) -> int:
-    """The kind of a step: itself, 0, -1, 1, -2, 2 ... as 0, 1, 2, 3, 4 ..., or its leading bits and their place."""
+def _symbol(step: np.int64, width: int, leading: int) -> np.int64:
+    """The kind of a step: its sign, and its size less one or the leading bits of that and their place."""
     half = 1 << (width - 1)
     step = ((step + half) & ((half << 1) - 1)) - half
-    folded = (-step << 1) - 1 if step < 0 else step << 1
+    size = abs(step) - 1
     below = 0
-    while folded >> below >= 1 << significant:
+    while size >> below >= 1 << leading:
         below += 1
-    return (below << (significant - 1)) + (folded >> below)
+    return 2 * ((below << (leading - 1)) + (size >> below)) + (step < 0)
 
 
 @compiled
 def _count(
     old: Bits, new: Bits, form: tuple[int, int, int, int, int], elements: Counts, steps: Counts, used: Counts
 ) -> None:
-    width, order, significant, mantissa_bits, mask = form
+    width, order, leading, mantissa_bits, mask = form
     for i in range(old.size):
         before = np.int64(old[i])
         exponent = (before >> mantissa_bits) & mask
         elements[exponent] += 1
         if old[i] != new[i]:
             step = _rank(np.int64(new[i]), width, order) - _rank(before, width, order)
-            symbol = _symbol(step, width, significant)
+            symbol = _symbol(step, width, leading)
             steps[exponent, symbol] += 1
             used[exponent] = max(used[exponent], symbol + 1)

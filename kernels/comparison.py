@@ -1,0 +1,259 @@
+"""What a delta between two sets of weights costs: its size, the bounds, the speed, and what other formats would take.
+
+Every block is encoded, decoded, resolved and applied as a replica would, and the result compared bit for bit. Tensors
+are taken one after the other and blocks one by one: beyond the tensors that it is given, which may be mapped from
+files, the comparison holds a few blocks. Speeds are bytes of dense weights for each second of processor time of this
+process; the first, compiling run of each element type is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.kernels.bounds import NOTHING, Bounds, ModelBounds
+from tidemill.kernels.delta import (
+    CodecSettings,
+    StreamWriter,
+    TensorChange,
+    apply_change,
+    decode_blocks,
+    encode_tensor,
+    resolve,
+)
+from tidemill.kernels.elements import element_type, flat_bits
+from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.formats import FORMATS, Format
+
+WARM_UP_ELEMENTS = 1 << 16
+WARM_UP_STRIDE = 97
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSize:
+    """How large a delta is, and how small it could be (`kernels.bounds`). Ratios are None where nothing changed."""
+
+    elements: int
+    changed: int
+    density: float
+    """Share of the elements that changed."""
+    wire_bytes: int
+    """Everything that is sent: payloads, names, fingerprints, digests."""
+    bytes_per_changed: float | None
+    iid_bound_bytes: float
+    exponent_class_bound_bytes: float
+    """By a fit to all tensors of an element type together."""
+    exponent_class_bound_by_tensor_bytes: float
+    """By a fit to each tensor."""
+    ratio_to_iid_bound: float | None
+    ratio_to_exponent_class_bound: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class FormatReport:
+    """What another format takes for the same change."""
+
+    name: str
+    wire_bytes: int
+    bytes_per_changed: float | None
+    times_ours: float | None
+    encode_gb_per_second: float
+    decode_gb_per_second: float
+    round_trip_equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReport:
+    """A comparison of two sets of weights."""
+
+    tensors: int
+    total: DeltaSize
+    by_dtype: dict[str, DeltaSize]
+    """By element type; the stream's own header and trailer are in the total only."""
+    encode_gb_per_second: float
+    apply_gb_per_second: float
+    """Decode, guard and apply, of the blocks that change anything."""
+    round_trip_equal: bool
+    """Whether the delta turned the old patterns into the new ones, bit for bit."""
+    against: tuple[FormatReport, ...]
+    """Other formats, where they were asked for."""
+
+
+def compare(
+    changes: Iterable[TensorChange], settings: CodecSettings | None = None, *, against: bool = False
+) -> DeltaReport:
+    """Measure the delta of `changes`; with `against`, also what other formats take.
+
+    Raises DeltaError when a change cannot be encoded: another shape, an unknown element type, a name too long.
+    """
+    comparison = _Comparison(settings or CodecSettings(), FORMATS if against else ())
+    for change in changes:
+        comparison.observe(change)
+    return comparison.report()
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Processor time spent, and the bytes of weights that it was spent on."""
+
+    seconds: float = 0.0
+    n_bytes: int = 0
+    _begun: float = field(default=0.0, repr=False)
+
+    def __enter__(self) -> None:
+        self._begun = time.process_time()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.process_time() - self._begun
+
+    def gb_per_second(self) -> float:
+        return self.n_bytes / self.seconds / GIGA if self.seconds else 0.0
+
+
+class _Comparison:
+    """Observes tensors one by one."""
+
+    def __init__(self, settings: CodecSettings, formats: Iterable[Format]) -> None:
+        self._settings = settings
+        self._writer = StreamWriter(1, 0)
+        self._edges = len(self._writer.header())
+        self._wire: dict[str, int] = {}
+        self._bounds = ModelBounds()
+        self._formats = [_FormatMeter(other) for other in formats]
+        self._encode, self._apply = _Clock(), _Clock()
+        self._tensors, self._equal = 0, True
+
+    def observe(self, change: TensorChange) -> None:
+        """Measure one tensor."""
+        if change.dtype not in self._wire:
+            self._wire[change.dtype] = 0
+            _warm_up(change, self._settings)
+        kind = element_type(change.dtype)
+        old, new = flat_bits(change.old_bits, kind), flat_bits(change.new_bits, kind)
+        size, compared = 0, 0
+        for block in self._encoded(change):
+            size += len(self._writer.block(block))
+            start, end = self._applied(block, old, new)
+            self._equal &= np.array_equal(old[compared:start], new[compared:start])
+            compared = end
+        self._equal &= np.array_equal(old[compared:], new[compared:])
+        self._tensors += 1
+        self._wire[change.dtype] += size
+        self._encode.n_bytes += old.nbytes
+        for first in range(0, old.size, self._settings.block_elements):
+            part = slice(first, first + self._settings.block_elements)
+            self._bounds.count(change.dtype, old[part], new[part])
+            for meter in self._formats:
+                meter.observe(old[part], new[part])
+        self._bounds.end_tensor()
+
+    def report(self) -> DeltaReport:
+        """What was measured."""
+        whole, apart = self._bounds.whole(), self._bounds.by_tensor()
+        by_dtype = {
+            dtype: _size(wire, whole.get(dtype, NOTHING), apart.get(dtype, NOTHING))
+            for dtype, wire in self._wire.items()
+        }
+        wire = self._edges + sum(self._wire.values()) + len(self._writer.trailer())
+        total = _size(wire, sum(whole.values(), NOTHING), sum(apart.values(), NOTHING))
+        return DeltaReport(
+            tensors=self._tensors,
+            total=total,
+            by_dtype=by_dtype,
+            encode_gb_per_second=self._encode.gb_per_second(),
+            apply_gb_per_second=self._apply.gb_per_second(),
+            round_trip_equal=self._equal,
+            against=tuple(meter.report(total) for meter in self._formats),
+        )
+
+    def _encoded(self, change: TensorChange) -> Iterator[bytes]:
+        """The blocks of a tensor, with the time that each takes to make."""
+        blocks = encode_tensor(*change, settings=self._settings)
+        while True:
+            with self._encode:
+                block = next(blocks, None)
+            if block is None:
+                return
+            yield block
+
+    def _applied(self, data: bytes, old: Bits, new: Bits) -> tuple[int, int]:
+        """Apply a block to its part of `old`, compare with `new`, and say which elements [start, end) it covers."""
+        with self._apply:
+            (block,) = decode_blocks(data)
+        part = slice(block.start, block.start + block.n)
+        held = old[part].copy()
+        with self._apply:
+            resolved = resolve(block, held, offset=block.start)
+            if resolved is not None:
+                apply_change(resolved, held, offset=block.start)
+        self._apply.n_bytes += held.nbytes
+        self._equal &= np.array_equal(held, new[part])
+        return part.start, part.stop
+
+
+class _FormatMeter:
+    """Adds up what one format takes."""
+
+    def __init__(self, other: Format) -> None:
+        self._format = other
+        self._encode, self._decode = _Clock(), _Clock()
+        self._wire, self._equal = 0, True
+
+    def observe(self, old: Bits, new: Bits) -> None:
+        """Encode and decode a part of a tensor."""
+        with self._encode:
+            data = self._format.encode(old, new)
+        with self._decode:
+            made = self._format.decode(data, old)
+        self._encode.n_bytes += old.nbytes
+        self._decode.n_bytes += old.nbytes
+        self._wire += len(data)
+        self._equal &= np.array_equal(made, new)
+
+    def report(self, ours: DeltaSize) -> FormatReport:
+        """What was measured, beside our size."""
+        return FormatReport(
+            self._format.name,
+            self._wire,
+            _ratio(self._wire, ours.changed),
+            _ratio(self._wire, ours.wire_bytes) if ours.changed else None,
+            self._encode.gb_per_second(),
+            self._decode.gb_per_second(),
+            self._equal,
+        )
+
+
+def _size(wire: int, whole: Bounds, apart: Bounds) -> DeltaSize:
+    return DeltaSize(
+        elements=whole.elements,
+        changed=whole.changed,
+        density=whole.changed / whole.elements if whole.elements else 0.0,
+        wire_bytes=wire,
+        bytes_per_changed=_ratio(wire, whole.changed),
+        iid_bound_bytes=whole.iid,
+        exponent_class_bound_bytes=whole.exponent_class,
+        exponent_class_bound_by_tensor_bytes=apart.exponent_class,
+        ratio_to_iid_bound=_ratio(wire, whole.iid),
+        ratio_to_exponent_class_bound=_ratio(wire, whole.exponent_class),
+    )
+
+
+def _ratio(above: float, below: float) -> float | None:
+    return above / below if below else None
+
+
+def _warm_up(change: TensorChange, settings: CodecSettings) -> None:
+    """Run the codec once over the head of a tensor, so that compiling its loops is not timed."""
+    old = flat_bits(change.old_bits, element_type(change.dtype))[:WARM_UP_ELEMENTS]
+    new = old.copy()
+    new[::WARM_UP_STRIDE] += new.dtype.type(1)
+    for block in encode_tensor(change.name, change.dtype, old, new, settings=settings):
+        held = old.copy()
+        for decoded in decode_blocks(block):
+            resolved = resolve(decoded, held[decoded.start : decoded.start + decoded.n], offset=decoded.start)
+            if resolved is not None:
+                apply_change(resolved, held)

@@ -1,0 +1,140 @@
+"""A comparison adds up over tensors and types, finds a codec that loses bits, and holds a few blocks at most."""
+
+import dataclasses
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tidemill.kernels import comparison
+from tidemill.kernels.bounds import delta_bounds
+from tidemill.kernels.comparison import compare
+from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange, encode_delta
+from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.formats import FORMATS, DenseXor
+
+UNHURRIED = settings(deadline=None, max_examples=30)
+"""The first call of a compiled loop compiles it."""
+
+
+@st.composite
+def changes(draw):
+    """A named tensor of any type and its successor."""
+    kind, size = draw(st.sampled_from(ELEMENT_TYPES)), draw(st.integers(0, 60))
+    old, new = draw(hnp.arrays(kind.bits, size)), draw(hnp.arrays(kind.bits, size))
+    name = draw(st.text("abc.", min_size=1, max_size=8))
+    return TensorChange(name, kind.name, old, np.where(draw(hnp.arrays(np.bool_, size)), old, new))
+
+
+def step(name="w", size=1 << 12, density=0.02, seed=0):
+    """A bf16 tensor of which a share moved by one unit in the last place."""
+    generator = np.random.default_rng(seed)
+    old = generator.integers(0x3C00, 0x3F00, size, dtype=np.uint16)
+    return TensorChange(name, "bfloat16", old, old + (generator.random(size) < density).astype(np.uint16))
+
+
+@UNHURRIED
+@given(st.lists(changes(), max_size=4, unique_by=lambda change: change.name), st.integers(1, 100))
+def test_a_report_adds_up(tensors, block_elements):
+    chosen = CodecSettings(block_elements=block_elements)
+    report = compare(tensors, chosen, against=True)
+    total = report.total
+    assert report.tensors == len(tensors)
+    assert total.elements == sum(t.old_bits.size for t in tensors)
+    assert total.changed == sum(int((t.old_bits != t.new_bits).sum()) for t in tensors)
+    assert total.wire_bytes == sum(map(len, encode_delta(1, 0, tensors, chosen)))
+    assert report.round_trip_equal
+    assert all(other.round_trip_equal for other in report.against)
+    assert report.by_dtype.keys() == {t.dtype for t in tensors}
+    for part in ("elements", "changed", "iid_bound_bytes", "exponent_class_bound_bytes"):
+        assert sum(getattr(size, part) for size in report.by_dtype.values()) == pytest.approx(getattr(total, part))
+    for tensor in tensors:
+        if len(report.by_dtype) == len(tensors):
+            bounds = delta_bounds(tensor.dtype, tensor.old_bits, tensor.new_bits)
+            assert report.by_dtype[tensor.dtype].exponent_class_bound_bytes == bounds.exponent_class
+            assert report.by_dtype[tensor.dtype].exponent_class_bound_by_tensor_bytes == bounds.exponent_class
+    json.loads(json.dumps(dataclasses.asdict(report), allow_nan=False))
+
+
+def test_ratios_and_formats():
+    report = compare([step()], against=True)
+    total = report.total
+    assert total.bytes_per_changed == total.wire_bytes / total.changed
+    assert total.ratio_to_exponent_class_bound == total.wire_bytes / total.exponent_class_bound_bytes
+    assert 1.0 <= total.ratio_to_iid_bound <= total.ratio_to_exponent_class_bound
+    assert [other.name for other in report.against] == [other.name for other in FORMATS]
+    assert {o.name: o.bytes_per_changed for o in report.against}["int32+value"] == 6
+    assert report.encode_gb_per_second > 0 and report.apply_gb_per_second > 0
+    assert compare([step()]).against == ()
+
+
+def test_nothing_changed_has_no_ratios():
+    unchanged = step()._replace(new_bits=step().old_bits)
+    for tensors in ([], [unchanged]):
+        report = compare(tensors, against=True)
+        assert report.round_trip_equal
+        assert (report.total.changed, report.total.bytes_per_changed) == (0, None)
+        assert report.total.ratio_to_exponent_class_bound is None
+
+
+def test_blocks_without_change_are_compared_too():
+    change = step(size=1000, density=0.0)
+    new = change.old_bits.copy()
+    new[450] += 1
+    report = compare([change._replace(new_bits=new)], CodecSettings(block_elements=100))
+    assert report.round_trip_equal and report.total.changed == 1
+
+
+def test_a_codec_that_loses_a_bit_is_found(monkeypatch):
+    honest = comparison.apply_change
+
+    def forgetful(change, bits, offset=0):
+        honest(change, bits, offset)
+        bits.reshape(-1)[-1] ^= 1
+
+    monkeypatch.setattr(comparison, "apply_change", forgetful)
+    assert not compare([step()]).round_trip_equal
+
+
+def test_a_codec_that_leaves_a_block_out_is_found(monkeypatch):
+    honest = comparison.encode_tensor
+    monkeypatch.setattr(comparison, "encode_tensor", lambda *a, **k: list(honest(*a, **k))[1:].__iter__())
+    assert not compare([step()], CodecSettings(block_elements=100)).round_trip_equal
+
+
+def test_a_format_that_loses_a_bit_is_found(monkeypatch):
+    class Forgetful(DenseXor):
+        def decode(self, data, old_bits):
+            return super().decode(data, old_bits) ^ np.uint16(1)
+
+    monkeypatch.setattr(comparison, "FORMATS", (Forgetful(),))
+    report = compare([step()], against=True)
+    assert report.round_trip_equal and not report.against[0].round_trip_equal
+
+
+def peak_bytes(blocks, block_elements=1 << 16):
+    """Peak memory of comparing a tensor of some blocks, beyond its own."""
+    change = step(size=blocks * block_elements)
+    tracemalloc.start()
+    try:
+        compare([change], CodecSettings(block_elements=block_elements), against=True)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_bounded_by_the_block():
+    peak_bytes(1)
+    assert peak_bytes(12) < 1.3 * peak_bytes(2)
+
+
+def test_what_cannot_be_encoded_is_refused():
+    change = step()
+    with pytest.raises(DeltaError, match="keeps shapes"):
+        compare([change._replace(new_bits=change.new_bits[:-1])])
+    with pytest.raises(DeltaError, match="cannot be carried"):
+        compare([change._replace(dtype="complex64")])
