@@ -8,6 +8,7 @@ two values to a byte, the first in the low four bits; its elements, for the code
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -19,23 +20,55 @@ class DeltaError(ValueError):
     """Bytes that are not a delta, or not one for these weights; the message says why. Nothing was written."""
 
 
+class Order(IntEnum):
+    """How the values of a type are ordered by their patterns."""
+
+    SIGN_MAGNITUDE = 0
+    TWOS_COMPLEMENT = 1
+    UNSIGNED = 2
+
+
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """One element type: its name (PyTorch's, without the `torch.`), its code on the wire, and its pattern's type."""
+    """One element type: its name (PyTorch's, without the `torch.`), its code on the wire, and what its patterns are."""
 
     name: str
     code: int
     bits: np.dtype[np.unsignedinteger[Any]]
+    order: Order
+    exponent_bits: int
+    """Width of the exponent; 0 for integers."""
+    mantissa_bits: int
+    """Where the exponent begins."""
+
+    @property
+    def width(self) -> int:
+        """Bits of a pattern."""
+        return 8 * self.bits.itemsize
+
+    @property
+    def exponents(self) -> int:
+        """How many exponents there are; 1 for integers."""
+        return 1 << self.exponent_bits
 
 
-def _types(bits: type[np.unsignedinteger[Any]], codes: dict[str, int]) -> list[ElementType]:
-    return [ElementType(name, code, np.dtype(bits)) for name, code in codes.items()]
+def _float(name: str, code: int, bits: type[np.unsignedinteger[Any]], exponent: int, mantissa: int) -> ElementType:
+    return ElementType(name, code, np.dtype(bits), Order.SIGN_MAGNITUDE, exponent, mantissa)
+
+
+def _integer(name: str, code: int, order: Order) -> ElementType:
+    return ElementType(name, code, np.dtype(np.uint8), order, 0, 0)
 
 
 ELEMENT_TYPES = (
-    *_types(np.uint16, {"bfloat16": 1, "float16": 2}),
-    *_types(np.uint32, {"float32": 3}),
-    *_types(np.uint8, {"float8_e4m3fn": 4, "float8_e5m2": 5, "int8": 6, "uint8": 7, "int4": 8}),
+    _float("bfloat16", 1, np.uint16, 8, 7),
+    _float("float16", 2, np.uint16, 5, 10),
+    _float("float32", 3, np.uint32, 8, 23),
+    _float("float8_e4m3fn", 4, np.uint8, 4, 3),
+    _float("float8_e5m2", 5, np.uint8, 5, 2),
+    _integer("int8", 6, Order.TWOS_COMPLEMENT),
+    _integer("uint8", 7, Order.UNSIGNED),
+    _integer("int4", 8, Order.UNSIGNED),
 )
 BY_NAME = {kind.name: kind for kind in ELEMENT_TYPES}
 BY_CODE = {kind.code: kind for kind in ELEMENT_TYPES}
