@@ -30,7 +30,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.located import Located, Position
-from tidemill.schemas.records import Anchor, Manifest, Record
+from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, WeightAck
 from tidemill.trainer.anchor import write_anchor
 from tidemill.trainer.delta_shard import DeltaShard
 from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
@@ -164,6 +164,8 @@ async def _lines() -> Any:
 
 async def serve(config: dict[str, Any]) -> None:
     """The role without its Kafka: what comes on standard input is the log."""
+    import bit_flip  # beside this script
+
     from tidemill.consumers.replica.assembly import Surroundings, running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.join import Joined
@@ -171,13 +173,14 @@ async def serve(config: dict[str, Any]) -> None:
     from tidemill.consumers.replica.server import bind
     from tidemill.consumers.replica.state import ReplicaState
 
+    bit_flip.install()
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)
     manifest = from_line(config["manifest"])
     anchor = Path(manifest.anchor.uri)
     settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
-    state.remember(manifest)
+    state.observe(manifest)
     joined = Joined(manifest, Mirror.from_anchor(anchor, manifest), anchor, {})
-    outside = Surroundings(log, lambda ack: print(to_line(ack), flush=True))
+    outside = Surroundings(log, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     async with running_replica(settings, RUN, state, joined, Path(config["staging"]), lambda: outside) as running:
         listener = bind(settings.host, settings.port)
         serving = asyncio.create_task(running.server.serve(sockets=[listener]))
@@ -188,20 +191,19 @@ async def serve(config: dict[str, Any]) -> None:
 
 
 async def _obey(line: str, running: Any, log: MemoryLog) -> None:
-    from tidemill.consumers.replica.live_weights import ElementChange
+    import bit_flip
 
-    if line.startswith("damage "):
-        _, name, index, bits = line.split()
-        change = ElementChange(name, np.array([int(index)]), np.array([int(bits)], dtype=np.uint16))
-        await running.engine.apply([change], running.engine.version)
-        print("damaged", flush=True)
+    if line.startswith("flip "):
+        _, name, index, bit = line.split()
+        await bit_flip.flip(running.engine, name, int(index), int(bit))
+        print("flipped", flush=True)
         return
     record = from_line(line)
-    if isinstance(record, Manifest):
+    if isinstance(record, DeltaChunk):
+        log.append(record)
+    else:
         await running.subscriber.observe(record)
         print("observed", flush=True)
-    else:
-        log.append(record)
 
 
 class InProcess:

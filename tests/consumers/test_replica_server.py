@@ -46,7 +46,7 @@ class Served:
         self.lines = queue.Queue()
         threading.Thread(target=lambda: [self.lines.put(line.strip()) for line in self.process.stdout]).start()
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
-        assert self.ack().status is AckStatus.ANCHORED
+        assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
         self.wait_until_healthy()
 
     def wait_until_healthy(self, deadline_s=60.0):
@@ -68,10 +68,10 @@ class Served:
                 continue
         raise TimeoutError((self.root / "log").read_text()[-4000:])
 
-    def ack(self) -> WeightAck:
+    def ack(self, deadline_s=60.0) -> WeightAck:
         while True:
-            line = self.line()
-            if line not in ("observed", "damaged"):
+            line = self.line(deadline_s)
+            if line not in ("observed", "flipped"):
                 return driver.CODEC.decode(base64.b64decode(line))
 
     def tell(self, line):
@@ -171,11 +171,10 @@ def test_a_corrupt_chunk_is_refused_and_the_next_anchor_heals_it(served):
     assert served.complete().json()["choices"][0]["weight_versions"][0][0] == served.version
 
 
-def test_a_damaged_live_tensor_is_found_by_the_next_proof_and_healed(served):
-    index = 77
-    bits = int(served.view["model.norm.weight"].reshape(-1)[index]) ^ 1
-    served.tell(f"damage model.norm.weight {index} {bits}")
-    assert served.line() in ("observed", "damaged")
+@pytest.mark.parametrize("bit", [0, 16], ids=["below bf16", "another bf16 value"])
+def test_one_flipped_bit_of_a_live_tensor_fails_the_next_proof_and_is_healed(served, bit):
+    served.tell(f"flip model.norm.weight 77 {bit}")
+    assert served.line() in ("observed", "flipped")
     served.send()
     refused, healed = served.ack(), served.ack()
     assert refused.status is AckStatus.REFUSED and refused.fingerprint != refused.expected_fingerprint

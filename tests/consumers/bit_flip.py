@@ -1,0 +1,65 @@
+"""Damage for tests: one bit of a live tensor is flipped inside the engine core of a real replica.
+
+    bit_flip.install()                                  in the server's process, before its engine core is forked
+    await bit_flip.flip(engine, name, index, bit)       where the test holds the `ReplicaEngine`
+    bit_flip.flip_from_outside(pid)                     where it holds the process id of the server only: flips what
+                                                        `TIDEMILL_TEST_FLIP="name index bit"` said at its start
+
+The engine core is a fork of the server, so that what is installed before the fork is there. `bit` counts within the
+engine's own element: bits 0 to 15 of an fp32 element are below bf16, so that it is no version's value any more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import psutil
+
+VARIABLE = "TIDEMILL_TEST_FLIP"
+
+
+def install() -> None:
+    """Teach vLLM's engine core to flip a bit: by a utility call, and by SIGUSR1 where the environment says which."""
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+    busy_loop = EngineCoreProc.run_busy_loop
+
+    def run_busy_loop(core: Any) -> Any:
+        if VARIABLE in os.environ:
+            name, index, bit = os.environ[VARIABLE].split()
+            signal.signal(signal.SIGUSR1, lambda *_: flip_bit(core, name, int(index), int(bit)))
+        return busy_loop(core)
+
+    EngineCore.tidemill_flip_bit = flip_bit
+    EngineCoreProc.run_busy_loop = run_busy_loop
+
+
+def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
+    """Flip one bit of the live element that checkpoint element `index` of tensor `name` lies in."""
+    live = core.tidemill_state.live
+    for run, _, places in live._locate(name, np.array([index])):
+        if places.size:
+            storage = live._storage[run.parameter]
+            storage[places] ^= storage.dtype.type(1 << bit)
+
+
+async def flip(engine: Any, name: str, index: int, bit: int) -> None:
+    """`flip_bit` between two steps of a running `ReplicaEngine`."""
+    await engine.engine_core.call_utility_async("tidemill_flip_bit", name, index, bit)
+
+
+def flip_from_outside(pid: int) -> None:
+    """Signal the engine core below the server `pid`; the bit is flipped before the core's next utility call."""
+    cores = [child for child in psutil.Process(pid).children(recursive=True) if _handles_usr1(child.pid)]
+    assert cores, f"no process below {pid} was taught to flip a bit: was {VARIABLE} set, and install() called?"
+    for core in cores:
+        core.send_signal(signal.SIGUSR1)
+
+
+def _handles_usr1(pid: int) -> bool:
+    with open(f"/proc/{pid}/status") as status:
+        (caught,) = [int(line.split()[1], 16) for line in status if line.startswith("SigCgt")]
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
