@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -38,7 +39,7 @@ class _Outcome(Generic[T]):
 
 
 class Ranks:
-    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait."""
+    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait; None: the default group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -96,6 +97,14 @@ class Ranks:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
             return _Outcome(None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
+
+
+def open_ranks(timeout_s: float) -> Ranks:
+    """All ranks of the job, on a group of their own: no rank waits longer than `timeout_s` for another.
+
+    Every rank calls it. The time has to cover what the slowest rank takes to encode and send its shards.
+    """
+    return Ranks(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
 
 def _as_bytes(values: Bits) -> torch.Tensor:
