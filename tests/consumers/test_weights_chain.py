@@ -1,0 +1,211 @@
+"""What the chain says of records in memory: ways, retention, forks, decisions and who follows them."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tidemill.consumers.weights.chain import Chain, ChainError, UnknownVersion, Unreachable
+from tidemill.consumers.weights.decide import Following, Proposal, decision
+from tidemill.consumers.weights.listing import rows
+from tidemill.consumers.weights.verify import default_start
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import (
+    AckStatus,
+    Anchor,
+    GateDecision,
+    GateVerdict,
+    Manifest,
+    ShardPosition,
+    SkipDelta,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from weight_log import acknowledgement
+
+RUN = RunSettings(run_id="test")
+
+
+def shard(offset: int, n_bytes: int = 100, uri: str | None = None) -> ShardPosition:
+    return ShardPosition(0, "weights.deltas", 0, [] if uri else [offset], n_bytes, "", uri)
+
+
+def manifest(version: int, parent: int | None = -1, anchor: bool = False, **changes: object) -> Manifest:
+    parent = (version - 1 if version else None) if parent == -1 else parent
+    made = Manifest(
+        run_id="test", branch="main", version=version, parent=parent, step=version, learning_rate=1e-5,
+        n_elements=1000, n_changed=10 if parent is not None else 0, delta_bytes=100 if parent is not None else 0,
+        shards=[shard(version)] if parent is not None else [], tensors=[], fingerprint=f"{version:032x}",
+        anchor=Anchor(f"/anchors/v{version}", 50) if anchor else None, trained_at=0, published_at=0,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def skip(base: int, version: int, n_bytes: int = 120) -> SkipDelta:
+    return SkipDelta("test", "main", version, base, 20, n_bytes, [shard(100 + version, n_bytes)], 0)
+
+
+def decided(verdict: GateVerdict, version: int | None, at: int = 0) -> GateDecision:
+    return GateDecision("test", "main", verdict, version, "because", "ada", {}, at)
+
+
+def chain_of(*records: object, kept_from: int = 0) -> Chain:
+    chain = Chain("test", "main", {0: kept_from})
+    for record in records:
+        chain.observe(record)
+    return chain
+
+
+def long_chain(anchors: tuple[int, ...] = (0,), kept_from: int = 0, count: int = 10) -> Chain:
+    return chain_of(*(manifest(v, anchor=v in anchors) for v in range(count)), kept_from=kept_from)
+
+
+def path(chain: Chain, version: int) -> list[int]:
+    way = chain.way(version)
+    return [way.anchor.version, *(delta.version for delta in way.deltas)]
+
+
+def test_the_way_leads_from_the_nearest_anchor_over_the_cheapest_deltas():
+    assert path(long_chain(anchors=(0, 6)), 8) == [6, 7, 8]
+    chain = long_chain()
+    chain.observe(skip(0, 8))
+    assert path(chain, 9) == [0, 8, 9]
+
+
+def test_what_the_log_no_longer_keeps_is_on_no_way():
+    chain = long_chain(anchors=(0, 4), kept_from=4)
+    assert path(chain, 6) == [4, 5, 6]
+    with pytest.raises(Unreachable, match=r"delta of version 3 is expired: its chunk at 0:3 .* begins at 4"):
+        chain.way(3)
+
+
+def test_a_delta_in_the_object_store_does_not_expire():
+    chain = chain_of(manifest(0, anchor=True), manifest(1, shards=[shard(0, uri="/store/v1")]), kept_from=50)
+    assert path(chain, 1) == [0, 1]
+
+
+def test_an_anchor_that_is_gone_is_passed_over():
+    chain = long_chain(anchors=(0, 6))
+    way = chain.way(8, lambda made: made.version != 6)
+    assert way.anchor.version == 0
+    with pytest.raises(Unreachable, match="anchor of version 0, on which it rests, is missing"):
+        long_chain().way(3, lambda _: False)
+
+
+def test_an_unknown_version_is_told_which_there_are():
+    with pytest.raises(UnknownVersion, match="version 40 is not on branch main of run test: it has 0 to 9"):
+        long_chain().manifest(40)
+    with pytest.raises(UnknownVersion, match="no version on branch main"):
+        _ = Chain("test", "main").head
+
+
+def test_a_parent_that_is_not_in_the_log_is_named():
+    chain = chain_of(manifest(5), manifest(6))
+    with pytest.raises(Unreachable, match="its ancestor 4 is not in the log"):
+        chain.way(6)
+
+
+def test_the_first_contents_of_a_version_stand():
+    chain = long_chain()
+    chain.observe(manifest(5, fingerprint="f" * 32))
+    assert chain.manifests[5].fingerprint == f"{5:032x}"
+    assert "the first one stands" in chain.forks[5]
+    assert rows(chain)[5].fork == chain.forks[5]
+
+
+def test_records_of_others_are_left_alone():
+    chain = long_chain(count=2)
+    for foreign in (manifest(2, run_id="other"), manifest(2, branch="other"), None):
+        chain.observe(foreign)
+    assert chain.head.version == 1
+
+
+@pytest.mark.parametrize(
+    ("anchors", "kept_from", "start"), [((0, 4, 8), 0, 0), ((0, 4, 8), 3, 4), ((0, 4, 8), 7, 8), ((0, 4), 7, 4)]
+)
+def test_verification_starts_at_the_oldest_anchor_that_leads_on(anchors, kept_from, start):
+    assert default_start(long_chain(anchors, kept_from)) == start
+
+
+def test_there_is_nothing_to_start_from_without_an_anchor():
+    with pytest.raises(Unreachable, match="no anchor to verify from"):
+        default_start(long_chain(anchors=()))
+
+
+def test_a_row_says_what_the_log_says():
+    chain = long_chain(anchors=(0, 4), kept_from=2)
+    chain.observe(skip(0, 5))
+    chain.observe(acknowledgement(RUN, "b", 5, at=1))
+    chain.observe(acknowledgement(RUN, "a", 5, at=1, status=AckStatus.ANCHORED))
+    chain.observe(acknowledgement(RUN, "c", 5, at=1, status=AckStatus.REFUSED))
+    chain.observe(decided(GateVerdict.HOLD, 5))
+    row = rows(chain)[5]
+    assert (row.density, row.bytes_per_changed, row.skips) == (0.01, 10.0, [0])
+    assert (row.proved_by, row.refused_by, row.decisions) == (["a", "b"], {"c": "because"}, ["hold 5 by ada: because"])
+    assert [row.version for row in rows(chain, 3)] == [7, 8, 9]
+    assert [row.expired for row in rows(chain)] == [False, True] + 8 * [False]
+    assert rows(chain)[0].bytes_per_changed is None and rows(chain)[4].anchor == "/anchors/v4"
+
+
+def propose(chain: Chain, verdict: GateVerdict, version: int | None) -> GateDecision:
+    return decision(chain, Proposal(verdict, version, "because", "ada"), at=7)
+
+
+def test_a_decision_names_who_why_and_when():
+    made = propose(long_chain(), GateVerdict.HOLD, 5)
+    assert made == replace(decided(GateVerdict.HOLD, 5, at=7), numbers={"head": 9.0})
+    assert propose(long_chain(), GateVerdict.RELEASE, None).version is None
+
+
+def test_only_a_version_that_can_be_served_may_be_decided_on():
+    chain = long_chain(anchors=(0, 6), kept_from=4)
+    with pytest.raises(UnknownVersion):
+        propose(chain, GateVerdict.HOLD, 40)
+    with pytest.raises(Unreachable, match="expired"):
+        propose(chain, GateVerdict.ROLL_BACK, 5)
+    chain.observe(decided(GateVerdict.REJECT, 8))
+    with pytest.raises(ChainError, match="rejected by ada: because"):
+        propose(chain, GateVerdict.HOLD, 8)
+    chain.observe(acknowledgement(RUN, "a", 7, at=1, status=AckStatus.REFUSED))
+    with pytest.raises(ChainError, match="refused by a and proved by none; a says: because"):
+        propose(chain, GateVerdict.HOLD, 7)
+    chain.observe(acknowledgement(RUN, "b", 7, at=1))
+    assert propose(chain, GateVerdict.HOLD, 7).version == 7
+
+
+def test_the_limit_is_the_newest_decision_that_is_no_rejection():
+    chain = long_chain()
+    assert chain.limit is None
+    for made in (decided(GateVerdict.HOLD, 5), decided(GateVerdict.REJECT, 7)):
+        chain.observe(made)
+    assert chain.limit.version == 5
+    chain.observe(decided(GateVerdict.RELEASE, None))
+    assert chain.limit is None
+
+
+def test_a_roll_back_is_followed_when_everyone_who_spoke_lately_serves_it():
+    following = Following(decided(GateVerdict.ROLL_BACK, 5, at=1000), head=9, recent_us=100)
+    following.observe(acknowledgement(RUN, "old", 9, at=800))
+    following.observe(acknowledgement(RUN, "a", 9, at=950))
+    assert following.behind == {"a": 9}
+    following.observe(acknowledgement(RUN, "a", 6, at=1001, status=AckStatus.REFUSED, serving=9))
+    assert following.behind == {"a": 9}
+    following.observe(acknowledgement(RUN, "a", 5, at=1002))
+    assert not following.behind
+    following.observe(acknowledgement(RUN, "old", 9, at=1003))
+    assert following.behind == {"old": 9}
+
+
+def test_a_pin_takes_nobody_back_and_a_release_leads_to_the_head():
+    held = Following(decided(GateVerdict.HOLD, 5, at=1000), head=9, recent_us=100)
+    held.observe(acknowledgement(RUN, "a", 9, at=950))
+    held.observe(acknowledgement(RUN, "b", 4, at=950))
+    assert (held.behind, held.beyond) == ({"a": 9, "b": 4}, {"a": 9})
+    released = Following(decided(GateVerdict.RELEASE, None, at=1000), head=9, recent_us=100)
+    released.observe(acknowledgement(RUN, "a", 8, at=1001))
+    assert released.behind == {"a": 8}
+    released.observe(acknowledgement(RUN, "a", 10, at=1002))
+    assert not released.behind

@@ -1,0 +1,255 @@
+"""Chains on a real Kafka, verified and checked out; and what is said of each way in which one can be wrong."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from confluent_kafka import TopicPartition
+from safetensors import safe_open
+
+from tidemill.consumers.replica.anchor import AnchorReader
+from tidemill.consumers.weights.builder import Unusable, open_builder
+from tidemill.consumers.weights.chain import ChainError, Unreachable
+from tidemill.consumers.weights.checkout import CheckoutError, checkout
+from tidemill.consumers.weights.reading import read_chain
+from tidemill.consumers.weights.verify import Verifier, default_start
+from tidemill.schemas.admin import admin_client, create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.tensor_table import store_tensor_table
+
+sys.path.insert(0, str(Path(__file__).parent))
+from weight_log import WeightLog, nudged
+
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def topics(kafka):
+    """Topics that the tests of this module share; each test has a run of its own in them."""
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
+    create_topics(settings)
+    return settings
+
+
+@pytest.fixture
+def log(topics, tmp_path):
+    return WeightLog(topics, RunSettings(run_id=uuid.uuid4().hex), tmp_path / "store")
+
+
+def verified(log, start=None):
+    chain = read_chain(log.kafka, log.run)
+    with open_builder(log.kafka, TIMEOUT_S) as builder:
+        return Verifier(chain, builder).run(default_start(chain) if start is None else start)
+
+
+def check_out(log, version, directory):
+    chain = read_chain(log.kafka, log.run)
+    with open_builder(log.kafka, TIMEOUT_S) as builder:
+        return checkout(chain, builder, version, directory)
+
+
+def expire(kafka, log, below):
+    """Remove the chunks below each version's offsets, as retention does."""
+    names, admin = Names(kafka.topic_prefix), admin_client(kafka)
+    shards = log.manifests[below].shards
+    wanted = [TopicPartition(names.of(Topic.DELTAS), shard.partition, min(shard.offsets)) for shard in shards]
+    for future in admin.delete_records(wanted).values():
+        future.result()
+
+
+def flipped(stream):
+    """One bit of the last payload changed, every digest of the chunks made to fit."""
+    damaged = bytearray(stream)
+    damaged[-60] ^= 1
+    return bytes(damaged)
+
+
+def test_a_sound_chain_is_verified_whole(log):
+    log.grow(7, anchors=(0, 4), shards=2)
+    log.skip(1, 5)
+    log.skip(0, 6)
+    report = verified(log)
+    assert report.offender is None
+    assert (report.start, report.end, report.versions, report.anchors, report.skip_deltas) == (0, 6, 7, 2, 2)
+    assert report.n_bytes > sum(manifest.delta_bytes for manifest in log.manifests.values())
+    assert verified(log, 4).versions == 3
+
+
+def test_a_branch_that_went_back_is_verified_on_both_arms(log):
+    log.grow(5)
+    log.publish(5, nudged(log.views[2], 50), parent=2)
+    log.publish(6, nudged(log.views[5], 51), parent=5)
+    report = verified(log)
+    assert (report.offender, report.versions) == (None, 7)
+
+
+@pytest.mark.parametrize("start", [1, 3])
+def test_verification_begins_at_an_anchor(log, start):
+    log.grow(5, anchors=(0, 2))
+    with pytest.raises(ChainError, match="has no anchor to verify from; these have one: 0, 2"):
+        verified(log, start)
+
+
+def test_a_corrupt_chunk_is_named(log):
+    log.grow(3)
+    log.publish(3, nudged(log.views[2], 3), parent=2, damage=flipped)
+    log.grow(5)
+    report = verified(log)
+    assert (report.offender.version, report.offender.part, report.end) == (3, "delta", 2)
+    assert "digest" in report.offender.reason
+
+
+def test_a_corrupt_skip_delta_is_named(log):
+    log.grow(4)
+    log.skip(1, 3, damage=flipped)
+    report = verified(log)
+    assert (report.offender.version, report.offender.part) == (3, "skip-delta from 1")
+
+
+def test_a_delta_of_other_weights_is_named(log):
+    log.grow(3)
+    log.views[2] = nudged(log.views[2], 99)
+    log.grow(4)
+    assert verified(log).offender.version == 3
+
+
+def test_a_manifest_that_lies_about_a_tensor_is_named(log):
+    log.grow(2)
+    view = nudged(log.views[1], 2)
+    made = log.publish(2, view, parent=1)
+    wrong = [replace(tensor, fingerprint="0" * 32) for tensor in made.tensors[:1]]
+    log.grow(3)
+    lying = nudged(log.views[2], 3)
+    log.publish(3, lying, parent=2, lies={"tensors": [*wrong, *made.tensors[1:]]})
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (3, "delta")
+    assert "embed_tokens" in offender.reason
+
+
+def test_a_version_published_twice_is_named(log):
+    log.grow(3)
+    log.publish(2, nudged(log.views[1], 77), parent=1)
+    log.grow(4)
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (2, "manifest")
+    assert offender.reason.startswith("fork: version 2 was published with parent 1")
+
+
+def test_a_damaged_anchor_is_named(log):
+    log.grow(4, anchors=(0, 2))
+    weights = Path(log.manifests[2].anchor.uri) / "model.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (2, "anchor")
+    assert "model.norm.weight has fingerprint" in offender.reason or "is not version 2" in offender.reason
+
+
+def test_a_missing_anchor_is_named(log):
+    log.grow(4, anchors=(0, 2))
+    shutil.rmtree(log.manifests[2].anchor.uri)
+    assert (verified(log).offender.version, verified(log).offender.part) == (2, "anchor")
+    offender = verified(log, 2).offender
+    assert (offender.version, offender.part) == (2, "anchor")
+    assert "does not exist" in offender.reason
+
+
+def test_chunks_that_never_came_are_named(log):
+    log.grow(2)
+    shard = log.manifests[1].shards[0]
+    beyond = replace(shard, offsets=[10_000_000 + offset for offset in shard.offsets])
+    log.publish(2, nudged(log.views[1], 2), parent=1, lies={"shards": [beyond]})
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (2, "delta")
+    assert "did not arrive" in offender.reason
+
+
+def test_a_chunk_past_retention_is_said_to_be_expired(topics, log, tmp_path):
+    log.grow(7, anchors=(0, 4), shards=1)
+    expire(topics, log, below=4)
+    report = verified(log)
+    assert (report.offender, report.start, report.versions) == (None, 4, 3)
+    assert report.expired_before == [1, 2, 3]
+    offender = verified(log, 0).offender
+    assert (offender.version, offender.part) == (1, "delta")
+    assert offender.reason.startswith("expired: its chunk at") and offender.reason.endswith("verify from 4 instead")
+    with pytest.raises(Unreachable, match=r"version 3 cannot be built: the delta of version 3 is expired"):
+        check_out(log, 3, tmp_path / "v3")
+    assert check_out(log, 6, tmp_path / "v6").version == 6
+
+
+def test_tensors_listed_in_a_table_are_found(log, tmp_path):
+    log.grow(2)
+    view = nudged(log.views[1], 2)
+    made = log.publish(2, view, parent=1)
+    table = store_tensor_table(str(tmp_path / "tables"), made.tensors)
+    log.publish(3, view, parent=2, lies={"tensors": [], "tensor_table": table})
+    assert verified(log).offender is None
+    Path(table.uri.removeprefix("file://")).unlink()
+    offender = verified(log).offender
+    assert offender.version == 3 and "is gone" in offender.reason
+
+
+def test_a_version_is_checked_out_as_a_checkpoint(log, tmp_path):
+    log.grow(6, anchors=(0, 3))
+    made = check_out(log, 5, tmp_path / "v5")
+    assert (made.version, made.fingerprint) == (5, log.manifests[5].fingerprint)
+    assert made.way.startswith("the anchor of version 3 and 2 deltas")
+    reader = AnchorReader(tmp_path / "v5")
+    for name, bits in log.views[5].items():
+        np.testing.assert_array_equal(reader.bits(name), bits.reshape(-1))
+    with safe_open(tmp_path / "v5" / "model.safetensors", framework="np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert sorted(file.name for file in (tmp_path / "v5").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_checkout_leads_around_what_is_damaged(log, tmp_path):
+    log.grow(5, anchors=(0, 3))
+    weights = Path(log.manifests[3].anchor.uri) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert check_out(log, 4, tmp_path / "v4").way.startswith("the anchor of version 0 and 4 deltas")
+
+
+def test_a_checkout_over_a_corrupt_chunk_goes_by_the_skip_delta_or_not_at_all(log, tmp_path):
+    log.grow(2)
+    log.publish(2, nudged(log.views[1], 2), parent=1, damage=flipped)
+    log.grow(4)
+    with pytest.raises(Unreachable, match=r"the delta from 1 to 2: .*digest"):
+        check_out(log, 3, tmp_path / "v3")
+    assert not (tmp_path / "v3").exists()
+    log.skip(0, 3)
+    assert "1 of them skip-deltas" in check_out(log, 3, tmp_path / "v3").way
+
+
+def test_a_checkout_never_writes_over_anything(log, tmp_path):
+    log.grow(1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for taken in ("full", "file"):
+        with pytest.raises(CheckoutError, match="not an empty directory"):
+            check_out(log, 0, tmp_path / taken)
+    (tmp_path / "empty").mkdir()
+    assert check_out(log, 0, tmp_path / "empty").version == 0
+
+
+def test_a_mirror_at_another_version_is_refused(log):
+    log.grow(4)
+    chain = read_chain(log.kafka, log.run)
+    with open_builder(log.kafka, TIMEOUT_S) as builder:
+        mirror = builder.from_anchor(chain.manifests[0])
+        with pytest.raises(Unusable, match="starts from version 2, version 0 is held"):
+            builder.apply(chain.delta(3), mirror)
+        builder.check(chain.delta(1), mirror)
+        assert mirror.version == 0 and mirror.fingerprint.hex() == log.manifests[0].fingerprint
