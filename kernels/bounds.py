@@ -17,7 +17,6 @@ below. Neither counts names, fingerprints or digests. Counting streams: memory d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -32,35 +31,6 @@ EXACT_WIDTH = 16
 """Every step of patterns up to so many bits is told apart."""
 LEADING_BITS = 12
 """Of the steps of wider patterns so many leading bits and the sign are, and the others taken as incompressible."""
-
-
-class Order(IntEnum):
-    """How the values of a type are ordered by their patterns."""
-
-    SIGN_MAGNITUDE = 0
-    TWOS_COMPLEMENT = 1
-    UNSIGNED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where a pattern's exponent lies, and how patterns are ordered."""
-
-    order: Order
-    exponent_bits: int
-    mantissa_bits: int
-
-
-LAYOUTS = {
-    "bfloat16": Layout(Order.SIGN_MAGNITUDE, 8, 7),
-    "float16": Layout(Order.SIGN_MAGNITUDE, 5, 10),
-    "float32": Layout(Order.SIGN_MAGNITUDE, 8, 23),
-    "float8_e4m3fn": Layout(Order.SIGN_MAGNITUDE, 4, 3),
-    "float8_e5m2": Layout(Order.SIGN_MAGNITUDE, 5, 2),
-    "int8": Layout(Order.TWOS_COMPLEMENT, 0, 0),
-    "uint8": Layout(Order.UNSIGNED, 0, 0),
-    "int4": Layout(Order.UNSIGNED, 0, 0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +67,11 @@ class DeltaCounts:
     def __init__(self, dtype: str) -> None:
         """Start from nothing. Raises DeltaError for a type that a delta cannot carry."""
         self.kind = element_type(dtype)
-        self._layout = LAYOUTS[dtype]
-        self._width = 8 * self.kind.bits.itemsize
-        self._leading = self._width - 1 if self._width <= EXACT_WIDTH else LEADING_BITS
-        classes = 1 << self._layout.exponent_bits
+        width = self.kind.width
+        self._leading = width - 1 if width <= EXACT_WIDTH else LEADING_BITS
+        classes = self.kind.exponents
         self._elements = np.zeros(classes, np.int64)
-        self._steps = np.zeros((classes, _symbols(self._width, self._leading)), np.int64)
+        self._steps = np.zeros((classes, _symbols(width, self._leading)), np.int64)
         self._used = np.zeros(classes, np.int64)
         """How far each row of `_steps` is in use."""
 
@@ -111,9 +80,8 @@ class DeltaCounts:
         old, new = flat_bits(old_bits, self.kind), flat_bits(new_bits, self.kind)
         if old.size != new.size:
             raise DeltaError(f"{old.size} elements became {new.size}: a delta keeps shapes")
-        layout = self._layout
-        mask = (1 << layout.exponent_bits) - 1
-        form = (self._width, int(layout.order), self._leading, layout.mantissa_bits, mask)
+        kind = self.kind
+        form = (kind.width, int(kind.order), self._leading, kind.mantissa_bits, kind.exponents - 1)
         _count(old, new, form, self._elements, self._steps, self._used)
 
     def add(self, other: DeltaCounts) -> None:
