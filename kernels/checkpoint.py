@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,19 +61,29 @@ def map_checkpoint(path: Path) -> dict[str, MappedTensor]:
 def checkpoint_changes(base: Path, target: Path) -> Iterator[TensorChange]:
     """Every tensor of two checkpoints, before and after, in the order of the names.
 
-    Raises CheckpointError like `map_checkpoint`, and when names, types or shapes differ.
+    Raises CheckpointError like `map_checkpoint` and `tensor_changes`.
     """
-    old, new = map_checkpoint(base), map_checkpoint(target)
+    return tensor_changes(map_checkpoint(base), map_checkpoint(target))
+
+
+def tensor_changes(old: Mapping[str, MappedTensor], new: Mapping[str, MappedTensor]) -> Iterator[TensorChange]:
+    """Every tensor before and after, in the order of the names.
+
+    Raises CheckpointError, before the first, when names, types or shapes differ.
+    """
     if old.keys() != new.keys():
         odd = sorted(old.keys() ^ new.keys())
-        raise CheckpointError(f"{len(odd)} tensors are in one checkpoint only, such as {odd[0]!r}; use an anchor")
+        side = "first" if odd[0] in old else "second"
+        raise CheckpointError(
+            f"{len(odd)} tensors are in one checkpoint only, such as {odd[0]!r} in the {side}; use an anchor"
+        )
     for name in sorted(old):
         before, after = old[name], new[name]
         if (before.dtype, before.bits.shape) != (after.dtype, after.bits.shape):
             raise CheckpointError(
                 f"{name}: {before.dtype} {before.bits.shape} became {after.dtype} {after.bits.shape}; use an anchor"
             )
-        yield TensorChange(name, before.dtype, before.bits, after.bits)
+    return (TensorChange(name, old[name].dtype, old[name].bits, new[name].bits) for name in sorted(old))
 
 
 def _files(directory: Path) -> list[Path]:
