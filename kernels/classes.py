@@ -9,10 +9,8 @@ pattern, and each class has its own stream:
     step     place(new) - place(old) modulo 2**width, where `place` orders the patterns by value; folded to unsigned:
              +1, -1, +2, -2 ... become 0, 1, 2, 3 ...
 
-The streams lie one after the other, class by class, each in ascending order. A block is worked on in segments of 256
-elements; a segment may be inactive, which takes its elements out of the count: it holds no change. Within a segment
-classes are counted in eight parts at once, so that no counter waits for itself, and only around changed elements is
-more than counted.
+The streams lie one after the other, class by class, each in ascending order. A block has segments of 256 elements; a
+segment may be inactive, which takes its elements out of the count: it holds no change.
 
 Plain arrays in, plain arrays out, integers only: other processors can do the same and must come to the same result.
 """
@@ -41,10 +39,9 @@ Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 
 MAX_CLASSES = 32
 SEGMENT = 256
-PARTS = 8
-PART = SEGMENT // PARTS
 ZERO, ONE = np.uint64(0), np.uint64(1)
-NEVER = np.int64(1) << np.int64(62)
+NEVER = np.uint64(1 << 62)
+"""More elements than any class has left."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +90,8 @@ def select_classes(
 ) -> tuple[Indices, Bits, Bits]:
     """The changes that `split_classes` split: indices + `start` (i8[changed]), old and new patterns (uN[changed]).
 
-    They come segment by segment, and within a segment class by class. Raises DeltaError when a class has fewer elements
-    in `old` (uN[n], contiguous) than its stream asks for.
+    They come in ascending order. Raises DeltaError when a class has fewer elements in `old` (uN[n], contiguous) than
+    its stream asks for.
     """
     indices = np.empty(streams.gaps.size, np.int64)
     old_at, new_at = np.empty(indices.size, kind.bits), np.empty(indices.size, kind.bits)
@@ -157,27 +154,12 @@ def _moved(old: np.uint64, folded: np.uint64, form: Form) -> np.uint64:
 
 
 @compiled
-def _class_of(pattern: np.uint64, table: ClassTable, form: Form) -> np.uint64:
-    return np.uint64(table[(pattern >> form[0]) & form[1]])
-
-
-@compiled
-def _count_segment(
-    old: Bits, first: int, last: int, table: ClassTable, form: Form, parts: npt.NDArray[np.uint8]
-) -> None:
-    """Count the classes of elements [first, last), a part after the other in `parts` (u1[8 * 32])."""
-    shift, mask = form[0], form[1]
-    for i in range(parts.size):
-        parts[i] = 0
-    if last - first == SEGMENT:
-        for i in range(PART):
-            for part in range(PARTS):
-                which = table[(np.uint64(old[first + part * PART + i]) >> shift) & mask]
-                parts[np.uint64(part * MAX_CLASSES) + np.uint64(which)] += 1
-    else:
-        for i in range(first, last):
-            which = table[(np.uint64(old[i]) >> shift) & mask]
-            parts[np.uint64((i - first) // PART * MAX_CLASSES) + np.uint64(which)] += 1
+def _starts(counts: Counts) -> npt.NDArray[np.uint64]:
+    """Where each class's stream begins."""
+    starts = np.zeros(counts.size, np.uint64)
+    for which in range(1, counts.size):
+        starts[which] = starts[which - 1] + np.uint64(counts[which - 1])
+    return starts
 
 
 @compiled
@@ -192,40 +174,32 @@ def _split(
     gaps: Values,
     steps: Values,
 ) -> None:
+    shift, mask = form[0], form[1]
     for at in range(indices.size):
-        counts[_class_of(np.uint64(old[indices[at]]), table, form)] += 1
-    classes = counts.size
-    place = np.zeros(MAX_CLASSES, np.int64)
-    for which in range(1, classes):
-        place[which] = place[which - 1] + counts[which - 1]
-    passed = np.zeros(MAX_CLASSES, np.int64)
-    due = np.zeros(MAX_CLASSES, np.int64)
-    parts = np.zeros(PARTS * MAX_CLASSES, np.uint8)
-    at = 0
+        counts[table[(np.uint64(old[np.uint64(indices[at])]) >> shift) & mask]] += 1
+    place = _starts(counts)
+    gap = np.zeros(counts.size, np.uint64)
+    size = np.uint64(old.size)
+    at, changed = ZERO, np.uint64(indices.size)
     for segment in range(active.size):
         if not active[segment]:
             continue
-        first = segment * SEGMENT
-        last = min(first + SEGMENT, old.size)
-        _count_segment(old, first, last, table, form, parts)
-        while at < indices.size and indices[at] < last:
-            index = indices[at]
-            before = np.uint64(old[index])
-            which = _class_of(before, table, form)
-            part = (index - first) // PART
-            rank = passed[which]
-            for earlier in range(part):
-                rank += parts[np.uint64(earlier * MAX_CLASSES) + which]
-            for i in range(first + part * PART, index):
-                rank += _class_of(np.uint64(old[i]), table, form) == which
-            gaps[place[which]] = rank - due[which]
-            steps[place[which]] = _folded(before, np.uint64(new_at[at]), form)
-            due[which] = rank + 1
-            place[which] += 1
-            at += 1
-        for part in range(PARTS):
-            for which in range(classes):
-                passed[which] += parts[part * MAX_CLASSES + which]
+        i = np.uint64(segment) * np.uint64(SEGMENT)
+        last = min(i + np.uint64(SEGMENT), size)
+        while i < last:
+            stop = min(np.uint64(indices[at]), last) if at < changed else last
+            while i < stop:
+                gap[table[(np.uint64(old[i]) >> shift) & mask]] += ONE
+                i += ONE
+            if i < last:
+                before = np.uint64(old[i])
+                which = table[(before >> shift) & mask]
+                gaps[place[which]] = gap[which]
+                steps[place[which]] = _folded(before, np.uint64(new_at[at]), form)
+                gap[which] = ZERO
+                place[which] += ONE
+                at += ONE
+                i += ONE
 
 
 @compiled
@@ -243,51 +217,33 @@ def _select(
     new_at: Bits,
 ) -> int:
     """How many of the changes were found."""
-    classes = counts.size
-    place, end = np.zeros(MAX_CLASSES, np.int64), np.zeros(MAX_CLASSES, np.int64)
-    wanted, passed = np.full(MAX_CLASSES, NEVER, np.int64), np.zeros(MAX_CLASSES, np.int64)
-    for which in range(classes):
-        place[which] = end[which - 1] if which else 0
-        end[which] = place[which] + counts[which]
+    shift, mask = form[0], form[1]
+    place = _starts(counts)
+    end = place.copy()
+    left = np.full(counts.size, NEVER, np.uint64)
+    for which in range(counts.size):
+        end[which] += np.uint64(counts[which])
         if counts[which]:
-            wanted[which] = gaps[place[which]]
-    parts = np.zeros(PARTS * MAX_CLASSES, np.uint8)
-    found = 0
+            left[which] = np.uint64(gaps[place[which]])
+    found, size = ZERO, np.uint64(old.size)
     for segment in range(active.size):
         if not active[segment]:
             continue
-        first = segment * SEGMENT
-        last = min(first + SEGMENT, old.size)
-        _count_segment(old, first, last, table, form, parts)
-        for which in range(classes):
-            here = 0
-            for part in range(PARTS):
-                here += parts[part * MAX_CLASSES + which]
-            while wanted[which] < passed[which] + here:
-                left = wanted[which] - passed[which]
-                part = 0
-                while left >= parts[part * MAX_CLASSES + which]:
-                    left -= parts[part * MAX_CLASSES + which]
-                    part += 1
-                index = first + part * PART
-                while True:
-                    before = np.uint64(old[index])
-                    if _class_of(before, table, form) == np.uint64(which):
-                        if left == 0:
-                            break
-                        left -= 1
-                    index += 1
-                indices[found] = start + index
+        first = np.uint64(segment) * np.uint64(SEGMENT)
+        for i in range(first, min(first + np.uint64(SEGMENT), size)):
+            before = np.uint64(old[i])
+            which = table[(before >> shift) & mask]
+            still = left[which]
+            left[which] = still - ONE
+            if still == ZERO:
+                at = place[which]
+                indices[found] = start + np.int64(i)
                 old_at[found] = before
-                new_at[found] = _moved(before, np.uint64(steps[place[which]]), form)
-                found += 1
-                place[which] += 1
-                if place[which] < end[which]:
-                    wanted[which] += np.int64(gaps[place[which]]) + 1
-                else:
-                    wanted[which] = NEVER
-            passed[which] += here
-    return found
+                new_at[found] = _moved(before, np.uint64(steps[at]), form)
+                found += ONE
+                place[which] = at + ONE
+                left[which] = np.uint64(gaps[at + ONE]) if at + ONE < end[which] else NEVER
+    return np.int64(found)
 
 
 @compiled
