@@ -29,7 +29,7 @@ from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import WeightAck
+from tidemill.schemas.records import Staleness, WeightAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Surroundings:
     """What a replica needs from outside: the chunks of deltas, and somewhere to say what it holds."""
 
     chunks: ChunkLog
-    acknowledge: Callable[[WeightAck], None]
+    say: Callable[[WeightAck | Staleness], None]
 
 
 @asynccontextmanager
@@ -81,11 +81,12 @@ async def running_replica(
         engine = await ReplicaEngine.start(arguments, tensors, joined.manifest.version, settings.kv_policy)
         stack.callback(engine.shutdown)
         outside = surroundings()
-        ledger = Ledger(identity, outside.acknowledge, now_us)
-        staging = Staging(ChunkFetcher(outside.chunks, settings.fetch_timeout_s), directory)
+        ledger = Ledger(identity, outside.say, now_us, lambda: state.head)
+        fetcher = ChunkFetcher(outside.chunks, settings.fetch_timeout_s)
+        staging = Staging(fetcher, directory, settings.decode_threads)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
-        await subscriber.begin(joined.manifest)
+        await subscriber.begin(joined.manifest, joined.reason)
         status = partial(_status, ledger, state, now_us())
         app = await build_replica_app(engine, arguments, settings.replica_id, status)
         yield Running(engine, subscriber, make_server(app))

@@ -63,8 +63,10 @@ class ReplicaSettings(Section):
     staging_dir: Path | None = None
     """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)
-    """How long the chunks that a manifest names may take to be read before the version is refused."""
+    """How long a chunk that a manifest names may take after the last one that came, before the version is refused."""
+    decode_threads: int = Field(default=2, ge=1)
+    """Threads that decode the blocks of a delta, beside the engine's."""
     poll_interval_s: float = Field(default=0.05, gt=0, le=10)
-    """How long one poll of `weights.manifests` waits for a record."""
+    """How long one poll of `weights.manifests` and `gate.decisions` waits for a record."""
     anchor_wait_s: float | None = Field(default=None, gt=0)
     """How long to wait at start for a first anchor; without a limit when not set."""

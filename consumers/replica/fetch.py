@@ -1,15 +1,19 @@
-"""Reads the chunks that a manifest names, by partition and offset, and checks them before anything is decoded.
+"""Reads the bytes of a delta, from the log by partition and offset or from the object store, and checks them.
 
 The reader follows `weights.deltas` as it grows, so that a version's chunks are usually here when its manifest arrives;
-it goes back where they are not. Keeps true: what is returned is every byte of the delta, in order, and of no other
-version; the chunks held ahead of their manifest stay below a limit.
+it goes back where they are not, and ahead over chunks that nobody asks for. What it keeps true:
+
+- what is read to its end is every byte of a shard, in order, and of no other version;
+- the chunks held at once stay below a limit, however large the delta: they are given away one by one;
+- several shards may be read at once, each by its own thread.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from threading import Condition
 from typing import Protocol
 
 import xxhash
@@ -17,20 +21,27 @@ import xxhash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
+from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
 
 Place = tuple[int, int]
 """Partition and offset in `weights.deltas`."""
 
-_HELD_BYTES = 256 << 20
+HELD_BYTES = 256 << 20
+"""Chunks held ahead of their use, in bytes."""
+
+FAR_AHEAD = 16
+"""Chunks that are passed over by reading them; more than these are passed over by going to the offset. Going there
+throws away what the client has read ahead, which is worth it only when much of that is not wanted."""
+
 _POLL_S = 0.2
 
 
 class CorruptDeltaError(ValueError):
-    """The bytes in the log are not the delta that the manifest names, or are gone: trying again cannot help."""
+    """The bytes are not the delta that the record names, or are gone: trying again cannot help."""
 
 
 class FetchTimeoutError(TimeoutError):
-    """The chunks did not arrive in time; they may still come."""
+    """The bytes did not arrive in time; they may still come."""
 
 
 class ChunkLog(Protocol):
@@ -44,72 +55,125 @@ class ChunkLog(Protocol):
 
 
 class ChunkFetcher:
-    """Chunks by their place in the log, read ahead and kept until they are used."""
+    """The shards of deltas, piece by piece.
 
-    def __init__(self, log: ChunkLog, timeout_s: float) -> None:
-        self._log = log
-        self._timeout_s = timeout_s
+    Args:
+        log: the chunks; only this object reads it.
+        timeout_s: how long a chunk that is waited for may take after the last one that came.
+        held_bytes: limit of the chunks that are held.
+    """
+
+    def __init__(self, log: ChunkLog, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
+        self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
         self._held: OrderedDict[Place, Located] = OrderedDict()
         self._held_bytes = 0
         self._read_to: dict[int, int] = {}
+        self._wanted: set[Place] = set()
+        self._arrived = 0.0
+        self._lock = Condition()
 
-    def fetch(self, manifest: Manifest) -> list[list[bytes]]:
-        """The payloads of a delta's chunks, in order, one list a shard.
+    def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
+        """The bytes of one shard of a delta that makes `manifest`'s version, in order; whole when the iterator ends.
 
         Raises:
-            CorruptDeltaError: a chunk is not what the manifest says, or the log no longer keeps it.
-            FetchTimeoutError: the chunks did not arrive in time.
+            CorruptDeltaError: they are not what the record names, or are kept no longer; possibly after some of them.
+            FetchTimeoutError: they did not arrive in time.
         """
-        wanted = {(shard.partition, offset) for shard in manifest.shards for offset in shard.offsets}
-        self._go_back_for(wanted)
-        self._read_until(wanted)
-        pieces = [list(self._payloads(manifest, shard)) for shard in manifest.shards]
-        for shard, payloads in zip(manifest.shards, pieces, strict=True):
-            _check_shard(manifest, shard, payloads)
-        self._drop(wanted)
-        return pieces
+        source = self._stored(shard) if shard.uri is not None else self._logged(manifest, shard)
+        digest, n_bytes = xxhash.xxh3_128(), 0
+        for piece in source:
+            digest.update(piece)
+            n_bytes += len(piece)
+            yield piece
+        if digest.hexdigest() != shard.digest or n_bytes != shard.n_bytes:
+            raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} is not what its record names")
 
-    def _go_back_for(self, wanted: set[Place]) -> None:
-        missing: dict[int, int] = {}
-        for partition, offset in wanted - self._held.keys():
-            if offset < self._read_to.get(partition, 0) or partition not in self._read_to:
-                missing[partition] = min(offset, missing.get(partition, offset))
-        for partition, offset in missing.items():
-            self._log.seek(Topic.DELTAS, partition, offset)
-            self._read_to[partition] = offset
+    def _stored(self, shard: ShardPosition) -> Iterator[bytes]:
+        try:
+            yield from object_pieces(StoredObject(shard.uri or "", shard.n_bytes, shard.digest))
+        except StoredObjectError as error:
+            raise CorruptDeltaError(str(error)) from error
+        except StoreUnavailableError as error:
+            raise FetchTimeoutError(str(error)) from error
 
-    def _read_until(self, wanted: set[Place]) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while missing := wanted - self._held.keys():
-            gone = sorted(place for place in missing if place[1] < self._read_to[place[0]])
-            if gone:
-                raise CorruptDeltaError(f"the log no longer keeps the chunk at {gone[0]}: only an anchor can help")
-            if time.monotonic() > deadline:
-                raise FetchTimeoutError(f"{len(missing)} chunks did not arrive within {self._timeout_s:g} s")
-            for located in self._log.poll(_POLL_S, 1):
-                self._hold(located)
+    def _logged(self, manifest: Manifest, shard: ShardPosition) -> Iterator[bytes]:
+        places = [(shard.partition, offset) for offset in shard.offsets]
+        with self._lock:
+            self._wanted.update(places)
+        try:
+            for sequence, place in enumerate(places):
+                yield _payload(manifest, shard, sequence, self._take(place))
+        finally:
+            self._finish(places)
+
+    def _take(self, place: Place) -> Located:
+        """One chunk, waited for, and let go of."""
+        began, sought = time.monotonic(), False
+        while True:
+            with self._lock:
+                if place in self._held:
+                    return self._forget(place)
+                sought = self._seek(place, sought) or sought
+                self._read()
+                waited = time.monotonic() - max(began, self._arrived)
+            if waited > self._timeout_s:
+                raise FetchTimeoutError(
+                    f"the chunk at {place[0]}:{place[1]} did not arrive within {self._timeout_s:g} s"
+                )
+
+    def _seek(self, place: Place, sought: bool) -> bool:
+        """Go to a chunk that the reader has passed or is far from; whether it went."""
+        partition, offset = place
+        at = self._read_to.get(partition)
+        if at is not None and at <= offset <= at + FAR_AHEAD:
+            return False
+        if at is not None and sought and offset < at:
+            raise CorruptDeltaError(f"the log no longer keeps the chunk at {partition}:{offset}: only an anchor helps")
+        self._log.seek(Topic.DELTAS, partition, offset)
+        self._read_to[partition] = offset
+        return True
+
+    def _read(self) -> None:
+        if self._held_bytes > self._limit:
+            # What is held is wanted by other threads: reading on would only pile up more.
+            self._lock.wait(_POLL_S)
+        for located in self._log.poll(_POLL_S, 1):
+            self._hold(located)
 
     def _hold(self, located: Located) -> None:
         place = (located.partition, located.offset)
         self._read_to[located.partition] = located.offset + 1
+        if place in self._wanted:
+            self._arrived = time.monotonic()
         if place not in self._held:
-            self._held_bytes += len(located.value or b"")
+            self._held_bytes += _size(located)
         self._held[place] = located
-        while self._held_bytes > _HELD_BYTES and len(self._held) > 1:
-            self._forget(next(iter(self._held)))
+        for unwanted in [place for place in self._held if place not in self._wanted]:
+            if self._held_bytes <= self._limit:
+                break
+            self._forget(unwanted)
 
-    def _forget(self, place: Place) -> None:
-        self._held_bytes -= len(self._held.pop(place).value or b"")
+    def _forget(self, place: Place) -> Located:
+        located = self._held.pop(place)
+        self._held_bytes -= _size(located)
+        self._lock.notify_all()
+        return located
 
-    def _drop(self, used: set[Place]) -> None:
-        # Chunks below the used ones belong to versions that are behind, or to other runs.
-        last = {partition: max(o for p, o in used if p == partition) for partition, _ in used}
-        for place in [place for place in self._held if place[1] <= last.get(place[0], -1)]:
-            self._forget(place)
+    def _finish(self, places: Iterable[Place]) -> None:
+        with self._lock:
+            self._wanted.difference_update(places)
+            # Chunks below the used ones belong to versions that are behind, or to other runs.
+            last: dict[int, int] = {}
+            for partition, offset in places:
+                last[partition] = max(offset, last.get(partition, -1))
+            passed = [place for place in self._held if place[1] <= last.get(place[0], -1)]
+            for place in passed:
+                if place not in self._wanted:
+                    self._forget(place)
 
-    def _payloads(self, manifest: Manifest, shard: ShardPosition) -> Iterator[bytes]:
-        for sequence, offset in enumerate(shard.offsets):
-            yield _payload(manifest, shard, sequence, self._held[(shard.partition, offset)])
+
+def _size(located: Located) -> int:
+    return len(located.value or b"")
 
 
 def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: Located) -> bytes:
@@ -119,15 +183,9 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: L
         raise CorruptDeltaError(f"{where} is not a delta chunk: {located.error or type(chunk).__name__}")
     named = (manifest.run_id, manifest.branch, manifest.version, shard.shard, sequence, len(shard.offsets))
     if (chunk.run_id, chunk.branch, chunk.version, chunk.shard, chunk.sequence, chunk.total) != named:
-        raise CorruptDeltaError(f"{where} is of version {chunk.version}, shard {chunk.shard}, place {chunk.sequence}")
+        raise CorruptDeltaError(
+            f"{where} is chunk {chunk.sequence} of {chunk.total} of shard {chunk.shard} of version {chunk.version}"
+        )
     if xxhash.xxh3_128_hexdigest(chunk.payload) != chunk.digest:
         raise CorruptDeltaError(f"{where} does not have the digest that it states")
     return chunk.payload
-
-
-def _check_shard(manifest: Manifest, shard: ShardPosition, payloads: list[bytes]) -> None:
-    digest = xxhash.xxh3_128()
-    for payload in payloads:
-        digest.update(payload)
-    if digest.hexdigest() != shard.digest or sum(map(len, payloads)) != shard.n_bytes:
-        raise CorruptDeltaError(f"shard {shard.shard} of version {manifest.version} is not what its manifest names")

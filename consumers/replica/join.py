@@ -1,4 +1,4 @@
-"""How a replica joins: reads the branch's manifests until a version can be built from an anchor.
+"""How a replica joins: reads the branch's manifests and decisions until a version can be built from an anchor.
 
 Blocking; runs before the engine exists and closes its clients again, so that the engine core can be forked safely.
 """
@@ -8,20 +8,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.fetch import ChunkFetcher
+from tidemill.consumers.replica.fetch import ChunkFetcher, FetchTimeoutError
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
-from tidemill.consumers.replica.state import ReplicaState, Resync
+from tidemill.consumers.replica.state import Move, ReplicaState
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Manifest
+from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 logger = logging.getLogger(__name__)
+
+FOLLOWED = (Topic.MANIFESTS, Topic.GATE)
+"""The topics that a replica follows; chunks are fetched where they are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,59 +37,84 @@ class Joined:
     directory: Path
     """A whole checkpoint of that version, with its configuration and tokenizer."""
     offsets: dict[tuple[Topic, int], int]
+    reason: str = "start"
+    """How it was reached."""
 
 
 def join(
     kafka: KafkaSettings, settings: ReplicaSettings, state: ReplicaState, directory: Path, stopped: Callable[[], bool]
 ) -> Joined | None:
-    """The newest version that can be reached now, or as soon as there is one; None when stopped before.
+    """The newest version that may be served and can be reached now, or as soon as there is one; None when stopped.
 
     Raises:
         TimeoutError: no anchor that can be used came within `anchor_wait_s`.
     """
     deadline = time.monotonic() + settings.anchor_wait_s if settings.anchor_wait_s else None
     with (
-        LogReader(kafka, [Topic.MANIFESTS], client_id=f"{settings.replica_id}-join") as manifests,
+        LogReader(kafka, FOLLOWED, client_id=f"{settings.replica_id}-join") as records,
         LogReader(kafka, [Topic.DELTAS], start="end", client_id=f"{settings.replica_id}-join-chunks") as chunks,
+        closing(_staging(settings, chunks, directory)) as staging,
     ):
-        staging = Staging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory)
-        for located in manifests.read_to_end():
-            _remember(state, located.record)
+        for located in records.read_to_end():
+            _observe(state, located.record)
         waiting = False
         while not stopped():
             built = _build(state, staging)
             if built is not None:
-                return Joined(*built, manifests.next_offsets())
+                return Joined(built.manifest, built.mirror, built.directory, records.next_offsets(), built.reason)
             waiting = waiting or _say_waiting(settings)
             _check_deadline(deadline, settings)
-            for located in manifests.poll(settings.poll_interval_s, 1):
-                _remember(state, located.record)
+            for located in records.poll(settings.poll_interval_s):
+                _observe(state, located.record)
     return None
 
 
-def _remember(state: ReplicaState, record: object) -> None:
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """A version that was reached."""
+
+    manifest: Manifest
+    mirror: Mirror
+    directory: Path
+    reason: str
+
+
+def _staging(settings: ReplicaSettings, chunks: LogReader, directory: Path) -> Staging:
+    return Staging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory, settings.decode_threads)
+
+
+def _observe(state: ReplicaState, record: object) -> None:
     # A record that cannot be read is dead-lettered by the subscriber's own reading, not twice.
-    if isinstance(record, Manifest):
-        state.remember(record)
+    if isinstance(record, Manifest | SkipDelta | GateDecision):
+        objection = state.observe(record)
+        if objection:
+            logger.warning("%s", objection)
 
 
-def _build(state: ReplicaState, staging: Staging) -> tuple[Manifest, Mirror, Path] | None:
-    while (plan := state.catch_up()) is not None:
+def _build(state: ReplicaState, staging: Staging) -> _Built | None:
+    while (move := state.plan()) is not None:
+        mirror = Mirror()
         try:
-            mirror, anchor = staging.build(plan)
+            prepared = staging.prepare(move, mirror)
         except RefusedAnchorError as error:
             logger.warning("anchor of version %d cannot be used: %s", error.manifest.version, error)
             state.anchor_refused(error.manifest.version)
         except RefusedDeltaError as error:
-            logger.warning("delta of version %d cannot be used: %s", error.manifest.version, error)
-            state.delta_refused(error.manifest.version)
+            logger.warning("delta to version %d cannot be used: %s", error.delta.version, error)
+            state.delta_refused(error.delta)
+        except FetchTimeoutError as error:
+            logger.warning("version %d cannot be reached yet: %s", move.target.version, error)
+            return None
         else:
-            return plan.target, mirror, _checkpoint(plan, mirror, anchor, staging)
+            prepared.draft.keep()
+            logger.warning("version %d: %s", move.target.version, move.reason)
+            return _Built(move.target, mirror, _checkpoint(move, mirror, prepared.anchor, staging), move.reason)
     return None
 
 
-def _checkpoint(plan: Resync, mirror: Mirror, anchor: Path, staging: Staging) -> Path:
-    return staging.checkpoint(mirror, anchor) if plan.deltas else anchor
+def _checkpoint(move: Move, mirror: Mirror, anchor: Path | None, staging: Staging) -> Path:
+    assert anchor is not None, "with nothing loaded every way begins with an anchor"
+    return staging.checkpoint(mirror, anchor) if move.way.deltas else anchor
 
 
 def _say_waiting(settings: ReplicaSettings) -> bool:

@@ -1,14 +1,15 @@
-"""The replica's side of `weights.acks`: what it holds, proved or not, and what each version cost."""
+"""The replica's side of `weights.acks` and `staleness`: what it holds, proved or not, at what cost and lag."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tidemill.consumers.replica.lag import serving_lag
 from tidemill.consumers.replica.proof import Applied
-from tidemill.schemas.records import AckStatus, Manifest, WeightAck
+from tidemill.schemas.records import AckStatus, Manifest, Staleness, WeightAck
 
-Write = Callable[[WeightAck], None]
+Write = Callable[[WeightAck | Staleness], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +38,18 @@ _NOT_APPLIED = Applied(0.0, 0.0, 0.0, 0)
 
 
 class Ledger:
-    """Writes acknowledgements and keeps the counts that the status shows."""
+    """Writes acknowledgements, each followed by the lag, and keeps the counts that the status shows.
 
-    def __init__(self, identity: Identity, write: Write, now_us: Callable[[], int]) -> None:
+    Args:
+        identity: who acknowledges.
+        write: takes the records, in order.
+        now_us: the time, microseconds since the epoch.
+        head: the newest version seen in the log.
+    """
+
+    def __init__(self, identity: Identity, write: Write, now_us: Callable[[], int], head: Callable[[], int]) -> None:
         self.identity = identity
-        self._write, self._now_us = write, now_us
+        self._write, self._now_us, self._head = write, now_us, head
         self.applied = 0
         self.refused = 0
         self.last_pause_ms = 0.0
@@ -58,13 +66,17 @@ class Ledger:
         self.version, self.fingerprint = manifest.version, manifest.fingerprint
         self.applied += 1
         self.last_pause_ms = applied.pause_ms
-        self._write(self._ack(status, manifest, applied, times, reason, manifest.fingerprint))
+        self._say(manifest, self._ack(status, manifest, applied, times, reason, manifest.fingerprint))
 
     def refuse(self, manifest: Manifest, reason: str, times: Timings, fingerprint: str = "") -> None:
         """`manifest`'s version is not served; `fingerprint` is what the live tensors had, when it came that far."""
         self.refused += 1
         self.last_reason = reason
-        self._write(self._ack(AckStatus.REFUSED, manifest, _NOT_APPLIED, times, reason, fingerprint))
+        self._say(manifest, self._ack(AckStatus.REFUSED, manifest, _NOT_APPLIED, times, reason, fingerprint))
+
+    def _say(self, manifest: Manifest, ack: WeightAck) -> None:
+        self._write(ack)
+        self._write(serving_lag(ack, manifest.step, self._head()))
 
     def _ack(
         self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str, fingerprint: str

@@ -11,8 +11,9 @@ import logging
 import signal
 import socket
 import tempfile
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -20,7 +21,8 @@ import uvloop
 
 from tidemill.consumers.replica.assembly import Running, Surroundings, running_replica
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.join import Joined, join
+from tidemill.consumers.replica.follow import Follower
+from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.server import bind
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
@@ -30,7 +32,7 @@ from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Manifest, WeightAck
+from tidemill.schemas.records import Staleness, WeightAck
 
 logger = logging.getLogger(__name__)
 _APPLICATION = "tidemill-replica"
@@ -70,18 +72,30 @@ class Replica:
             )
             async with replica as running:
                 producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
-                manifests = stack.enter_context(self._reader(Topic.MANIFESTS, joined.offsets))
+                records = stack.enter_context(self._reader(FOLLOWED, joined.offsets))
+                follower = Follower(running.subscriber, records, self._bury(producer), settings.poll_interval_s)
                 host, port = listener.getsockname()[:2]
                 logger.warning("serving version %d on http://%s:%d", joined.manifest.version, host, port)
-                await self._until_stopped(running.server, listener, self._follow(running, manifests, producer))
+                following = follower.run(self._stop, partial(_check_engine, running))
+                await self._until_stopped(running.server, listener, following)
 
     def _surroundings(self, stack: ExitStack) -> Surroundings:
         producer = stack.enter_context(RecordProducer(self._kafka, self._settings.replica_id))
 
-        def acknowledge(ack: WeightAck) -> None:
-            producer.send(Topic.ACKS, ack, key=ack.replica_id)
+        def say(record: WeightAck | Staleness) -> None:
+            topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
+            producer.send(topic, record, key=record.replica_id)
 
-        return Surroundings(stack.enter_context(self._reader(Topic.DELTAS, "end")), acknowledge)
+        return Surroundings(stack.enter_context(self._reader([Topic.DELTAS], "end")), say)
+
+    def _bury(self, producer: RecordProducer) -> Callable[[Located, str], None]:
+        names = Names(self._kafka.topic_prefix)
+
+        def bury(located: Located, reason: str) -> None:
+            logger.error("record %d of %s cannot be used: %s", located.offset, located.topic, reason)
+            send_dead_letter(producer, names, located, reason, _APPLICATION)
+
+        return bury
 
     async def _until_stopped(
         self, server: uvicorn.Server, listener: socket.socket, following: Coroutine[None, None, None]
@@ -95,23 +109,10 @@ class Replica:
         server.should_exit = True
         await asyncio.gather(serving, follower, stopped)
 
-    async def _follow(self, running: Running, manifests: LogReader, producer: RecordProducer) -> None:
-        while not self._stop.is_set():
-            if running.engine.errored:
-                raise ReplicaFault("the engine core died: see its log above; the replica must be started again")
-            found = await asyncio.to_thread(manifests.poll, self._settings.poll_interval_s, 1)
-            for located in found:
-                await self._take(located, running, producer)
-            if not found:
-                await running.subscriber.retry()
+    def _reader(self, topics: Sequence[Topic], start: str | Mapping[tuple[Topic, int], int]) -> LogReader:
+        return LogReader(self._kafka, topics, start=start, client_id=f"{self._settings.replica_id}-{topics[0].value}")
 
-    async def _take(self, located: Located, running: Running, producer: RecordProducer) -> None:
-        if isinstance(located.record, Manifest):
-            await running.subscriber.observe(located.record)
-            return
-        reason = located.error or f"a {type(located.record).__name__} is no manifest"
-        logger.error("record %d of %s cannot be used: %s", located.offset, located.topic, reason)
-        send_dead_letter(producer, Names(self._kafka.topic_prefix), located, reason, _APPLICATION)
 
-    def _reader(self, topic: Topic, start: str | Mapping[tuple[Topic, int], int]) -> LogReader:
-        return LogReader(self._kafka, [topic], start=start, client_id=f"{self._settings.replica_id}-{topic.value}")
+def _check_engine(running: Running) -> None:
+    if running.engine.errored:
+        raise ReplicaFault("the engine core died: see its log above; the replica must be started again")

@@ -1,6 +1,6 @@
-"""Prepares versions on the CPU, while tokens flow: deltas checked against the mirror, whole versions from an anchor.
+"""Prepares moves on the CPU, while tokens flow: anchors and deltas are read, decoded and checked against the mirror.
 
-Runs in a worker thread; nothing here touches the engine.
+Runs in a worker thread; nothing here touches the engine. A move that fails leaves the mirror as it was.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.consumers.replica.anchor import AnchorError, fetch_anchor
-from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError
-from tidemill.consumers.replica.mirror import Mirror, Staged
-from tidemill.consumers.replica.state import Resync
-from tidemill.kernels.container import decode_delta
+from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, fetch_anchor
+from tidemill.consumers.replica.decode import Decoder
+from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
+from tidemill.consumers.replica.lineage import Delta
+from tidemill.consumers.replica.live_weights import ElementChange
+from tidemill.consumers.replica.mirror import Draft, Mirror
+from tidemill.consumers.replica.state import Move
 from tidemill.kernels.delta import DeltaError
 from tidemill.schemas.records import Manifest
+from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
+from tidemill.schemas.tensor_table import with_tensors
+
+DENSE = 4
+"""Where more than one element in so many changes, the whole version is written instead of its changes."""
 
 
 class RefusedDeltaError(ValueError):
-    """A delta's bytes are wrong, or do not lead from the mirror's version to the manifest's."""
+    """A delta's bytes are wrong, or do not lead from its base to its version."""
 
-    def __init__(self, manifest: Manifest, reason: str) -> None:
+    def __init__(self, delta: Delta, reason: str) -> None:
         super().__init__(reason)
-        self.manifest = manifest
+        self.delta = delta
 
 
 class RefusedAnchorError(ValueError):
@@ -37,55 +44,50 @@ class RefusedAnchorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked delta, and how long fetching and checking it took."""
+    """A checked move: the mirror is at its target, the engine not yet."""
 
-    staged: Staged
+    draft: Draft
+    changes: tuple[ElementChange, ...]
+    """What leads the engine there; empty for `whole`."""
+    whole: bool
+    """Whether so much changes that the whole version is better written."""
+    anchor: Path | None
+    """Local directory of the anchor that the move began with."""
     fetch_ms: float
     decode_ms: float
 
 
 class Staging:
-    """Where versions are prepared: a fetcher of chunks and a private directory for whole checkpoints."""
+    """Where moves are prepared: a fetcher of chunks, threads to decode them, a private directory for checkpoints."""
 
-    def __init__(self, fetcher: ChunkFetcher, directory: Path) -> None:
+    def __init__(self, fetcher: ChunkFetcher, directory: Path, decode_threads: int = 2) -> None:
         self._fetcher = fetcher
         self._directory = directory
+        self._decoder = Decoder(decode_threads)
 
-    def prepare(self, manifest: Manifest, mirror: Mirror) -> Prepared:
-        """Fetch a delta and check it against the mirror.
-
-        Raises:
-            RefusedDeltaError: its bytes are wrong or do not fit.
-            FetchTimeoutError: its chunks did not arrive in time.
-        """
-        begun = time.monotonic()
-        try:
-            shards = self._fetcher.fetch(manifest)
-            fetched = time.monotonic()
-            parent = -1 if manifest.parent is None else manifest.parent
-            blocks = (block for pieces in shards for block in decode_delta(pieces, manifest.version, parent))
-            staged = mirror.stage(blocks, manifest)
-        except (CorruptDeltaError, DeltaError) as error:
-            raise RefusedDeltaError(manifest, str(error)) from error
-        return Prepared(staged, 1e3 * (fetched - begun), 1e3 * (time.monotonic() - fetched))
-
-    def build(self, plan: Resync) -> tuple[Mirror, Path]:
-        """A mirror of the plan's last version, and the anchor's local directory.
+    def prepare(self, move: Move, mirror: Mirror) -> Prepared:
+        """Take the mirror to the move's target, checked step by step, and say what that changes.
 
         Raises:
             RefusedAnchorError: the anchor cannot be used.
-            RefusedDeltaError, FetchTimeoutError: as `prepare`.
+            RefusedDeltaError: a delta's bytes are wrong or do not fit.
+            FetchTimeoutError: something did not arrive in time. The mirror is as it was after every error.
         """
-        if plan.anchor.anchor is None:
-            raise RefusedAnchorError(plan.anchor, f"version {plan.anchor.version} has no anchor")
+        begun, fetch_ms = time.monotonic(), 0.0
+        fresh = mirror.version < 0
+        draft = Draft(mirror)
         try:
-            directory = fetch_anchor(plan.anchor.anchor.uri, self._directory)
-            mirror = Mirror.from_anchor(directory, plan.anchor)
-        except AnchorError as error:
-            raise RefusedAnchorError(plan.anchor, str(error)) from error
-        for manifest in plan.deltas:
-            mirror.commit(self.prepare(manifest, mirror).staged)
-        return mirror, directory
+            anchor = self._load(draft, move)
+            for delta in move.way.deltas:
+                fetch_ms += self._advance(draft, mirror, delta)
+            self._check(draft, move)
+            changes = () if fresh else draft.changes()
+        except BaseException:
+            draft.revert()
+            raise
+        whole = fresh or DENSE * sum(change.indices.size for change in changes) > mirror.n_elements
+        elapsed = 1e3 * (time.monotonic() - begun)
+        return Prepared(draft, () if whole else changes, whole, anchor, fetch_ms, max(0.0, elapsed - fetch_ms))
 
     def checkpoint(self, mirror: Mirror, anchor: Path) -> Path:
         """A whole checkpoint of the mirror's version, with the configuration and tokenizer of an anchor."""
@@ -100,3 +102,39 @@ class Staging:
         directory = self._directory / "whole"
         mirror.save(directory)
         return directory
+
+    def close(self) -> None:
+        """End the threads."""
+        self._decoder.close()
+
+    def _load(self, draft: Draft, move: Move) -> Path | None:
+        manifest = move.way.anchor
+        if manifest is None or manifest.anchor is None:
+            return None
+        try:
+            directory = fetch_anchor(manifest.anchor.uri, self._directory)
+            draft.load(directory, with_tensors(manifest))
+        except (AnchorError, StoredObjectError) as error:
+            raise RefusedAnchorError(manifest, str(error)) from error
+        except (AnchorUnavailableError, StoreUnavailableError) as error:
+            raise FetchTimeoutError(str(error)) from error
+        return directory
+
+    def _advance(self, draft: Draft, mirror: Mirror, delta: Delta) -> float:
+        try:
+            decoded = self._decoder.decode(delta, self._fetcher.pieces, mirror.resolve)
+            draft.advance(decoded.changes, delta.manifest)
+        except (CorruptDeltaError, DeltaError) as error:
+            raise RefusedDeltaError(delta, str(error)) from error
+        return decoded.fetch_ms
+
+    def _check(self, draft: Draft, move: Move) -> None:
+        """The target tensor by tensor; the versions on the way are known by the sum alone."""
+        if not move.way.deltas:
+            return
+        try:
+            draft.check(with_tensors(move.target))
+        except (StoredObjectError, DeltaError) as error:
+            raise RefusedDeltaError(move.way.deltas[-1], str(error)) from error
+        except StoreUnavailableError as error:
+            raise FetchTimeoutError(str(error)) from error

@@ -1,12 +1,12 @@
-"""What a replica does about each manifest: a pure state machine, without a clock, a network or weights.
+"""What a replica does about each record of the weight log: a pure state machine, without a clock, a network or weights.
 
-It holds the lineage of a branch (manifests by version, linked by parent) and what the replica serves, and answers each
-manifest with a plan. The shell carries the plan out and reports back: `proved`, `delta_refused`, `anchor_refused`.
-What stays true:
+It holds the lineage of a branch, what the gate lets it serve, and what it serves. The shell hands it the records, asks
+it where to go (`plan`), carries that out and reports: `proved`, `delta_refused`, `anchor_refused`. What stays true:
 
-- a plan only ever leads from the served version to a newer one over an unbroken chain of parents, or from an anchor;
-- a delta that was refused for its bytes is never tried again, an anchor neither; a newer anchor leads past both;
+- it goes to the newest version that the gate permits and that can be reached, over the way with the fewest bytes;
+- it goes back only where a roll-back or a rejection says so;
 - the same record twice changes nothing; a version published twice with different contents is refused, not followed;
+- every version that it sees and does not go to is refused once, with the reason;
 - while nothing can be reached, the last proved version goes on being served.
 """
 
@@ -14,56 +14,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.schemas.records import Manifest
+from tidemill.consumers.replica.gate import Gate
+from tidemill.consumers.replica.lineage import Delta, Lineage, Way
+from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
-    """Apply this delta to the served version."""
+class Move:
+    """Go to `target` over `way`."""
 
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
-class Resync:
-    """Write the first manifest's anchor over everything, then apply the others' deltas in order."""
-
-    anchor: Manifest
-    deltas: tuple[Manifest, ...]
+    target: Manifest
+    way: Way
     reason: str
-
-    @property
-    def target(self) -> Manifest:
-        """The version that it leads to."""
-        return self.deltas[-1] if self.deltas else self.anchor
+    """Why, where it is not the next version in the usual way; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Stay on the served version and say why."""
+    """Do not go to this version, and say why."""
 
     manifest: Manifest
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ignore:
-    """Nothing to do, nothing to say in the ledger."""
-
-    reason: str
-
-
-Plan = Apply | Resync | Refuse | Ignore
+Said = Manifest | SkipDelta | GateDecision
+"""The records that a replica follows."""
 
 
 class ReplicaState:
-    """The lineage of one branch of one run, and the version served."""
+    """The lineage of one branch of one run, its gate, and the version served."""
 
     def __init__(self, run_id: str, branch: str) -> None:
         self._run_id, self._branch = run_id, branch
-        self._known: dict[int, Manifest] = {}
-        self._bad_deltas: set[int] = set()
-        self._bad_anchors: set[int] = set()
+        self._lineage = Lineage()
+        self._gate = Gate()
+        self._answered: set[int] = set()
+        self._notice = ""
         self._serving: int | None = None
 
     @property
@@ -74,95 +60,83 @@ class ReplicaState:
     @property
     def head(self) -> int:
         """Newest version seen in the log; -1 before the first."""
-        return max(self._known, default=-1)
+        return self._lineage.head
 
-    def remember(self, manifest: Manifest) -> str:
-        """Take a manifest into the lineage; returns why it is not taken, or an empty string."""
-        if (manifest.run_id, manifest.branch) != (self._run_id, self._branch):
-            return f"belongs to run {manifest.run_id}, branch {manifest.branch}"
-        held = self._known.get(manifest.version)
-        if held is None:
-            self._known[manifest.version] = manifest
+    def observe(self, record: Said) -> str:
+        """Take a record in, in log order; one of another run or branch is let pass.
+
+        Returns why it is not taken, a second content for a known version above all; else an empty string.
+        """
+        if (record.run_id, record.branch) != (self._run_id, self._branch):
             return ""
-        if held.fingerprint != manifest.fingerprint or held.parent != manifest.parent:
-            return _fork(held, manifest)
-        if held.anchor is None and manifest.anchor is not None:
-            self._known[manifest.version] = manifest
-        return f"version {manifest.version} is known"
+        match record:
+            case Manifest():
+                return self._lineage.add(record)
+            case SkipDelta():
+                return self._lineage.add_skip(record)
+            case GateDecision():
+                return self._gate.observe(record)
 
-    def observe(self, manifest: Manifest) -> Plan:
-        """The plan for one manifest, in log order."""
-        foreign = (manifest.run_id, manifest.branch) != (self._run_id, self._branch)
-        fork = not foreign and self._is_fork(manifest)
-        objection = self.remember(manifest)
-        if fork:
-            return Refuse(manifest, objection)
-        if foreign:
-            return Ignore(objection)
-        if not self._behind(manifest.version):
-            return Ignore(f"version {manifest.version} is not newer than the served {self._serving}")
-        return self._advance(manifest)
+    def plan(self) -> Move | None:
+        """Where to go now; None to stay. The same answer until something is observed or reported."""
+        notice = "" if self._serving is None else self._gate.notice(self._serving)
+        for version in self._candidates(go_back=bool(notice)):
+            way = self._lineage.way(version, self._serving)
+            if way is not None:
+                return Move(self._lineage.manifests[version], way, notice or _reason(way, self._serving))
+        return None
 
-    def start(self) -> Resync | None:
-        """How to reach the newest reachable version with nothing loaded; None while there is no usable anchor."""
-        return self._best_chain(-1, "start")
+    def refusals(self) -> list[Refuse]:
+        """What to say while `plan` says to stay, each of it said once.
 
-    def catch_up(self) -> Resync | None:
-        """A way from an anchor to a newer version than the served one; None while there is none."""
-        return self._best_chain(-1 if self._serving is None else self._serving + 1, "catch up from an anchor")
+        The versions newer than the served one that cannot or may not be gone to; and the served one, where it should
+        be left and nothing leads away from it.
+        """
+        floor = -1 if self._serving is None else self._serving
+        found = sorted(version for version in self._lineage.manifests if version > floor)
+        refused = [self._lineage.manifests[version] for version in found if version not in self._answered]
+        self._answered.update(found)
+        return [*self._stuck(), *(Refuse(manifest, self._objection(manifest)) for manifest in refused)]
 
     def proved(self, version: int) -> None:
         """The live tensors were proved to be `version`, which is served from now on."""
         self._serving = version
+        self._answered.add(version)
 
-    def delta_refused(self, version: int) -> None:
-        """The delta that makes `version` is wrong, so that trying it again cannot help."""
-        self._bad_deltas.add(version)
+    def delta_refused(self, delta: Delta) -> None:
+        """A delta is wrong, so that trying it again cannot help."""
+        self._lineage.refuse_delta(delta.base, delta.version)
+        self._answered.add(delta.version)
 
     def anchor_refused(self, version: int) -> None:
         """An anchor cannot be read or is not what its manifest says."""
-        self._bad_anchors.add(version)
+        self._lineage.refuse_anchor(version)
 
-    def _is_fork(self, manifest: Manifest) -> bool:
-        held = self._known.get(manifest.version)
-        return held is not None and (held.fingerprint, held.parent) != (manifest.fingerprint, manifest.parent)
+    def _stuck(self) -> list[Refuse]:
+        notice = "" if self._serving is None else self._gate.notice(self._serving)
+        said, self._notice = self._notice, notice
+        if not notice or notice == said or self._serving is None:
+            return []
+        return [Refuse(self._lineage.manifests[self._serving], f"{notice}; no usable anchor leads away from it")]
 
-    def _behind(self, version: int) -> bool:
-        return self._serving is None or version > self._serving
+    def _candidates(self, go_back: bool) -> list[int]:
+        """The versions that may be gone to, the best first."""
+        serving = self._serving
+        found = (v for v in self._lineage.manifests if serving is None or (v != serving if go_back else v > serving))
+        return sorted((version for version in found if not self._gate.objection(version)), reverse=True)
 
-    def _advance(self, manifest: Manifest) -> Plan:
-        direct = manifest.parent is not None and manifest.parent == self._serving
-        if direct and manifest.version not in self._bad_deltas:
-            return Apply(manifest)
-        reason = f"version {manifest.version} has parent {manifest.parent}, version {self._serving} is served"
-        return self.catch_up() or Refuse(manifest, f"{reason}, and no usable anchor leads to it")
-
-    def _best_chain(self, floor: int, reason: str) -> Resync | None:
-        for version in sorted(self._known, reverse=True):
-            if version < floor:
-                return None
-            chain = self._chain(version)
-            if chain is not None:
-                return Resync(chain[0], chain[1:], reason)
-        return None
-
-    def _chain(self, version: int) -> tuple[Manifest, ...] | None:
-        """Manifests from the nearest usable anchor to `version`, by parent links; None when one is missing or bad."""
-        links: list[Manifest] = []
-        at: int | None = version
-        while at is not None and at in self._known:
-            manifest = self._known[at]
-            links.append(manifest)
-            if manifest.anchor is not None and at not in self._bad_anchors:
-                return tuple(reversed(links))
-            if at in self._bad_deltas or manifest.parent is None or manifest.parent >= at:
-                return None
-            at = manifest.parent
-        return None
+    def _objection(self, manifest: Manifest) -> str:
+        forbidden = self._gate.objection(manifest.version)
+        served = "nothing" if self._serving is None else f"version {self._serving}"
+        return forbidden or (
+            f"version {manifest.version} has parent {manifest.parent}, {served} is served, and no usable delta or "
+            "anchor leads to it"
+        )
 
 
-def _fork(held: Manifest, other: Manifest) -> str:
-    return (
-        f"fork: version {other.version} was published with parent {held.parent} and fingerprint {held.fingerprint}, "
-        f"and again with parent {other.parent} and fingerprint {other.fingerprint}; the first one stands"
-    )
+def _reason(way: Way, serving: int | None) -> str:
+    if serving is None:
+        return f"started from {way}"
+    if way.anchor is not None:
+        return f"re-synced from {way}"
+    return "" if len(way.deltas) == 1 and not way.deltas[0].skips else f"caught up from version {serving} over {way}"

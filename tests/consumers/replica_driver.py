@@ -30,9 +30,9 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.located import Located, Position
-from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, WeightAck
+from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, ShardPosition, SkipDelta, WeightAck
 from tidemill.trainer.anchor import write_anchor
-from tidemill.trainer.delta_shard import DeltaShard
+from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
 from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
 
 RUN = RunSettings(run_id="test")
@@ -117,21 +117,49 @@ class MemoryLog:
         self.at = offset
 
 
-def publish(
-    log: MemoryLog, version: int, old: ServingView | None, new: ServingView, anchor: Path | None = None
-) -> Manifest:
-    """Write a version's chunks to `log` and return its manifest."""
+def send_delta(
+    log: Any, version: int, base: int, old: ServingView, new: ServingView, n_shards: int = 1, store: Path | None = None
+) -> tuple[list[ShardPosition], int, int]:
+    """Write the delta from `base` to `version` to a log, or to `store`: its shards, bytes and changed elements."""
     shards, n_bytes, n_changed = [], 0, 0
+    names, claims = list(new), store and ShardClaims(str(store), limit_bytes=0)
+    for number in range(n_shards):
+        changes = (TensorChange(name, "bfloat16", old[name], new[name]) for name in names[number::n_shards])
+        with DeltaShard(version, base, changes, number) as shard:
+            shards.append(shard.send(log, RUN, claims))
+            n_bytes, n_changed = n_bytes + shard.n_bytes, n_changed + shard.n_changed
+    return shards, n_bytes, n_changed
+
+
+def publish_skip(log: Any, version: int, base: int, old: ServingView, new: ServingView) -> SkipDelta:
+    """Write a skip-delta's chunks to `log` and return its record."""
+    shards, n_bytes, n_changed = send_delta(log, version, base, old, new)
+    return SkipDelta(RUN.run_id, RUN.branch, version, base, n_changed, n_bytes, shards, int(time.time() * 1e6))
+
+
+def anchor_of(directory: Path) -> Anchor:
+    """A checkpoint directory as an anchor."""
+    return Anchor(str(directory), sum(file.stat().st_size for file in directory.iterdir()))
+
+
+def publish(
+    log: Any, version: int, old: ServingView | None, new: ServingView, anchor: Path | None = None,
+    *, parent: int | None = None, **how: Any,
+) -> Manifest:  # fmt: skip
+    """Write a version's chunks to `log` and return its manifest; the parent is the version before, where none is given.
+
+    `how` is as for `send_delta`.
+    """
+    shards, n_bytes, n_changed = [], 0, 0
+    parent = version - 1 if parent is None else parent
     if old is not None:
-        changes = (TensorChange(name, "bfloat16", old[name], new[name]) for name in new)
-        with DeltaShard(version, version - 1, changes) as shard:
-            shards, n_bytes, n_changed = [shard.send(log, RUN)], shard.n_bytes, shard.n_changed
+        shards, n_bytes, n_changed = send_delta(log, version, parent, old, new, **how)
     tensors = tensor_infos(new)
     return Manifest(
-        run_id=RUN.run_id, branch=RUN.branch, version=version, parent=None if old is None else version - 1,
+        run_id=RUN.run_id, branch=RUN.branch, version=version, parent=None if old is None else parent,
         step=version, learning_rate=1e-5, n_elements=sum(b.size for b in new.values()), n_changed=n_changed,
         delta_bytes=n_bytes, shards=shards, tensors=tensors, fingerprint=total_fingerprint(tensors).hex(),
-        anchor=None if anchor is None else Anchor(str(anchor), 0), trained_at=int(time.time() * 1e6),
+        anchor=None if anchor is None else anchor_of(anchor), trained_at=int(time.time() * 1e6),
         published_at=int(time.time() * 1e6),
     )  # fmt: skip
 

@@ -1,22 +1,38 @@
-"""The replica's decisions: a manifest, in any order and with any damage, leads along an unbroken chain or nowhere."""
+"""The replica's decisions: records in any order and with any damage lead over the cheapest unbroken way, or nowhere."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica.state import Apply, Ignore, Plan, Refuse, ReplicaState, Resync
-from tidemill.schemas.records import Anchor, Manifest
+from tidemill.consumers.replica.lineage import Delta, Lineage, Way
+from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
+
+ANCHOR_BYTES, DELTA_BYTES = 1000, 10
 
 
-def manifest(version: int, parent: int | None = -1, anchor: bool = False, fingerprint: str = "") -> Manifest:
+def manifest(version: int, parent: int | None = -1, anchor: bool = False, fingerprint: str = "", n_bytes=DELTA_BYTES):
     return Manifest(
         run_id="r", branch="main", version=version, parent=version - 1 if parent == -1 else parent, step=version,
-        learning_rate=0.0, n_elements=0, n_changed=0, delta_bytes=0, shards=[], tensors=[],
-        fingerprint=fingerprint or f"f{version}", anchor=Anchor(f"v{version}", 0) if anchor else None,
+        learning_rate=0.0, n_elements=0, n_changed=0, delta_bytes=n_bytes, shards=[], tensors=[],
+        fingerprint=fingerprint or f"f{version}", anchor=Anchor(f"v{version}", ANCHOR_BYTES) if anchor else None,
         trained_at=0, published_at=0,
+    )  # fmt: skip
+
+
+def skip(base: int, version: int, n_bytes: int = 15) -> SkipDelta:
+    return SkipDelta(
+        run_id="r", branch="main", version=version, base=base, n_changed=0, n_bytes=n_bytes, shards=[], published_at=0
+    )
+
+
+def decision(verdict: str, version: int | None = None) -> GateDecision:
+    return GateDecision(
+        run_id="r", branch="main", verdict=GateVerdict(verdict), version=version, reason="reward fell",
+        decided_by="ada", numbers={}, at=0,
     )  # fmt: skip
 
 
@@ -24,135 +40,283 @@ def first() -> Manifest:
     return manifest(0, parent=None, anchor=True)
 
 
-def serving(version: int) -> ReplicaState:
-    """A replica at `version`, version 0 being the only anchor."""
+def serving(version: int, *more) -> ReplicaState:
+    """A replica at `version`, version 0 being the only anchor, that has read `more`."""
     state = ReplicaState("r", "main")
     for number in range(version + 1):
-        state.remember(first() if number == 0 else manifest(number))
+        state.observe(first() if number == 0 else manifest(number))
     state.proved(version)
+    for record in more:
+        state.observe(record)
     return state
 
 
+def way(state: ReplicaState) -> tuple[int | None, list[tuple[int, int]]]:
+    """The anchor's version, and base and version of each delta, of what the replica would do now."""
+    move = state.plan()
+    assert move is not None
+    return _ends(move.way)
+
+
+def _ends(found: Way) -> tuple[int | None, list[tuple[int, int]]]:
+    return found.anchor and found.anchor.version, [(delta.base, delta.version) for delta in found.deltas]
+
+
+def refused(state: ReplicaState) -> list[int]:
+    return [refusal.manifest.version for refusal in state.refusals()]
+
+
 def test_a_child_of_the_served_version_is_applied():
-    assert serving(3).observe(manifest(4)) == Apply(manifest(4))
+    state = serving(3, manifest(4))
+    assert way(state) == (None, [(3, 4)])
+    assert state.plan().reason == ""
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_duplicates_and_older_versions_are_ignored(version):
-    assert isinstance(serving(3).observe(manifest(version)), Ignore)
+def test_duplicates_and_older_versions_change_nothing(version):
+    state = serving(3)
+    assert state.observe(manifest(version)) == "" and state.plan() is None and refused(state) == []
 
 
 @pytest.mark.parametrize("changes", [{"run_id": "other"}, {"branch": "other"}])
-def test_other_runs_and_branches_are_ignored_and_not_remembered(changes):
-    state = serving(3)
-    assert isinstance(state.observe(replace(manifest(9), **changes)), Ignore)
-    assert state.head == 3
+@pytest.mark.parametrize("record", [manifest(9, anchor=True), skip(3, 9), decision("hold", 1)])
+def test_other_runs_and_branches_are_let_pass(changes, record):
+    state = serving(3, replace(record, **changes))
+    assert state.head == 3 and state.plan() is None
+    assert way(serving(3, replace(record, **changes), manifest(4))) == (None, [(3, 4)])
 
 
-def test_a_gap_is_closed_from_an_anchor_or_refused_without_one():
-    state = serving(3)
-    assert isinstance(state.observe(manifest(5)), Refuse)
-    plan = state.observe(manifest(6, anchor=True))
-    assert isinstance(plan, Resync) and plan.anchor.version == 6 and plan.deltas == ()
+def test_a_gap_is_refused_once_and_closed_from_an_anchor():
+    state = serving(3, manifest(5))
+    assert state.plan() is None
+    assert refused(state) == [5] and refused(state) == []
+    state.observe(manifest(6, anchor=True))
+    assert way(state) == (6, [])
 
 
-def test_a_late_link_closes_the_chain_from_the_old_anchor():
-    state = serving(1)
-    assert isinstance(state.observe(manifest(3)), Refuse)
-    assert state.observe(manifest(2)) == Apply(manifest(2))
-    state.proved(2)
-    plan = state.catch_up()
-    assert plan is not None and plan.target.version == 3
+def test_a_late_link_closes_the_gap():
+    state = serving(1, manifest(3))
+    assert refused(state) == [3]
+    state.observe(manifest(2))
+    assert way(state) == (None, [(1, 2), (2, 3)])
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_second_content_for_a_known_version_is_refused_and_the_first_one_stands(version):
     state = serving(3)
-    plan = state.observe(manifest(version, fingerprint="other"))
-    assert isinstance(plan, Refuse) and "fork" in plan.reason
-    assert state.observe(manifest(4)) == Apply(manifest(4))
+    assert "fork" in state.observe(manifest(version, fingerprint="other"))
+    state.observe(manifest(4))
+    assert way(state) == (None, [(3, 4)])
 
 
 def test_a_branch_off_an_older_parent_is_reached_over_its_own_chain():
-    plan = serving(5).observe(manifest(6, parent=2))
-    assert isinstance(plan, Resync)
-    assert [m.version for m in (plan.anchor, *plan.deltas)] == [0, 1, 2, 6]
+    assert way(serving(5, manifest(6, parent=2))) == (0, [(0, 1), (1, 2), (2, 6)])
 
 
 def test_a_refused_delta_is_led_past_only_by_a_newer_anchor():
-    state = serving(3)
-    state.observe(manifest(4))
-    state.delta_refused(4)
-    assert state.catch_up() is None
-    assert isinstance(state.observe(manifest(5)), Refuse)
-    plan = state.observe(manifest(6, anchor=True))
-    assert isinstance(plan, Resync) and plan.anchor.version == 6
+    state = serving(3, manifest(4))
+    state.delta_refused(state.plan().way.deltas[0])
+    assert state.plan() is None
+    state.observe(manifest(5))
+    assert state.plan() is None and refused(state) == [5]
+    state.observe(manifest(6, anchor=True))
+    assert way(state) == (6, [])
 
 
 def test_the_refused_delta_of_a_version_with_an_anchor_is_healed_by_it():
-    state = serving(3)
-    state.observe(manifest(4, anchor=True))
-    state.delta_refused(4)
-    plan = state.catch_up()
-    assert plan is not None and plan.anchor.version == 4
+    state = serving(3, manifest(4, anchor=True))
+    state.delta_refused(state.plan().way.deltas[0])
+    assert way(state) == (4, [])
 
 
 def test_a_bad_anchor_is_replaced_by_an_older_one():
     state = ReplicaState("r", "main")
-    for one in (first(), manifest(1), manifest(2, anchor=True), manifest(3)):
-        state.remember(one)
-    assert [m.version for m in _versions(state.catch_up())] == [2, 3]
+    for one in (first(), manifest(1, n_bytes=2000), manifest(2, anchor=True), manifest(3)):
+        state.observe(one)
+    assert way(state) == (2, [(2, 3)])
     state.anchor_refused(2)
-    assert [m.version for m in _versions(state.catch_up())] == [0, 1, 2, 3]
-    state.delta_refused(2)
-    assert [m.version for m in _versions(state.catch_up())] == [0, 1]
+    assert way(state) == (0, [(0, 1), (1, 2), (2, 3)])
+    state.delta_refused(state.plan().way.deltas[1])
+    assert way(state) == (0, [(0, 1)])
 
 
-def _versions(plan: Resync | None) -> list[Manifest]:
-    assert plan is not None
-    return [plan.anchor, *plan.deltas]
+def test_a_replica_that_is_behind_takes_the_way_with_the_fewest_bytes():
+    behind = [manifest(version) for version in range(1, 9)]
+    assert way(serving(0, *behind)) == (None, [(v - 1, v) for v in range(1, 9)])
+    assert way(serving(0, *behind, skip(0, 8, 15))) == (None, [(0, 8)])
+    assert way(serving(0, *behind, skip(0, 7, 15))) == (None, [(0, 7), (7, 8)])
+    assert way(serving(0, *behind, skip(0, 8, 90))) == (None, [(v - 1, v) for v in range(1, 9)])
+    dear = [manifest(version, n_bytes=900) for version in range(1, 8)]
+    assert way(serving(0, *dear, manifest(8, anchor=True, n_bytes=900), skip(0, 8, 1001))) == (8, [])
+
+
+def test_a_bad_skip_delta_is_gone_around():
+    state = serving(0, *[manifest(version) for version in range(1, 5)], skip(0, 4))
+    state.delta_refused(state.plan().way.deltas[0])
+    assert way(state) == (None, [(0, 1), (1, 2), (2, 3), (3, 4)])
+
+
+@pytest.mark.parametrize(("base", "version"), [(4, 4), (5, 4), (-1, 4)])
+def test_a_skip_delta_leads_forwards_from_a_version_that_exists(base, version):
+    state = serving(3)
+    assert "forwards" in state.observe(skip(base, version))
+
+
+def test_a_skip_delta_closes_a_gap():
+    state = serving(3, manifest(7), skip(3, 7))
+    assert way(state) == (None, [(3, 7)])
+    assert "1 of them skip-deltas" in state.plan().reason
+
+
+def test_a_late_joiner_says_how_many_deltas_it_replays():
+    state = ReplicaState("r", "main")
+    for one in (first(), manifest(1), manifest(2)):
+        state.observe(one)
+    assert state.plan().reason == "started from the anchor of version 0 and 2 deltas, 1020 bytes"
+
+
+def test_a_hold_limits_where_a_replica_goes_and_not_where_it_is():
+    state = serving(3, decision("hold", 4), manifest(4), manifest(5))
+    assert way(state) == (None, [(3, 4)])
+    state.proved(4)
+    assert state.plan() is None
+    assert state.refusals()[0].reason == "held at version 4 by ada: reward fell"
+    ahead = serving(3, decision("hold", 2))
+    assert ahead.plan() is None and refused(ahead) == []
+
+
+def test_a_roll_back_leads_to_an_older_version_and_no_further():
+    state = serving(5, decision("roll_back", 2), manifest(6))
+    assert way(state) == (0, [(0, 1), (1, 2)])
+    assert state.plan().reason == "rolled back to version 2 by ada: reward fell"
+    state.proved(2)
+    assert state.plan() is None and refused(state) == [3, 4, 6]
+    state.observe(decision("release"))
+    assert way(state) == (None, [(v - 1, v) for v in range(3, 7)])
+
+
+def test_a_roll_back_that_cannot_be_carried_out_is_said_once_and_the_version_stays():
+    state = serving(5, decision("roll_back", 2))
+    state.anchor_refused(0)
+    assert state.plan() is None
+    (refusal,) = state.refusals()
+    assert refusal.manifest.version == 5 and "rolled back" in refusal.reason and state.refusals() == []
+
+
+def test_a_rejected_version_is_passed_and_never_served():
+    state = serving(3, decision("reject", 4), manifest(4))
+    assert state.plan() is None and "rejected" in state.refusals()[0].reason
+    state.observe(manifest(5))
+    assert way(state) == (None, [(3, 4), (4, 5)])
+
+
+def test_a_replica_leaves_a_version_that_is_rejected_for_the_newest_other_one():
+    assert way(serving(5, decision("reject", 5))) == (0, [(0, 1), (1, 2), (2, 3), (3, 4)])
+    assert way(serving(5, decision("reject", 5), manifest(6))) == (None, [(5, 6)])
+
+
+def test_a_rejection_does_not_let_go_of_a_hold():
+    assert serving(3, decision("hold", 3), decision("reject", 2), manifest(4)).plan() is None
+
+
+def test_a_promotion_is_a_limit_that_moves():
+    state = serving(3, decision("promote", 4), manifest(4), manifest(5))
+    assert way(state) == (None, [(3, 4)])
+    state.observe(decision("promote", 5))
+    assert way(state) == (None, [(3, 4), (4, 5)])
+
+
+def test_a_decision_without_a_version_is_not_taken():
+    state = serving(3)
+    assert "names no version" in state.observe(decision("hold"))
+    state.observe(manifest(4))
+    assert way(state) == (None, [(3, 4)])
 
 
 @st.composite
-def _logs(draw: st.DrawFn) -> list[tuple[Manifest, bool]]:
-    """Manifests of a branch in any order, repeated, with gaps, forks and rollbacks; and whether their bytes fit."""
+def _logs(draw: st.DrawFn) -> list[tuple[Manifest | SkipDelta | GateDecision, bool]]:
+    """Records of a branch in any order, repeated, with gaps, forks and rollbacks; and whether their bytes fit."""
     log = []
     for _ in range(draw(st.integers(1, 25))):
         version = draw(st.integers(0, 8))
-        parent = None if version == 0 else draw(st.integers(0, version - 1) | st.just(version - 1))
-        anchor = version == 0 or draw(st.booleans())
-        content = draw(st.sampled_from(["a", "a", "b"]))
-        log.append((manifest(version, parent, anchor, f"{content}{version}"), draw(st.booleans())))
+        kind = draw(st.sampled_from(["manifest"] * 5 + ["skip", "gate"]))
+        if kind == "skip":
+            record = skip(draw(st.integers(-1, 8)), version, draw(st.integers(0, 50)))
+        elif kind == "gate":
+            record = decision(draw(st.sampled_from(list(GateVerdict))), draw(st.none() | st.just(version)))
+        else:
+            parent = None if version == 0 else draw(st.integers(0, version - 1) | st.just(version - 1))
+            anchor = version == 0 or draw(st.booleans())
+            content = draw(st.sampled_from(["a", "a", "b"]))
+            record = manifest(version, parent, anchor, f"{content}{version}", draw(st.integers(0, 2000)))
+        log.append((record, draw(st.booleans())))
     return log
 
 
 @given(_logs())
-def test_whatever_the_log_holds_the_served_version_only_moves_along_chains(log):
-    state, refused = ReplicaState("r", "main"), set()
+def test_whatever_the_log_holds_the_served_version_only_moves_along_ways_and_the_gate(log):
+    state, refusals = ReplicaState("r", "main"), set()
+    decisions: list[GateDecision] = []
     for record, fits in log:
-        before = state.serving
-        plan: Plan | None = state.observe(record)
-        while isinstance(plan, Apply | Resync):
-            chain = [plan.manifest] if isinstance(plan, Apply) else _versions(plan)
-            _check_chain(plan, before, chain, refused)
+        if isinstance(record, GateDecision) and not state.observe(record):
+            decisions.append(record)
+        elif not isinstance(record, GateDecision):
+            state.observe(record)
+        while (move := state.plan()) is not None:
+            _check(move, state.serving, refusals, decisions)
             if fits:
-                state.proved(chain[-1].version)
-                break
-            if isinstance(plan, Resync):
-                state.anchor_refused(plan.anchor.version)
-                refused.add(("anchor", plan.anchor.version))
+                state.proved(move.target.version)
+            elif move.way.anchor is not None:
+                state.anchor_refused(move.way.anchor.version)
+                refusals.add(("anchor", move.way.anchor.version))
             else:
-                state.delta_refused(plan.manifest.version)
-                refused.add(("delta", plan.manifest.version))
-            plan = state.catch_up()
-        assert before is None or (state.serving is not None and state.serving >= before)
+                state.delta_refused(move.way.deltas[0])
+                refusals.add(("delta", move.way.deltas[0].base, move.way.deltas[0].version))
+        said = state.refusals()
+        assert state.refusals() == [] and len({one.manifest.version for one in said}) == len(said)
 
 
-def _check_chain(plan: Plan, before: int | None, chain: list[Manifest], refused: set[tuple[str, int]]) -> None:
-    assert before is None or chain[-1].version > before
-    for parent, child in pairwise(chain):
-        assert child.parent == parent.version and ("delta", child.version) not in refused
-    if isinstance(plan, Apply):
-        assert chain[0].parent == before and ("delta", chain[0].version) not in refused
-    else:
-        assert chain[0].anchor is not None and ("anchor", chain[0].version) not in refused
+def _check(move: Move, before: int | None, refusals: set, decisions: list[GateDecision]) -> None:
+    at = before if move.way.anchor is None else move.way.anchor.version
+    assert ("anchor", at) not in refusals or move.way.anchor is None
+    for delta in move.way.deltas:
+        assert delta.base == at and ("delta", delta.base, delta.version) not in refusals
+        at = delta.version
+    assert at == move.target.version != before
+    rejected = {one.version for one in decisions if one.verdict is GateVerdict.REJECT}
+    limits = [one for one in decisions if one.verdict is not GateVerdict.REJECT]
+    limit = limits[-1].version if limits and limits[-1].verdict is not GateVerdict.RELEASE else None
+    assert at not in rejected and (limit is None or at <= limit)
+    if before is not None and at < before:
+        assert before in rejected or (limits[-1].verdict is GateVerdict.ROLL_BACK and before > limit)
+
+
+EDGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 40)), max_size=12)
+
+
+@given(EDGES, st.lists(st.integers(0, 60), min_size=6, max_size=6), st.integers(0, 5), st.none() | st.integers(0, 5))
+def test_no_way_is_cheaper_than_the_one_that_is_found(edges, anchors, target, held):
+    """Against every path there is: six versions, edges between any two, an anchor where the number is even."""
+    lineage = Lineage()
+    for version in range(6):
+        anchor = Anchor("", anchors[version]) if anchors[version] % 2 == 0 else None
+        lineage.add(replace(manifest(version, parent=None), anchor=anchor))
+    for base, version, n_bytes in edges:
+        lineage.add_skip(skip(base, version, n_bytes))
+    found = lineage.way(target, held)
+    costs = _costs_of_all_ways(lineage, target, held)
+    assert (found.n_bytes if found else None) == min(costs, default=None)
+
+
+def _costs_of_all_ways(lineage: Lineage, target: int, held: int | None) -> list[int]:
+    costs = []
+    edges = {(d.base, d.version): d for m in lineage.manifests.values() for d in lineage._deltas_to(m)}
+    for length in range(6):
+        for between in combinations(range(target), length):
+            path = [*between, target]
+            if all(pair in edges for pair in pairwise(path)):
+                deltas: tuple[Delta, ...] = tuple(edges[pair] for pair in pairwise(path))
+                start = lineage.manifests[path[0]]
+                costs += [Way(None, deltas).n_bytes] if path[0] == held else []
+                costs += [Way(start, deltas).n_bytes] if start.anchor else []
+    return costs

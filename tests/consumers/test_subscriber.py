@@ -1,143 +1,140 @@
 """The subscriber over an engine of plain arrays and a log in memory: damage is refused, served never, healed later."""
 
 import asyncio
-import importlib.util
-import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.consumers import replica_driver as driver
+from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
-from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.mirror import Mirror
-from tidemill.consumers.replica.proof import Applied, Proof
-from tidemill.consumers.replica.staging import Staging
-from tidemill.consumers.replica.state import ReplicaState
-from tidemill.consumers.replica.subscriber import ReplicaFault, Subscriber
-from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.schemas.records import AckStatus
+from tidemill.consumers.replica.subscriber import ReplicaFault
+from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict
 
-_PATH = Path(__file__).with_name("replica_driver.py")
-_SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
-driver = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = driver
-_SPEC.loader.exec_module(driver)
+PROVED, REFUSED, ANCHORED = AckStatus.PROVED, AckStatus.REFUSED, AckStatus.ANCHORED
 
 
-class ArrayEngine:
-    """The subscriber's engine over arrays in checkpoint coordinates, whose memory can be made to fail."""
-
-    def __init__(self, view):
-        self.live = {name: bits.reshape(-1).copy() for name, bits in view.items()}
-        self.undo_log = []
-        self.version = 0
-        self.lose_writes = False
-
-    async def apply(self, changes, version):
-        self.undo_log = [(c.name, c.indices, self.live[c.name][c.indices]) for c in changes]
-        for change in changes[1 if self.lose_writes else 0 :]:
-            self.live[change.name][change.indices] = change.bits
-        self.undo_before, self.version = self.version, version
-        return Applied(0.1, 0.2, 1.0, 3)
-
-    async def undo(self):
-        for name, indices, bits in self.undo_log:
-            self.live[name][indices] = bits
-        self.version = self.undo_before
-
-    async def load(self, directory, version):
-        if not self.lose_writes:
-            reader = driver.AnchorReader(directory)
-            self.live = {name: reader.bits(name) for name in reader.names}
-        self.version = version
-        return Applied(0.1, 0.2, 1.0, 3)
-
-    async def prove(self):
-        tensors = {name: fingerprint(bits, TensorKey.of(name)) for name, bits in self.live.items()}
-        total = sum(tensors.values(), start=ZERO).hex()
-        return Proof(total, {name: value.hex() for name, value in tensors.items()}, "", 0.1)
-
-
-class Harness:
-    """A subscriber that serves version 0 of a small set of tensors."""
+class Harness(ArrayReplica):
+    """A replica that serves version 0 of a small set of tensors, and the trainer beside it."""
 
     def __init__(self, directory):
-        random = np.random.default_rng(0)
-        shapes = {"a.weight": (40, 30), "b.weight": (500,)}
-        self.view = {name: random.integers(0, 1 << 14, shape, dtype=np.uint16) for name, shape in shapes.items()}
-        self.base = directory / "base"
-        self.base.mkdir()
-        (self.base / "config.json").write_text("{}")
-        self.directory, self.log, self.acks = directory, driver.MemoryLog(), []
+        self.view, self.views = small_view(), [small_view()]
+        self.base, self.directory, self.log = base_directory(directory / "base"), directory, driver.MemoryLog()
         anchor = driver.save_view(self.view, self.base, directory / "v0")
-        first = driver.publish(self.log, 0, None, self.view, anchor)
-        self.engine, self.state = ArrayEngine(self.view), ReplicaState("test", "main")
-        self.state.remember(first)
-        identity = Identity("replica-t", "here", "test", "main", "i", 1)
-        ledger = Ledger(identity, self.acks.append, lambda: 0)
-        staging = Staging(ChunkFetcher(self.log, timeout_s=0.5), directory / "staging")
-        mirror = Mirror.from_anchor(anchor, first)
-        self.subscriber = Subscriber(self.engine, self.state, mirror, staging, ledger)
-        asyncio.run(self.subscriber.begin(first))
+        super().__init__(driver.publish(self.log, 0, None, self.view, anchor), self.log, directory / "staging")
 
-    def next(self, anchor=False):
+    def next(self, anchor=False, fraction=0.01, **how):
         """Publish the next version; returns its manifest."""
-        old, version = self.view, getattr(self, "version", 0) + 1
-        self.version, self.view = version, driver.nudged(self.view, version)
+        version = len(self.views)
+        old, self.view = self.view, driver.nudged(self.view, version, fraction)
+        self.views.append(self.view)
         where = driver.save_view(self.view, self.base, self.directory / f"v{version}") if anchor else None
-        return driver.publish(self.log, version, old, self.view, where)
+        return driver.publish(self.log, version, old, self.view, where, **how)
 
-    def observe(self, manifest):
-        """Hand a manifest over; returns the acknowledgements that it caused."""
-        before = len(self.acks)
-        asyncio.run(self.subscriber.observe(manifest))
-        return [(ack.status, ack.version, ack.serving_version) for ack in self.acks[before:]]
+    def skip(self, base, version):
+        """Publish a skip-delta; returns its record."""
+        return driver.publish_skip(self.log, version, base, self.views[base], self.views[version])
+
+
+def decision(verdict, version=None):
+    return GateDecision("test", "main", GateVerdict(verdict), version, "reward fell", "ada", {}, 0)
 
 
 @pytest.fixture
 def harness(tmp_path):
     made = Harness(tmp_path)
     yield made
-    made.subscriber.close()
+    made.close()
 
 
 def test_every_version_is_applied_proved_and_acknowledged(harness):
     for version in range(1, 6):
         manifest = harness.next()
-        assert harness.observe(manifest) == [(AckStatus.PROVED, version, version)]
+        assert harness.observe(manifest) == [(PROVED, version, version)]
         assert harness.acks[-1].fingerprint == manifest.fingerprint
-    assert all(np.array_equal(harness.engine.live[n], b.reshape(-1)) for n, b in harness.view.items())
+    assert harness.engine.holds(harness.view)
+
+
+@pytest.mark.parametrize("how", [{"n_shards": 2}, {"n_shards": 2, "store": True}], ids=["in the log", "in the store"])
+def test_a_delta_of_several_shards_is_one_version(harness, how):
+    how = {**how, "store": harness.directory / "store"} if "store" in how else how
+    for version in range(1, 4):
+        assert harness.observe(harness.next(**how)) == [(PROVED, version, version)]
+    assert harness.engine.holds(harness.view)
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_a_stored_shard_that_is_damaged_is_refused(harness, damage):
+    manifest = harness.next(store=harness.directory / "store")
+    (file,) = (harness.directory / "store").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"\0") if damage == "changed" else file.unlink()
+    assert harness.observe(manifest) == [(REFUSED, 1, 0)]
+    assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 2, 2)]
+
+
+def test_a_backlog_is_passed_in_one_move(harness):
+    records = [harness.next() for _ in range(3)]
+    assert harness.observe(*records) == [(PROVED, 3, 3)]
+    assert "caught up from version 0 over 3 deltas" in harness.acks[-1].reason
+    assert harness.engine.holds(harness.view) and len(harness.engine.written) == 1
+
+
+def test_a_replica_that_is_behind_takes_the_skip_delta(harness):
+    records = [harness.next(fraction=0.2) for _ in range(6)]
+    assert harness.observe(*records, harness.skip(0, 5)) == [(PROVED, 6, 6)]
+    assert "2 deltas (1 of them skip-deltas)" in harness.acks[-1].reason and harness.engine.holds(harness.view)
+
+
+def test_a_damaged_skip_delta_is_refused_and_gone_around(harness):
+    records = [harness.next(fraction=0.2) for _ in range(6)]
+    skip = harness.skip(0, 6)
+    driver.corrupt(harness.log, skip.shards[0].offsets[0])
+    assert harness.observe(*records, skip) == [(REFUSED, 6, 0), (PROVED, 6, 6)]
+    assert harness.engine.holds(harness.view)
 
 
 def test_versions_replay_over_chunks_that_were_read_before(harness):
     manifests = [harness.next() for _ in range(3)]
-    assert harness.observe(manifests[2])[-1] == (AckStatus.REFUSED, 3, 0)
-    for manifest in manifests[:2]:
-        assert harness.observe(manifest) == [(AckStatus.PROVED, manifest.version, manifest.version)]
-    asyncio.run(harness.subscriber.retry())
-    assert (harness.acks[-1].status, harness.acks[-1].serving_version) == (AckStatus.ANCHORED, 3)
+    assert harness.observe(manifests[2]) == [(REFUSED, 3, 0)]
+    assert harness.observe(manifests[0]) == [(PROVED, 1, 1)]
+    assert harness.observe(manifests[1]) == [(PROVED, 3, 3)]
+    assert harness.engine.holds(harness.view)
 
 
 def test_a_corrupt_chunk_is_refused_untouched_and_healed_by_the_next_anchor(harness):
     harness.observe(harness.next())
-    held = {name: bits.copy() for name, bits in harness.engine.live.items()}
     broken = harness.next()
     driver.corrupt(harness.log, broken.shards[0].offsets[0])
-    assert harness.observe(broken) == [(AckStatus.REFUSED, 2, 1)]
+    assert harness.observe(broken) == [(REFUSED, 2, 1)]
     assert harness.acks[-1].fingerprint == "" and "digest" in harness.acks[-1].reason
-    assert all(np.array_equal(held[name], harness.engine.live[name]) for name in held)
-    assert harness.observe(harness.next()) == [(AckStatus.REFUSED, 3, 1)]
-    anchored = harness.next(anchor=True)
-    assert harness.observe(anchored) == [(AckStatus.ANCHORED, 4, 4)]
-    assert harness.observe(harness.next()) == [(AckStatus.PROVED, 5, 5)]
+    assert harness.engine.holds(harness.views[1])
+    assert harness.observe(harness.next()) == [(REFUSED, 3, 1)]
+    assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 4, 4)]
+    assert "re-synced from the anchor of version 4" in harness.acks[-1].reason
+    assert harness.observe(harness.next()) == [(PROVED, 5, 5)]
+    assert harness.engine.loads == 0 and harness.engine.holds(harness.view)
 
 
 def test_a_corrupt_chunk_of_an_anchored_version_is_healed_at_once(harness):
     broken = harness.next(anchor=True)
     driver.corrupt(harness.log, broken.shards[0].offsets[0])
-    assert harness.observe(broken) == [(AckStatus.REFUSED, 1, 0), (AckStatus.ANCHORED, 1, 1)]
+    assert harness.observe(broken) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]
+
+
+def test_a_backlog_with_a_corrupt_chunk_is_followed_up_to_it(harness):
+    records = [harness.next() for _ in range(4)]
+    driver.corrupt(harness.log, records[2].shards[0].offsets[0])
+    assert harness.observe(*records) == [(REFUSED, 3, 0), (PROVED, 2, 2), (REFUSED, 4, 2)]
+    assert harness.engine.holds(harness.views[2])
+
+
+def test_an_anchor_that_differs_in_most_elements_is_written_whole(harness):
+    harness.next(fraction=0.9)
+    assert harness.observe(harness.next(anchor=True, fraction=0.9)) == [(ANCHORED, 2, 2)]
+    assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
 
 
 def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness):
@@ -147,20 +144,32 @@ def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    acks = harness.observe(manifest)
-    assert acks[0] == (AckStatus.REFUSED, 2, 0) and acks[-1][2] == 0
+    assert harness.observe(manifest) == [(REFUSED, 2, 0), (REFUSED, 2, 0)]
+    assert "fingerprint" in harness.acks[-2].reason and "no usable" in harness.acks[-1].reason
+    assert harness.engine.holds(harness.views[0])
 
 
 def test_a_delta_of_other_weights_is_refused_before_the_engine_is_touched(harness):
     harness.view = driver.nudged(harness.view, 99)
-    manifest = harness.next()
-    assert harness.observe(manifest) == [(AckStatus.REFUSED, 1, 0)]
-    assert harness.engine.version == 0
+    assert harness.observe(harness.next()) == [(REFUSED, 1, 0)]
+    assert harness.engine.written == [] and harness.engine.loads == 0
 
 
-def test_a_manifest_that_names_other_fingerprints_is_refused(harness):
+@pytest.mark.parametrize("field", ["fingerprint", "tensors"])
+def test_a_manifest_that_names_other_fingerprints_is_refused(harness, field):
     manifest = harness.next()
-    assert harness.observe(replace(manifest, fingerprint="0" * 32)) == [(AckStatus.REFUSED, 1, 0)]
+    tensors = [replace(tensor, fingerprint="0" * 32) for tensor in manifest.tensors]
+    wrong = {"fingerprint": "0" * 32} if field == "fingerprint" else {"tensors": tensors}
+    assert harness.observe(replace(manifest, **wrong)) == [(REFUSED, 1, 0)]
+    assert harness.engine.holds(harness.views[0])
+
+
+def test_a_refused_move_leaves_no_trace_in_the_mirror(harness):
+    records = [harness.next() for _ in range(3)]
+    driver.corrupt(harness.log, records[2].shards[0].offsets[0])
+    harness.observe(records[2], records[1], records[0])
+    assert harness.engine.holds(harness.views[2])
+    assert harness.observe(harness.next(anchor=True)) == [(ANCHORED, 4, 4)] and harness.engine.holds(harness.view)
 
 
 def test_an_unproved_version_is_taken_back(harness):
@@ -168,24 +177,72 @@ def test_an_unproved_version_is_taken_back(harness):
     harness.engine.lose_writes = True
     with pytest.raises(ReplicaFault):
         harness.observe(manifest)
-    assert harness.acks[-1].status is AckStatus.REFUSED and harness.acks[-1].serving_version == 0
+    assert harness.acks[-1].status is REFUSED and harness.acks[-1].serving_version == 0
+
+
+def test_a_version_whose_changes_cannot_be_proved_is_written_whole(harness):
+    harness.engine.lose_changes = True
+    assert harness.observe(harness.next()) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]
+    assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
 
 
 def test_damage_in_live_memory_is_found_and_healed_from_the_mirror(harness):
     harness.engine.live["b.weight"][7] ^= 1
-    acks = harness.observe(harness.next())
-    assert acks == [(AckStatus.REFUSED, 1, 0), (AckStatus.ANCHORED, 1, 1)]
-    assert all(np.array_equal(harness.engine.live[n], b.reshape(-1)) for n, b in harness.view.items())
+    assert harness.observe(harness.next()) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]
+    assert harness.engine.holds(harness.view)
 
 
 def test_chunks_that_never_come_time_out_and_are_fetched_later(harness):
     manifest = harness.next()
     (offset,) = manifest.shards[0].offsets
     late = harness.log.located.pop(offset)
-    assert harness.observe(manifest) == [(AckStatus.REFUSED, 1, 0)]
+    assert harness.observe(manifest) == [(REFUSED, 1, 0)]
     harness.log.located.append(late)
-    asyncio.run(harness.subscriber.retry())
-    assert harness.acks[-1].serving_version == 1
+    deadline = time.monotonic() + 20
+    while harness.acks[-1].serving_version != 1:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
+        asyncio.run(harness.subscriber.advance())
+
+
+def test_a_roll_back_goes_to_an_older_version_by_its_changed_elements(harness):
+    for _ in range(4):
+        harness.observe(harness.next())
+    assert harness.observe(decision("roll_back", 2)) == [(ANCHORED, 2, 2)]
+    assert harness.acks[-1].reason == "rolled back to version 2 by ada: reward fell"
+    assert harness.engine.holds(harness.views[2]) and harness.engine.loads == 0
+    assert harness.observe(harness.next()) == [(REFUSED, 5, 2)]
+    assert "rolled back" in harness.acks[-1].reason
+    assert harness.observe(decision("release")) == [(PROVED, 5, 5)]
+    assert harness.engine.holds(harness.view)
+
+
+def test_a_held_replica_goes_no_further_and_says_so(harness):
+    harness.observe(harness.next())
+    assert harness.observe(decision("hold", 1), harness.next()) == [(REFUSED, 2, 1)]
+    assert harness.acks[-1].reason == "held at version 1 by ada: reward fell"
+    assert harness.observe(decision("promote", 2)) == [(PROVED, 2, 2)]
+
+
+def test_a_rejected_version_is_left(harness):
+    harness.observe(harness.next())
+    harness.observe(harness.next())
+    assert harness.observe(decision("reject", 2)) == [(ANCHORED, 1, 1)]
+    assert harness.engine.holds(harness.views[1])
+    assert harness.observe(harness.next()) == [(PROVED, 3, 3)]
+
+
+def test_every_acknowledgement_comes_with_the_lag(harness):
+    harness.observe(harness.next())
+    harness.next()
+    harness.observe(harness.next())
+    said = [(lag.version, [(count.lag, count.tokens) for count in lag.lag]) for lag in harness.lags]
+    assert said == [(0, [(0, 0)]), (1, [(0, 3)]), (1, [(2, 0)])]
+    assert {(lag.stage, lag.region, lag.replica_id) for lag in harness.lags} == {("serve", "here", "replica-t")}
+
+
+def read_shard(fetcher, manifest):
+    return b"".join(fetcher.pieces(manifest, manifest.shards[0]))
 
 
 def test_the_fetcher_tells_a_lost_chunk_from_a_late_one(harness):
@@ -194,7 +251,7 @@ def test_the_fetcher_tells_a_lost_chunk_from_a_late_one(harness):
     shard = manifest.shards[0]
     moved = replace(manifest, shards=[replace(shard, offsets=[9])])
     with pytest.raises(FetchTimeoutError):
-        fetcher.fetch(moved)
+        read_shard(fetcher, moved)
     harness.log.located[shard.offsets[0]] = replace(harness.log.located[shard.offsets[0]], offset=5)
     with pytest.raises(CorruptDeltaError, match="no longer keeps"):
-        ChunkFetcher(harness.log, timeout_s=0.2).fetch(manifest)
+        read_shard(ChunkFetcher(harness.log, timeout_s=0.2), manifest)

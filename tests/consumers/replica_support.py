@@ -1,0 +1,109 @@
+"""What the replica's tests share: an engine of plain arrays, and a subscriber over it with its ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from tests.consumers import replica_driver as driver
+from tidemill.consumers.replica.fetch import ChunkFetcher, ChunkLog
+from tidemill.consumers.replica.ledger import Identity, Ledger
+from tidemill.consumers.replica.mirror import Mirror
+from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.staging import Staging
+from tidemill.consumers.replica.state import ReplicaState
+from tidemill.consumers.replica.subscriber import Subscriber
+from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.schemas.records import Manifest, WeightAck
+
+SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
+
+
+def small_view(seed: int = 0):
+    """A few tensors of finite bf16 patterns."""
+    random = np.random.default_rng(seed)
+    return {name: random.integers(0, 1 << 14, shape, dtype=np.uint16) for name, shape in SHAPES.items()}
+
+
+def base_directory(directory: Path) -> Path:
+    """A model directory that anchors can be made from."""
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+class ArrayEngine:
+    """The subscriber's engine over arrays in checkpoint coordinates, whose memory can be made to fail."""
+
+    def __init__(self, view):
+        self.live = {name: bits.reshape(-1).copy() for name, bits in view.items()}
+        self.undo_log = []
+        self.version = 0
+        self.lose_writes = self.lose_changes = False
+        self.written = []
+        """Elements written by each `apply`."""
+        self.loads = 0
+
+    async def apply(self, changes, version):
+        self.undo_log = [(c.name, c.indices, self.live[c.name][c.indices]) for c in changes]
+        for change in changes[1 if self.lose_writes or self.lose_changes else 0 :]:
+            self.live[change.name][change.indices] = change.bits
+        self.written.append(sum(change.indices.size for change in changes))
+        self.undo_before, self.version = self.version, version
+        return Applied(0.1, 0.2, 1.0, 3)
+
+    async def undo(self):
+        for name, indices, bits in self.undo_log:
+            self.live[name][indices] = bits
+        self.version = self.undo_before
+
+    async def load(self, directory, version):
+        self.loads += 1
+        if not self.lose_writes:
+            reader = driver.AnchorReader(directory)
+            self.live = {name: reader.bits(name) for name in reader.names}
+        self.version = version
+        return Applied(0.1, 0.2, 1.0, 3)
+
+    async def prove(self):
+        tensors = {name: fingerprint(bits, TensorKey.of(name)) for name, bits in self.live.items()}
+        total = sum(tensors.values(), start=ZERO).hex()
+        return Proof(total, {name: value.hex() for name, value in tensors.items()}, "", 0.1)
+
+    def holds(self, view) -> bool:
+        """Whether it serves exactly these weights."""
+        return all(np.array_equal(self.live[name], bits.reshape(-1)) for name, bits in view.items())
+
+
+class ArrayReplica:
+    """A subscriber over an `ArrayEngine` that serves the version of an anchor."""
+
+    def __init__(self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, region="here"):
+        anchor = Path(first.anchor.uri)
+        mirror = Mirror.from_anchor(anchor, first)
+        self.engine = ArrayEngine({name: mirror.bits(name) for name in mirror.fingerprints})
+        self.acks, self.lags = [], []
+        self.state = ReplicaState(first.run_id, first.branch)
+        self.state.observe(first)
+        identity = Identity("replica-t", region, first.run_id, first.branch, "i", 1)
+        ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)
+        self.fetcher = ChunkFetcher(chunks, timeout_s)
+        staging = Staging(self.fetcher, directory)
+        self.subscriber = Subscriber(self.engine, self.state, mirror, staging, ledger)
+        asyncio.run(self.subscriber.begin(first))
+
+    def _say(self, record):
+        (self.acks if isinstance(record, WeightAck) else self.lags).append(record)
+
+    def observe(self, *records):
+        """Hand records over at once; returns the acknowledgements that they caused."""
+        before = len(self.acks)
+        for record in records:
+            self.subscriber.receive(record)
+        asyncio.run(self.subscriber.advance())
+        return [(ack.status, ack.version, ack.serving_version) for ack in self.acks[before:]]
+
+    def close(self):
+        self.subscriber.close()
