@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
+from tidemill.trainer.publication.config import PublishSettings
 
 
 class CorrectionSettings(Section):
@@ -127,8 +128,8 @@ class TrainerSettings(Section):
     keep_checkpoints: int = Field(default=3, ge=1)
     """Newest checkpoints kept in the store."""
 
-    anchor_every: int = Field(default=20, ge=1)
-    """Versions between anchors."""
+    publish: PublishSettings = PublishSettings()
+    """Publication of the weight versions."""
 
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""

@@ -1,195 +1,263 @@
-"""Publishing weight versions: chunks of the delta, then an anchor where one is due, then the manifest that commits.
+"""Publishing weight versions, from any trainer: a delta, an anchor where one is due, the manifest that commits.
+
+    with WeightPublisher.open(kafka, run, store, settings, base_model=directory) as publisher:
+        publisher.publish(0, model.named_parameters())
+        ...
+        publisher.publish(step, model.named_parameters(), learning_rate=rate)
 
 What this keeps true:
 
 - a manifest is written only after the log has acknowledged every chunk it names and its anchor is whole, so a version
   that a reader sees can be read in full; consumers are never waited for;
 - each version is published once: after a restart a version whose manifest is in the log is compared and left alone;
-- a delta starts from the very weights that its parent's manifest stands for.
+- a delta starts from the very weights that its parent's manifest stands for: the publisher keeps a copy of them, and
+  makes it again from the log where it has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from tidemill.kernels.delta import TensorChange
-from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.schemas.catalogue import Topic
+from tidemill.kernels.delta import CodecSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
+from tidemill.schemas.records import Anchor, Manifest
+from tidemill.schemas.tensor_table import with_tensors
 from tidemill.trainer.anchor import anchor_uri, write_anchor
-from tidemill.trainer.delta_shard import DeltaShard
-from tidemill.trainer.serving_view import SERVING_DTYPE, ServingView, tensor_infos, total_fingerprint
+from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
+from tidemill.trainer.publication.anchor_rule import anchor_due
+from tidemill.trainer.publication.chain import ChainError, VersionChain, require_same
+from tidemill.trainer.publication.commit import VersionLog, VersionMark, read_chain, weights_folder
+from tidemill.trainer.publication.config import PublishSettings
+from tidemill.trainer.publication.held import HeldVersion, Tensors, named
+from tidemill.trainer.publication.rebuild import rebuild
+from tidemill.trainer.publication.skips import SkipPublisher
+from tidemill.trainer.publication.weights import Weight, WeightLike, as_weight, tensor_info, total_fingerprint
+from tidemill.trainer.shard_report import ShardReport
 
+__all__ = ["ChainError", "ForkPoint", "PublishSettings", "Tensors", "Weight", "WeightLike", "WeightPublisher"]
 
-class ChainError(ValueError):
-    """A version does not continue the chain of versions in the log."""
+CLIENT = "tidemill-publisher"
 
 
 @dataclass(frozen=True, slots=True)
-class VersionMark:
-    """What the trainer says of a version beside its weights."""
+class ForkPoint:
+    """A published version that a new branch begins with."""
 
+    branch: str
     version: int
-    parent: int | None
-    """The version that the step started from; None begins a chain, as an anchor only."""
-    step: int
-    learning_rate: float
-    trained_at: int
-    """When the optimizer step ended, microseconds since the epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """What the log holds of a version's delta."""
-
-    shards: list[ShardPosition]
-    n_bytes: int
-    n_changed: int
-
-
-NO_DELTA = _Delta([], 0, 0)
-
-
-def read_manifests(kafka: KafkaSettings, run: RunSettings) -> dict[int, Manifest]:
-    """Every version of the run's branch in the log, by number.
-
-    Raises ChainError when a version was published twice with different weights.
-    """
-    published: dict[int, Manifest] = {}
-    with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-publisher") as reader:
-        for located in reader.read_to_end():
-            manifest = located.record
-            if isinstance(manifest, Manifest) and (manifest.run_id, manifest.branch) == (run.run_id, run.branch):
-                _require_same(published.setdefault(manifest.version, manifest), manifest.fingerprint)
-    return published
 
 
 class WeightPublisher:
-    """Publishes the versions of one branch, in order.
+    """Publishes the versions of one branch, in order; a context manager. Make one with `open`.
 
-    Args:
-        base_model: directory whose configuration and tokenizer anchors take over.
-        anchor_every: versions between anchors.
-        published: the versions in the log, from `read_manifests`.
+    It holds one copy of the newest version's weights on the CPU. Not safe for several threads.
     """
 
     def __init__(
-        self,
-        producer: RecordProducer,
+        self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: PublishSettings, base_model: Path
+    ) -> None:
+        self._kafka, self._run, self._store, self._settings = kafka, run, store, settings
+        self._base_model = base_model
+        self._codec = CodecSettings(**settings.codec.model_dump())
+        self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
+        self._producer = RecordProducer(kafka, CLIENT)
+        self._log = VersionLog(self._producer, run, store, read_chain(kafka, run))
+        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims)
+        self._held: HeldVersion | None = None
+        self._in_doubt = False
+
+    @classmethod
+    def open(
+        cls,
+        kafka: KafkaSettings,
         run: RunSettings,
         store: StoreSettings,
+        settings: PublishSettings | None = None,
         *,
-        base_model: Path,
-        anchor_every: int,
-        published: Mapping[int, Manifest],
-    ) -> None:
-        self._producer = producer
-        self._run = run
-        self._store = store
-        self._base_model = base_model
-        self._anchor_every = anchor_every
-        self._published = dict(published)
+        base_model: Path | str,
+        fork_from: ForkPoint | None = None,
+    ) -> Self:
+        """A publisher that goes on where the log ends.
+
+        Args:
+            kafka: the log; its topics exist.
+            run: run and branch that the versions belong to.
+            store: where anchors lie, and what is too large for the log.
+            base_model: directory whose configuration and tokenizer anchors take over.
+            fork_from: for a branch that is not in the log yet: the version of another one that it begins with, under
+                the same number. The branch gets an anchor of its own, and needs nothing of the other one from then on.
+
+        Raises ChainError when the log holds a version twice with different weights, or the fork's version cannot be
+        made, or the branch began with another one.
+        """
+        publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model))
+        if fork_from is not None:
+            publisher._fork(fork_from)
+        return publisher
 
     @property
     def newest(self) -> Manifest | None:
         """The newest version in the log."""
-        return self._published[max(self._published)] if self._published else None
+        return self._log.chain.newest
 
-    def publish(self, mark: VersionMark, old: ServingView | None, new: ServingView) -> Manifest:
-        """Publish the weights `new` as version `mark.version`; returns when the log has acknowledged all of it.
+    @property
+    def skips(self) -> SkipPublisher:
+        """What makes the skip-deltas, with its counts."""
+        return self._skips
+
+    def has(self, version: int) -> bool:
+        """Whether the log holds a version."""
+        return self._log.chain.get(version) is not None
+
+    def publish(
+        self,
+        version: int,
+        tensors: Tensors,
+        *,
+        learning_rate: float = 0.0,
+        step: int | None = None,
+        parent: int | None = None,
+        trained_at: int | None = None,
+    ) -> Manifest:
+        """Publish weights as `version`; returns its manifest when the log has acknowledged all of it.
+
+        A version that is in the log is compared with these weights and left alone. The first version of a branch is
+        an anchor; every other one is a delta from the newest, and an anchor too where one is due.
 
         Args:
-            old: the weights of version `mark.parent`; None exactly where that is None.
+            version: above every published one, or one of them.
+            tensors: every weight by its checkpoint name: torch tensors, or bit patterns (`Weight`). Each is carried in
+                its own type. They are read once, one after the other, and may change when this returns.
+            learning_rate: of the step that made the version; it belongs beside its density.
+            step: the optimizer step that made the version; `version` where it is not given.
+            parent: raise ChainError unless this is the newest version; not compared where it is not given.
+            trained_at: when that step ended, microseconds since the epoch; now where it is not given.
 
-        Raises ChainError when the version does not continue the chain, DeliveryError when the log does not take it.
+        Raises ChainError when the version does not continue the chain or has other tensors than it, TypeError for a
+        tensor of a type that cannot be carried, DeliveryError when the log does not take it, StoreUnavailableError
+        when the store fails. The publisher can go on after each of them: it reads again what the log holds.
         """
-        tensors = tensor_infos(new)
-        total = total_fingerprint(tensors)
-        done = self._published.get(mark.version)
+        if self._in_doubt:
+            self._read_again()
+        done = self._log.chain.get(version)
         if done is not None:
-            return _require_same(done, total.hex())
-        delta = self._publish_delta(mark, old, new, total)
-        anchor = self._publish_anchor(mark, new)
-        manifest = self._manifest(mark, delta, tensors, total, anchor)
-        self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
-        self._published[mark.version] = manifest
+            return self._confirm(done, tensors)
+        newest = self._log.chain.newest
+        mark = VersionMark(
+            version=version,
+            parent=parent if newest is None or parent is not None else newest.version,
+            step=version if step is None else step,
+            learning_rate=learning_rate,
+            trained_at=now_us() if trained_at is None else trained_at,
+        )
+        self._log.chain.require_next(version, mark.parent)
+        manifest = self._begin(mark, tensors) if newest is None else self._continue(mark, tensors)
+        self._skips.offer(self._log.chain, self._newest_weights())
         return manifest
 
-    def _publish_delta(
-        self, mark: VersionMark, old: ServingView | None, new: ServingView, total: Fingerprint
-    ) -> _Delta:
-        if mark.parent is None or old is None:
-            if mark.parent is not None or old is not None:
-                raise ChainError(f"version {mark.version}: give the parent's weights exactly where it has a parent")
-            return NO_DELTA
-        parent = self._parent(mark.version, mark.parent)
-        with DeltaShard(mark.version, mark.parent, _changes(old, new)) as shard:
-            made_from = (total - shard.change).hex()
-            if made_from != parent.fingerprint:
-                raise ChainError(
-                    f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log is "
-                    f"{parent.fingerprint}: the trainer's weights are not the ones it published"
-                )
-            return _Delta([shard.send(self._producer, self._run)], shard.n_bytes, shard.n_changed)
+    def close(self) -> None:
+        """End it: what is under way is finished. Raises DeliveryError for what the log did not take."""
+        self._skips.close()
+        self._producer.flush()
 
-    def _parent(self, version: int, parent: int) -> Manifest:
-        if parent not in self._published or parent >= version:
-            raise ChainError(f"version {version} names parent {parent}, which is not an earlier version in the log")
-        return self._published[parent]
+    def _begin(self, mark: VersionMark, tensors: Tensors) -> Manifest:
+        held = HeldVersion.copy_of(mark.version, tensors)
+        self._in_doubt = True
+        manifest = self._log.commit(mark, [], held.tensors, self._write_anchor(held))
+        self._held, self._in_doubt = held, False
+        return manifest
 
-    def _publish_anchor(self, mark: VersionMark, new: ServingView) -> Anchor | None:
-        if mark.parent is not None and mark.version % self._anchor_every:
-            return None
-        uri = anchor_uri(self._store.root, self._run.run_id, self._run.branch, mark.version)
-        return write_anchor(uri, self._base_model, new)
+    def _continue(self, mark: VersionMark, tensors: Tensors) -> Manifest:
+        held = self._newest_weights()
+        if isinstance(tensors, Mapping):
+            held.check(mark.version, tensors)
+        self._in_doubt = True
+        report = self._send_delta(mark.version, held, tensors)
+        due = anchor_due(self._log.chain.since_anchor(), report.n_bytes, self._settings)
+        anchor = self._write_anchor(held) if due else None
+        manifest = self._log.commit(mark, [report], held.tensors, anchor)
+        self._in_doubt = False
+        return manifest
 
-    def _manifest(
-        self, mark: VersionMark, delta: _Delta, tensors: list[TensorInfo], total: Fingerprint, anchor: Anchor | None
-    ) -> Manifest:
-        return Manifest(
-            run_id=self._run.run_id,
-            branch=self._run.branch,
-            version=mark.version,
-            parent=mark.parent,
-            step=mark.step,
-            learning_rate=mark.learning_rate,
-            n_elements=sum(_elements(tensor) for tensor in tensors),
-            n_changed=delta.n_changed,
-            delta_bytes=delta.n_bytes,
-            shards=delta.shards,
-            tensors=tensors,
-            fingerprint=total.hex(),
-            anchor=anchor,
-            trained_at=mark.trained_at,
-            published_at=now_us(),
-        )
+    def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> ShardReport:
+        changes = held.take_over(version, tensors)
+        with DeltaShard(version, held.version, changes, settings=self._codec) as shard:
+            report = shard.report(shard.send(self._producer, self._run, self._claims))
+        held.becomes(version, report.tensor_changes)
+        return report
+
+    def _write_anchor(self, held: HeldVersion) -> Anchor:
+        uri = anchor_uri(self._store.root, self._run.run_id, self._run.branch, held.version)
+        return write_anchor(uri, self._base_model, held.weights, self._settings.anchor_file_bytes)
+
+    def _confirm(self, done: Manifest, tensors: Tensors) -> Manifest:
+        """Compare; the newest version's weights are kept where there is no copy of them yet."""
+        if self._held is None and done.version == self._log.chain.newest_version:
+            held = HeldVersion.copy_of(done.version, tensors)
+            require_same(done, held.fingerprint.hex())
+            self._held, infos = held, held.tensors
+        else:
+            infos = [tensor_info(name, as_weight(name, value)) for name, value in named(tensors)]
+            require_same(done, total_fingerprint(infos).hex())
+        return replace(done, tensors=infos)
+
+    def _newest_weights(self) -> HeldVersion:
+        if self._held is None:
+            self._held = _made_again(self._kafka, self._log.chain)
+        return self._held
+
+    def _read_again(self) -> None:
+        """After a failure nobody knows what the log took: it is asked."""
+        self._held = None
+        self._log.chain = read_chain(self._kafka, self._run)
+        self._in_doubt = False
+
+    def _fork(self, point: ForkPoint) -> None:
+        if point.branch == self._run.branch:
+            raise ChainError(
+                f"branch {point.branch} cannot begin with a version of its own: give the run another branch"
+            )
+        source = read_chain(self._kafka, self._run.model_copy(update={"branch": point.branch}))
+        manifest = source.get(point.version)
+        if manifest is None:
+            raise ChainError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
+        oldest = self._log.chain.oldest
+        if oldest is None:
+            held = _made_again(self._kafka, source, point.version)
+            mark = VersionMark(
+                point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at
+            )
+            self._log.commit(mark, [], held.tensors, self._write_anchor(held))
+            self._held = held
+        elif (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
+            raise ChainError(
+                f"branch {self._run.branch} begins with version {oldest.version}, not with version {point.version} of "
+                f"branch {point.branch}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._skips.close()
 
 
-def _changes(old: ServingView, new: ServingView) -> Iterator[TensorChange]:
-    if old.keys() != new.keys():
-        odd = sorted(old.keys() ^ new.keys())
-        raise ChainError(f"a delta keeps the set of tensors; in one version only: {', '.join(odd[:5])}")
-    for name, bits in new.items():
-        yield TensorChange(name, SERVING_DTYPE, old[name], bits)
-
-
-def _elements(tensor: TensorInfo) -> int:
-    elements = 1
-    for side in tensor.shape:
-        elements *= side
-    return elements
-
-
-def _require_same(published: Manifest, fingerprint: str) -> Manifest:
-    if published.fingerprint != fingerprint:
-        raise ChainError(
-            f"version {published.version} of run {published.run_id} is in the log with fingerprint "
-            f"{published.fingerprint}, not {fingerprint}: two trainers on one run, or a step that was not repeatable"
-        )
-    return published
+def _made_again(kafka: KafkaSettings, chain: VersionChain, version: int | None = None) -> HeldVersion:
+    """A version of a chain, by default the newest, from the log."""
+    newest = chain.newest
+    wanted = chain.newest_version if version is None else version
+    way = None if wanted is None else chain.way_to(wanted)
+    if newest is None or way is None:
+        raise ChainError(f"no anchor leads to version {wanted} of run {chain.run_id}, branch {chain.branch}")
+    return rebuild(kafka, way, with_tensors(newest).tensors)

@@ -6,10 +6,8 @@ recorded inputs and checked, so whatever the moment of the stop, no group is tra
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import TrainStep
@@ -19,7 +17,7 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import CLIENT, GroupLog, RolloutLog, trainable
 from tidemill.trainer.model import load_model
-from tidemill.trainer.publish import WeightPublisher, read_manifests
+from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.session import Session
 from tidemill.trainer.step import Learner
 
@@ -63,9 +61,9 @@ def make_learner(settings: TrainerSettings) -> Learner:
 def open_session(
     kafka: KafkaSettings,
     run: RunSettings,
-    store: StoreSettings,
     settings: TrainerSettings,
     producer: RecordProducer,
+    publisher: WeightPublisher,
     checkpoints: CheckpointStore,
 ) -> tuple[Session, BatchBuilder]:
     """A session after the last recorded step, everything up to it published, and the builder that goes on from there.
@@ -75,20 +73,11 @@ def open_session(
     steps = read_steps(kafka, run.run_id)
     learner = make_learner(settings)
     saved = _restore(learner, checkpoints, len(steps))
-    publisher = WeightPublisher(
-        producer,
-        run,
-        store,
-        base_model=Path(settings.model),
-        anchor_every=settings.anchor_every,
-        published=read_manifests(kafka, run),
-    )
     session = Session(run, settings, learner, producer, publisher, step=saved.step if saved else 0)
     builder = BatchBuilder(rules_of(run, settings), saved.progress if saved else None)
-    if saved is None:
-        session.publish_first()
-    else:
+    if saved is not None:
         _require_recorded(session, steps[saved.step - 1])
+    session.publish_start()
     _repeat(kafka, settings, producer, session, builder, steps[session.place.step :])
     return session, builder
 

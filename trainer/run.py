@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from contextlib import ExitStack
 
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
@@ -19,6 +20,7 @@ from tidemill.trainer.batch_builder import Batch, BatchBuilder
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import CLIENT, LogInput
+from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.session import Session
 
@@ -43,13 +45,14 @@ def run(
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
-    with RecordProducer(kafka, CLIENT) as producer:
-        session, builder = open_session(kafka, run, store, trainer, producer, checkpoints)
+    with ExitStack() as stack:
+        producer = stack.enter_context(RecordProducer(kafka, CLIENT))
+        publisher = WeightPublisher.open(kafka, run, store, trainer.publish, base_model=trainer.model)
+        session, builder = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints)
         _log.info("trainer at step %d of %d, version %d", session.place.step, run.max_steps, session.place.version)
         source = LogInput(kafka, builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=session.vocab_size)
-        with source:
-            loop = _Loop(session, builder, source, checkpoints, trainer, stop)
-            loop.run(run.max_steps)
+        stack.enter_context(source)
+        _Loop(session, builder, source, checkpoints, trainer, stop).run(run.max_steps)
 
 
 class _Loop:

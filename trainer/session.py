@@ -24,7 +24,7 @@ from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.metrics import lag_counts
-from tidemill.trainer.publish import VersionMark, WeightPublisher
+from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
 from tidemill.trainer.step import Learner, StepOutcome
 
@@ -72,10 +72,13 @@ class Session:
         """Token ids are below this."""
         return int(self._learner.model.config.vocab_size)
 
-    def publish_first(self) -> None:
-        """Publish the starting weights as version 0, an anchor; a version 0 in the log has to be the same."""
-        place = self.place
-        self._publisher.publish(VersionMark(place.version, None, place.step, 0.0, now_us()), None, place.view)
+    def publish_start(self) -> None:
+        """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log's.
+
+        Raises ChainError when the log has other weights under their version.
+        """
+        if not self.place.step or self._publisher.has(self.place.version):
+            self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
 
     def train(self, batch: Batch) -> TrainStep:
         """Train one step on `batch`, record it and publish its version."""
@@ -85,7 +88,7 @@ class Session:
         self.place = self._snapshot(step)
         record = self._record(batch, before, outcome, started, time.monotonic() - clock)
         self._producer.send_acked(Topic.STEPS, [(self._run.run_id, record)])
-        self._finish(record, batch.groups, before)
+        self._finish(record, batch.groups)
         return record
 
     def repeat(self, record: TrainStep, groups: Sequence[TrainableGroup]) -> None:
@@ -102,7 +105,7 @@ class Session:
                 f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
                 "run it on the machine type and library versions of then, or start a new run"
             )
-        self._finish(record, groups, before)
+        self._finish(record, groups)
 
     def checkpoint(self, store: CheckpointStore, progress: Progress) -> None:
         """Store the weights with how far the log is used up."""
@@ -122,19 +125,19 @@ class Session:
         # Each step makes one version, and version 0 is what the run starts from.
         return Place(step=step, version=step, view=view, fingerprint=total_fingerprint(tensor_infos(view)).hex())
 
-    def _finish(self, record: TrainStep, groups: Sequence[TrainableGroup], before: Place) -> None:
+    def _finish(self, record: TrainStep, groups: Sequence[TrainableGroup]) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
             for staleness in staleness_records(record, groups):
                 self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
-        mark = VersionMark(
-            version=record.version,
-            parent=record.parent_version,
-            step=record.step,
+        self._publisher.publish(
+            record.version,
+            self.place.view,
             learning_rate=record.learning_rate,
+            step=record.step,
+            parent=record.parent_version,
             trained_at=record.finished_at,
         )
-        self._publisher.publish(mark, before.view, self.place.view)
 
     def _record(self, batch: Batch, before: Place, outcome: StepOutcome, started: int, seconds: float) -> TrainStep:
         excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)

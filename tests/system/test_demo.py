@@ -30,7 +30,7 @@ SMALL = [
     "feed.eval_tasks=8",
     "feed.eval_every=0",
     "run.skip_no_signal=false",
-    "trainer.anchor_every=3",
+    "trainer.publish.anchor_every=3",
 ]
 
 

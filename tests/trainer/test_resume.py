@@ -16,7 +16,7 @@ from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.publish import WeightPublisher
+from tidemill.trainer.publish import PublishSettings, WeightPublisher
 from tidemill.trainer.resume import HistoryError, open_session
 from tidemill.trainer.run import run
 from tidemill.trainer.session import NotRepeatableError, step_seed
@@ -49,7 +49,7 @@ def settings(tiny_checkpoint: str) -> TrainerSettings:
         optimizer=OptimizerSettings(learning_rate=1e-3),
         row_tokens=128,
         checkpoint_every=2,
-        anchor_every=3,
+        publish=PublishSettings(anchor_every=3),
     )
 
 
@@ -77,7 +77,8 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
     run_of = run_settings(run_id)
     held = CheckpointStore(store.root, run_id, run_of.branch, settings.keep_checkpoints)
     producer = RecordProducer(log, "test")
-    session, builder = open_session(log, run_of, store, settings, producer, held)
+    publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model)
+    session, builder = open_session(log, run_of, settings, producer, publisher, held)
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
         for _ in range(steps):
             session.train(next_batch(session, builder, source))
@@ -122,10 +123,10 @@ def test_stopped_and_resumed_run_equals_an_uninterrupted_one(log, settings, stor
 def crash_after_version_3(publish):
     """A kill between the record of step 4 and its manifest."""
 
-    def patched(self, mark, old, new):
-        if mark.version > 3:
+    def patched(self, version, tensors, **options):
+        if version > 3:
             raise Crashed
-        return publish(self, mark, old, new)
+        return publish(self, version, tensors, **options)
 
     return patched
 

@@ -50,6 +50,11 @@ class VersionChain:
         return self._newest
 
     @property
+    def newest_version(self) -> int | None:
+        """The number of the newest version."""
+        return None if self._newest is None else self._newest.version
+
+    @property
     def oldest(self) -> Manifest | None:
         """The version that the branch begins with."""
         return self._published[min(self._published)] if self._published else None
@@ -72,7 +77,7 @@ class VersionChain:
 
     def require_next(self, version: int, parent: int | None) -> None:
         """Raise ChainError unless `version` may follow the newest version, which `parent` then is."""
-        newest = None if self._newest is None else self._newest.version
+        newest = self.newest_version
         if parent != newest:
             raise ChainError(
                 f"version {version} names parent {parent}, the newest version of run {self.run_id}, branch "
@@ -92,12 +97,9 @@ class VersionChain:
             at = self._parent(at)
         return SinceAnchor(versions, delta_bytes, 0)
 
-    def place(self, version: int) -> int:
-        """How many versions lie between `version` and the beginning of its branch: 0 for the first."""
-        place, at = 0, self._published.get(version)
-        while at is not None and (parent := self._parent(at)) is not None:
-            place, at = place + 1, parent
-        return place
+    def __len__(self) -> int:
+        """Versions of the branch."""
+        return len(self._published)
 
     def ancestor(self, version: int, steps: int) -> Manifest | None:
         """The version that lies `steps` versions before `version`; None where the branch is not that long."""

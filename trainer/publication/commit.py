@@ -7,11 +7,10 @@ sees can be read in full; a version is committed once, and only as the next one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
-from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
@@ -21,7 +20,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 from tidemill.schemas.tensor_table import fit_record
 from tidemill.trainer.publication.chain import VersionChain
-from tidemill.trainer.publication.weights import total_fingerprint
+from tidemill.trainer.publication.weights import changed, total_fingerprint
 from tidemill.trainer.shard_report import ShardReport
 
 
@@ -61,11 +60,7 @@ def advanced(tensors: Sequence[TensorInfo], shards: Sequence[ShardReport]) -> li
 
     Raises KeyError when a shard changed a tensor that the parent does not have.
     """
-    fingerprints = {tensor.name: Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors}
-    for shard in shards:
-        for name, change in shard.tensor_changes.items():
-            fingerprints[name] += change
-    return [replace(tensor, fingerprint=fingerprints[tensor.name].hex()) for tensor in tensors]
+    return changed(tensors, [shard.tensor_changes for shard in shards])
 
 
 class VersionLog:
@@ -92,8 +87,8 @@ class VersionLog:
             tensors: every tensor of the version.
             anchor: the version's anchor, whole.
 
-        Raises ChainError when the version is not the next one or can be reached in no way, DeliveryError when the log
-        does not take it (it may hold it all the same), StoreUnavailableError when the store fails.
+        Raises ChainError when the version is not the next one, DeliveryError when the log does not take it (it may hold
+        it all the same), StoreUnavailableError when the store fails.
         """
         self.chain.require_next(mark.version, mark.parent)
         manifest = self._fit(self._manifest(mark, shards, tensors, anchor))
