@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import given, with_settings
-from tidemill.compose.weights.decisions import decide_app_commands
+from tidemill.compose.weights.connect import with_reachable_log
+from tidemill.compose.weights.decisions import pin, release, rollback
+from tidemill.compose.weights.diff import diff
 from tidemill.compose.weights.progress import working
 from tidemill.compose.weights.tables import chain_table, checkout_lines, verification_lines
 
@@ -63,7 +64,7 @@ def log_command(
 
     Example: `tidemill weights log --branch main --last 10`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.listing import describe, rows
     from tidemill.consumers.weights.reading import read_chain
 
@@ -104,7 +105,7 @@ def verify(
 
     Example: `tidemill weights verify --from 32`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import open_builder
     from tidemill.consumers.weights.reading import read_chain
     from tidemill.consumers.weights.verify import Verifier, default_start
@@ -138,7 +139,7 @@ def checkout(
 
     Example: `tidemill weights checkout v40 models/v40`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.compose.weights.operands import version_number
     from tidemill.consumers.weights.builder import open_builder
     from tidemill.consumers.weights.checkout import checkout as write_checkout
@@ -158,4 +159,5 @@ def _print_json(document: object) -> None:
     typer.echo(json.dumps(document, indent=2))
 
 
-decide_app_commands(weights_app)
+for _command in (diff, pin, rollback, release):
+    weights_app.command()(with_settings(_command))

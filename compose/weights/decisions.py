@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_local_log
-from tidemill.compose.options import given, with_settings
+from tidemill.compose.options import given
+from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.operands import version_number
 from tidemill.compose.weights.progress import working
 from tidemill.schemas.records import GateDecision, GateVerdict
@@ -44,12 +44,6 @@ RECENT_S = 3600.0
 POLL_S = 0.1
 
 
-def decide_app_commands(app: typer.Typer) -> None:
-    """Add the commands to the app."""
-    for command in (pin, rollback, release):
-        app.command()(with_settings(command))
-
-
 def pin(
     settings_of: SettingsOf,
     version: VersionArgument,
@@ -67,7 +61,7 @@ def pin(
 
     Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     _decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
 
@@ -86,7 +80,7 @@ def rollback(
 
     Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     number = version_number(version)
     _decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
@@ -105,7 +99,7 @@ def release(
 
     Example: `tidemill weights release --wait 60`
     """
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
     _decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
 

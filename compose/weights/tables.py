@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tidemill.consumers.weights.checkout import Checkout
     from tidemill.consumers.weights.listing import VersionRow
     from tidemill.consumers.weights.verify import Verification
+    from tidemill.kernels.comparison import DeltaReport
 
 
 def chain_table(rows: Sequence[VersionRow], head: int) -> Table:
@@ -66,3 +67,38 @@ def checkout_lines(made: Checkout) -> list[str]:
         f"version {made.version} in {made.directory}: {made.n_bytes:,} bytes, built from {made.way}",
         f"fingerprint {made.fingerprint}, read back from the files",
     ]
+
+
+def report_lines(base: str, target: str, learning_rate: float | None, report: DeltaReport) -> list[str]:
+    """What a comparison measured."""
+    total = report.total
+    rate = "" if learning_rate is None else f" at lr {learning_rate:.3g}"
+    dtypes = ", ".join(f"{size.elements:,} {dtype}" for dtype, size in report.by_dtype.items())
+    return [
+        f"{base} to {target}: {report.tensors} tensors, {total.elements:,} elements ({dtypes})",
+        f"changed    {total.changed:,} elements, density {100 * total.density:.4g} %{rate}",
+        f"wire       {total.wire_bytes:,} bytes, {_number(total.bytes_per_changed)} for each changed element",
+        f"bounds     iid {total.iid_bound_bytes:,.0f} bytes (wire is {_number(total.ratio_to_iid_bound)} of it), "
+        f"exponent classes {total.exponent_class_bound_bytes:,.0f} ({_number(total.ratio_to_exponent_class_bound)})",
+        f"speed      encode {report.encode_gb_per_second:.2f} GB/s, apply {report.apply_gb_per_second:.2f} GB/s by core",
+        f"round trip {'bit-equal' if report.round_trip_equal else 'NOT bit-equal'}",
+    ]
+
+
+def against_table(report: DeltaReport) -> Table:
+    """The other formats beside ours."""
+    table = Table()
+    table.add_column("format")
+    for title in ("bytes", "bytes/changed", "times ours", "encode GB/s", "decode GB/s", "bit-equal"):
+        table.add_column(title, justify="right")
+    for other in report.against:
+        table.add_row(
+            other.name, f"{other.wire_bytes:,}", _number(other.bytes_per_changed), _number(other.times_ours),
+            f"{other.encode_gb_per_second:.2f}", f"{other.decode_gb_per_second:.2f}",
+            "yes" if other.round_trip_equal else "NO",
+        )  # fmt: skip
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
