@@ -1,10 +1,10 @@
-"""Figures of the delta codec and the fingerprints, one JSON line each: `python tests/bench/bench_delta.py`.
+"""Figures of the delta codec, one JSON line each: `bench_delta.py sizes | pairs | coders | speed | memory | recency`.
 
-Speeds are GB of dense bf16 weights for each second of processor time of one core, so that a busy machine changes them
-little: the median of some runs, beside numpy's memcpy of the same bytes in the same process. Sizes are wire bytes for
-each changed element, beside raw int32 index + bf16 value (6 bytes). The weights are synthetic: Gaussian with
-log-normal row scales, fp32 masters that an Adam-like step of `lr` moves, so that a bf16 weight changes the more often
-the smaller it is. The density that comes out stands beside the lr that made it.
+Sizes are wire bytes for each changed element, all headers and digests in, beside the bounds of `kernels.bounds` and the
+formats of `kernels.formats` in the same run; the learning rate that made a density stands beside it. Speeds are GB of
+dense weights for each second of processor time of one core, beside numpy's memcpy of the same bytes in the same
+process. Weights are those of `synthetic`, or of `checkpoint_pairs`, whose output `pairs` and `recency` take. Fireworks'
+codec is measured where `--arc-python` names an interpreter that has it, by `arc_codec`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,45 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from recency import BYTES_PER_ELEMENT, RecencyContext
+from safetensors.torch import save_file
+from synthetic import synthetic_change, synthetic_steps
 
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
-from tidemill.kernels.fingerprint import Bits, TensorKey, fingerprint
+from tidemill.kernels.bounds import NOTHING, delta_bounds
+from tidemill.kernels.checkpoint import checkpoint_changes
+from tidemill.kernels.comparison import DeltaReport, compare
+from tidemill.kernels.delta import (
+    BLOCK_ELEMENTS,
+    CodecSettings,
+    TensorChange,
+    apply_change,
+    decode_delta,
+    encode_delta,
+    resolve,
+)
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
 
-RAW_BYTES = 6
-LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-4)
-
-
-def bf16(values: np.ndarray) -> Bits:
-    """Round fp32 to bf16 patterns, to nearest, ties to even."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def synthetic_pair(rows: int, columns: int, lr: float, seed: int) -> tuple[Bits, Bits]:
-    """bf16 patterns of a matrix before and after one Adam-like step on its fp32 master."""
-    generator = np.random.default_rng(seed)
-    scale = 0.02 * np.exp(0.5 * generator.standard_normal((rows, 1), dtype=np.float32))
-    master = scale * generator.standard_normal((rows, columns), dtype=np.float32)
-    step = np.float32(0.25 * lr) * generator.standard_normal((rows, columns), dtype=np.float32)
-    return bf16(master), bf16(master + step)
-
-
-def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
-    """Median throughput of single-threaded `work` over `n_bytes`, by processor time, after one run to warm up."""
-    work()
-    seconds = []
-    for _ in range(runs):
-        begin = time.process_time()
-        work()
-        seconds.append(time.process_time() - begin)
-    return n_bytes / statistics.median(seconds) / 1e9
+LEARNING_RATES = {
+    "bfloat16": (3e-7, 1e-6, 3e-6, 6e-6),
+    "float16": (3e-8, 1e-7, 3e-7, 7e-7),
+    "float8_e4m3fn": (5e-6, 1.6e-5, 5e-5, 1e-4),
+}
+"""Of synthetic steps: those that change 0.3 to 6 % of the elements of each type."""
+BLOCK_SIZES = (1 << 20, 1 << 22, 1 << 24)
+MODEL_MATRICES = (1, 4, 16)
+MEGA = 1e6
+GIGA = 1e9
 
 
 def report(figure: str, **values: object) -> None:
@@ -56,57 +59,284 @@ def report(figure: str, **values: object) -> None:
     print(json.dumps({"figure": figure, **rounded}), flush=True)
 
 
-def replay(chunks: list[bytes], bits: Bits) -> None:
-    """Read, check, decode and apply a delta."""
-    for block in decode_delta(chunks, 1, 0):
-        change = resolve(block, bits)
-        if change is not None:
-            apply_change(change, bits)
+def gb_per_second(n_bytes: int, work: Callable[[], object], runs: int) -> float:
+    """Median throughput of `work` over `n_bytes`, by processor time, after one run to warm up."""
+    work()
+    seconds = []
+    for _ in range(runs):
+        begin = time.process_time()
+        work()
+        seconds.append(time.process_time() - begin)
+    return n_bytes / statistics.median(seconds) / GIGA
 
 
-def measure_delta(lr: float, rows: int, columns: int, seed: int, runs: int) -> None:
-    """Encode, and read + resolve + apply of one step, with its size."""
-    old, new = synthetic_pair(rows, columns, lr, seed)
-    changes = [TensorChange("w", "bfloat16", old, new)]
-    chunks = list(encode_delta(1, 0, changes))
-    changed, wire = int((old != new).sum()), sum(map(len, chunks))
-    held = old.copy()
+def report_size(figure: str, result: DeltaReport, **told: object) -> None:
+    """One line for each element type of a comparison."""
+    speeds = {"encode_gb_s": result.encode_gb_per_second, "apply_gb_s": result.apply_gb_per_second}
+    for dtype, size in result.by_dtype.items():
+        per_changed = max(1, size.changed)
+        report(
+            figure,
+            dtype=dtype,
+            **told,
+            density=size.density,
+            elements=size.elements,
+            changed=size.changed,
+            bytes_per_changed=size.bytes_per_changed,
+            exponent_bound=size.exponent_class_bound_bytes / per_changed,
+            exponent_bound_by_tensor=size.exponent_class_bound_by_tensor_bytes / per_changed,
+            iid_bound=size.iid_bound_bytes / per_changed,
+            ratio=size.ratio_to_exponent_class_bound,
+            round_trip_equal=result.round_trip_equal,
+            **speeds,
+        )
 
-    def apply_from_base() -> None:
+
+def report_against(result: DeltaReport, others: Iterable[dict[str, Any]], **told: object) -> None:
+    """One line for each other format, of all element types together."""
+    total = result.total
+    for other in (*map(asdict, result.against), *others):
+        report(
+            "against",
+            format=other["name"],
+            **told,
+            density=total.density,
+            bytes_per_changed=other["wire_bytes"] / max(1, total.changed),
+            times_ours=other["wire_bytes"] / total.wire_bytes,
+            encode_gb_s=other["encode_gb_per_second"],
+            decode_gb_s=other["decode_gb_per_second"],
+            round_trip_equal=other["round_trip_equal"],
+        )
+
+
+def arc(python: Path | None, base: Path, target: Path) -> Iterator[dict[str, Any]]:
+    """What Fireworks' codec takes for two files; nothing, and a word on it, without an interpreter that has it."""
+    if python is None:
+        report("against", format="fireworks arc_v3", left_out="no --arc-python was given")
+        return
+    script = Path(__file__).with_name("arc_codec.py")
+    done = subprocess.run([python, script, base, target], capture_output=True, text=True, check=False)
+    if done.returncode:
+        report("against", format="fireworks arc_v3", failed=done.stderr.strip().splitlines()[-1])
+        return
+    yield json.loads(done.stdout)
+
+
+def save_change(change: TensorChange, directory: Path) -> tuple[Path, Path]:
+    """Write both sides of a change as safetensors files."""
+    paths = directory / "base.safetensors", directory / "target.safetensors"
+    for path, bits in zip(paths, (change.old_bits, change.new_bits), strict=True):
+        patterns = torch.from_numpy(bits.view(np.uint8)).view(getattr(torch, change.dtype))
+        save_file({change.name: patterns.reshape(-1, 1024)}, path)
+    return paths
+
+
+def measure_sizes(chosen: argparse.Namespace) -> None:
+    """Synthetic steps of one matrix against the bounds and, with `--against`, the other formats."""
+    for dtype in chosen.dtypes:
+        for learning_rate in LEARNING_RATES[dtype]:
+            told = {"data": "synthetic", "lr": learning_rate}
+            change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
+            result = compare([change], CodecSettings(coder=chosen.coder), against=chosen.against)
+            report_size("size", result, **told)
+            if chosen.against:
+                with tempfile.TemporaryDirectory() as directory:
+                    others = list(arc(chosen.arc_python, *save_change(change, Path(directory))))
+                report_against(result, others, dtype=dtype, **told)
+
+
+def measure_pairs(chosen: argparse.Namespace) -> None:
+    """The same of checkpoint pairs from real gradient steps."""
+    for pair in map(json.loads, chosen.pairs.read_text("utf-8").splitlines()):
+        for served in chosen.dtypes:
+            base, target = Path(pair["base"][served]), Path(pair["target"][served])
+            told = {"data": chosen.name, "lr": pair["lr"], "parameters": pair["parameters"]}
+            settings = CodecSettings(coder=chosen.coder)
+            result = compare(checkpoint_changes(base, target), settings, against=chosen.against)
+            report_size("size", result, **told)
+            if chosen.against:
+                report_against(result, arc(chosen.arc_python, base, target), dtype=served, **told)
+
+
+def measure_coders(chosen: argparse.Namespace) -> None:
+    """Every entropy coder, and both digests, on the same synthetic steps."""
+    for dtype in chosen.dtypes:
+        for learning_rate in LEARNING_RATES[dtype]:
+            change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
+            for settings in (
+                *(CodecSettings(coder=coder) for coder in ("auto", "rans", "pcodec", "zstd")),
+                CodecSettings(digest="blake3"),
+            ):
+                told = {"lr": learning_rate, "coder": settings.coder, "digest": settings.digest}
+                report_size("coder", compare([change], settings), data="synthetic", **told)
+
+
+def measure_speed(chosen: argparse.Namespace) -> None:
+    """Encode, decode, guard and apply of one synthetic matrix, beside memcpy and the fingerprint alone."""
+    for dtype in chosen.dtypes:
+        for learning_rate in LEARNING_RATES[dtype]:
+            change = synthetic_change(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
+            _speed_of(change, learning_rate, chosen.runs)
+
+
+def _speed_of(change: TensorChange, learning_rate: float, runs: int) -> None:
+    old, held = change.old_bits, change.old_bits.copy()
+    chunks = list(encode_delta(1, 0, [change]))
+
+    def apply_all() -> None:
+        for block in decode_delta(chunks, 1, 0):
+            resolved = resolve(block, held)
+            if resolved is None:
+                raise AssertionError("the block is in already")
+            apply_change(resolved, held)
+
+    def revert_and_apply() -> None:
         np.copyto(held, old)
-        replay(chunks, held)
+        apply_all()
 
-    apply_speed = gb_per_second(old.nbytes, apply_from_base, runs)
-    if not np.array_equal(held, new):
+    def speed(work: Callable[[], object]) -> float:
+        return gb_per_second(old.nbytes, work, runs)
+
+    copied, applied = speed(lambda: np.copyto(held, old)), speed(revert_and_apply)
+    if not np.array_equal(held, change.new_bits):
         raise AssertionError("the round trip is not bit-equal")
     report(
-        "delta",
-        lr=lr,
-        density=changed / old.size,
-        changed=changed,
-        wire_bytes=wire,
-        bytes_per_changed=wire / max(1, changed),
-        raw_bytes_per_changed=RAW_BYTES,
-        encode_gb_s=gb_per_second(old.nbytes, lambda: list(encode_delta(1, 0, changes)), runs),
-        copy_resolve_apply_gb_s=apply_speed,
+        "speed",
+        dtype=change.dtype,
+        lr=learning_rate,
+        density=float(np.mean(old != change.new_bits)),
+        encode_gb_s=speed(lambda: list(encode_delta(1, 0, [change]))),
+        apply_gb_s=1 / (1 / applied - 1 / copied),
+        fingerprint_gb_s=speed(lambda: fingerprint(old, TensorKey.of(change.name))),
+        memcpy_gb_s=copied,
+    )
+
+
+def measure_memory(chosen: argparse.Namespace) -> None:
+    """Peak memory beyond the weights and processor time, for some block sizes and for three sizes of model."""
+    points = [(block, 4) for block in BLOCK_SIZES] + [(BLOCK_ELEMENTS, matrices) for matrices in MODEL_MATRICES]
+    for block, matrices in dict.fromkeys(points):
+        arguments = ["--rows", chosen.rows, "--columns", chosen.columns, "--seed", chosen.seed]
+        point = ["memory-point", "--block", block, "--matrices", matrices, *arguments]
+        subprocess.run([sys.executable, __file__, *map(str, point)], check=True)
+
+
+def measure_memory_point(chosen: argparse.Namespace) -> None:
+    """One point of `memory`, in a process of its own."""
+    learning_rate = LEARNING_RATES["bfloat16"][1]
+    settings = CodecSettings(block_elements=chosen.block)
+    first = synthetic_change("bfloat16", learning_rate, chosen.rows, chosen.columns, chosen.seed)
+    changes = [
+        TensorChange(f"{i}.{first.name}", first.dtype, np.roll(first.old_bits, i), np.roll(first.new_bits, i))
+        for i in range(chosen.matrices)
+    ]
+    head = [TensorChange(first.name, first.dtype, first.old_bits[: 1 << 18], first.new_bits[: 1 << 18])]
+    compare(head, settings)
+    before = _reset_peak()
+    begin = time.process_time()
+    encoded = [len(chunk) for chunk in encode_delta(1, 0, changes, settings)]
+    encode_seconds = time.process_time() - begin
+    encode_peak, before_apply = _peak() - before, _reset_peak()
+    result = compare(changes, settings)
+    dense = sum(change.old_bits.nbytes for change in changes)
+    report(
+        "memory",
+        block_elements=chosen.block,
+        elements=result.total.elements,
+        lr=learning_rate,
+        density=result.total.density,
+        encode_peak_mb=encode_peak / MEGA,
+        encode_and_apply_peak_mb=(_peak() - before_apply) / MEGA,
+        dense_mb=dense / MEGA,
+        encode_seconds=encode_seconds,
+        apply_seconds=dense / result.apply_gb_per_second / GIGA,
+        bytes_per_changed=sum(encoded) / result.total.changed,
+        ratio=result.total.ratio_to_exponent_class_bound,
+    )
+
+
+def _peak() -> int:
+    """Peak resident bytes since `_reset_peak`."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("utf-8").splitlines())
+    return int(status["VmHWM"].split()[0]) << 10
+
+
+def _reset_peak() -> int:
+    """Resident bytes now, from which the peak is counted anew."""
+    Path("/proc/self/clear_refs").write_text("5", "utf-8")
+    return _peak()
+
+
+def measure_recency(chosen: argparse.Namespace) -> None:
+    """What a memory of recent moves saves below the exponent-class bound, on synthetic and on real steps."""
+    for dtype in chosen.dtypes:
+        for learning_rate in LEARNING_RATES[dtype][1:3]:
+            steps = synthetic_steps(dtype, learning_rate, chosen.rows, chosen.columns, chosen.seed)
+            tensors = ([next(steps)] for _ in range(chosen.steps))
+            _report_recency(tensors, chosen.steps, data="synthetic", dtype=dtype, lr=learning_rate)
+        if chosen.pairs is not None:
+            pairs = [json.loads(line) for line in chosen.pairs.read_text("utf-8").splitlines()]
+            versions = (checkpoint_changes(Path(p["base"][dtype]), Path(p["target"][dtype])) for p in pairs)
+            _report_recency(versions, len(pairs), data=chosen.name, dtype=dtype, lr=pairs[-1]["lr"])
+
+
+def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **told: object) -> None:
+    """Follow consecutive versions and measure the last one."""
+    contexts: dict[str, RecencyContext] = {}
+    plain = known = NOTHING
+    for number, changes in enumerate(versions, 1):
+        for change in changes:
+            context = contexts.setdefault(change.name, RecencyContext(change.dtype, change.old_bits.size))
+            if number == steps:
+                plain = plain + delta_bounds(change.dtype, change.old_bits, change.new_bits)
+                known = known + context.bounds(change)
+            context.observe(change)
+    report(
+        "recency",
+        **told,
+        versions_seen=steps - 1,
+        density=plain.changed / plain.elements,
+        exponent_bound=plain.exponent_class / plain.changed,
+        with_recency=known.exponent_class / plain.changed,
+        saved=1 - known.exponent_class / plain.exponent_class,
+        state_bytes_per_element=BYTES_PER_ELEMENT,
     )
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure what the command line asks for and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096, help="rows of the matrix")
-    parser.add_argument("--columns", type=int, default=4096, help="columns of the matrix")
-    parser.add_argument("--runs", type=int, default=5, help="timed runs of each figure")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    commands = parser.add_subparsers(required=True)
+    for name, measure in COMMANDS.items():
+        command = commands.add_parser(name, help=(measure.__doc__ or "").strip(), description=measure.__doc__)
+        command.set_defaults(measure=measure)
+        command.add_argument("--rows", type=int, default=4096, help="rows of the synthetic matrix")
+        command.add_argument("--columns", type=int, default=4096, help="columns of the synthetic matrix")
+        command.add_argument("--seed", type=int, default=0, help="seed of the synthetic matrix")
+        command.add_argument("--dtypes", nargs="+", choices=LEARNING_RATES, default=list(LEARNING_RATES))
+        command.add_argument("--coder", default="auto", help="entropy coder of `sizes` and `pairs`")
+        command.add_argument("--against", action="store_true", help="measure other formats too")
+        command.add_argument("--arc-python", type=Path, help="interpreter that has fireworks-delta-compression")
+        command.add_argument("--runs", type=int, default=5, help="timed runs of each speed")
+        command.add_argument("--steps", type=int, default=24, help="versions that `recency` follows")
+        command.add_argument("--pairs", type=Path, help="what checkpoint_pairs.py printed")
+        command.add_argument("--name", default="pairs", help="what to call those pairs")
+        command.add_argument("--block", type=int, default=BLOCK_ELEMENTS, help=argparse.SUPPRESS)
+        command.add_argument("--matrices", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    bits, _ = synthetic_pair(chosen.rows, chosen.columns, 0.0, chosen.seed)
-    target, key = np.empty_like(bits), TensorKey.of("w")
-    memcpy = gb_per_second(bits.nbytes, lambda: np.copyto(target, bits), chosen.runs)
-    report("memcpy", gb_s=memcpy, n_bytes=bits.nbytes)
-    report("fingerprint", gb_s=gb_per_second(bits.nbytes, lambda: fingerprint(bits, key), chosen.runs))
-    for lr in LEARNING_RATES:
-        measure_delta(lr, chosen.rows, chosen.columns, chosen.seed, chosen.runs)
+    torch.set_num_threads(1)
+    chosen.measure(chosen)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "sizes": measure_sizes,
+    "pairs": measure_pairs,
+    "coders": measure_coders,
+    "speed": measure_speed,
+    "memory": measure_memory,
+    "memory-point": measure_memory_point,
+    "recency": measure_recency,
+}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import resource
 import struct
 import sysconfig
@@ -19,11 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from synthetic import fp8_scale
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 SERVED = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
-FP8_LARGEST = 448.0
 TEMPERATURE = 0.05
 
 Loss = Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]
@@ -77,7 +76,7 @@ class ServedView:
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self._weights = dict(model.named_parameters())
         self._directory = directory
-        self._scales = {name: _power_of_two_scale(weight) for name, weight in self._weights.items()}
+        self._scales = {name: fp8_scale(float(weight.detach().abs().max())) for name, weight in self._weights.items()}
 
     def write(self, version: int) -> None:
         """Write every view of a version."""
@@ -110,11 +109,6 @@ def write_safetensors(path: Path, names: dict[str, torch.Tensor], cast: Callable
         file.write(struct.pack("<Q", len(text)) + text)
         for name in names:
             file.write(cast(name).contiguous().view(torch.uint8).numpy().data)
-
-
-def _power_of_two_scale(weight: torch.Tensor) -> float:
-    largest = float(weight.detach().abs().max())
-    return 2.0 ** math.floor(math.log2(FP8_LARGEST / largest)) if largest else 1.0
 
 
 def train(chosen: argparse.Namespace) -> None:
