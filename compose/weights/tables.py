@@ -80,7 +80,7 @@ def report_lines(base: str, target: str, learning_rate: float | None, report: De
         f"wire       {total.wire_bytes:,} bytes, {_number(total.bytes_per_changed)} for each changed element",
         f"bounds     iid {total.iid_bound_bytes:,.0f} bytes (wire is {_number(total.ratio_to_iid_bound)} of it), "
         f"exponent classes {total.exponent_class_bound_bytes:,.0f} ({_number(total.ratio_to_exponent_class_bound)})",
-        f"speed      encode {report.encode_gb_per_second:.2f} GB/s, apply {report.apply_gb_per_second:.2f} GB/s by core",
+        f"speed      encode {report.encode_gb_per_second:.2f}, apply {report.apply_gb_per_second:.2f} GB/s of one core",
         f"round trip {'bit-equal' if report.round_trip_equal else 'NOT bit-equal'}",
     ]
 

@@ -1,0 +1,236 @@
+"""`tidemill weights` as an operator types it, on a real Kafka and on checkpoints on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tidemill.compose.cli import app
+from tidemill.compose.weights.operands import CheckpointOperand, OperandError, VersionOperand, operand, version_number
+from tidemill.consumers.weights.chain import ChainError, UnknownVersion
+from tidemill.consumers.weights.reading import read_chain
+from tidemill.kernels.checkpoint import CheckpointError
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.records import AckStatus, GateVerdict
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
+from weight_log import WeightLog, nudged, write_checkpoint
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def topics(kafka):
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
+    create_topics(settings)
+    return settings
+
+
+@pytest.fixture
+def log(topics, tmp_path):
+    return WeightLog(topics, RunSettings(run_id=uuid.uuid4().hex), tmp_path / "store")
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(app, ["weights", *map(str, arguments)])
+
+
+def ask(log: WeightLog, *arguments: object):
+    kafka = log.kafka
+    common = ["--bootstrap", kafka.bootstrap, "--topic-prefix", kafka.topic_prefix, "--run-id", log.run.run_id]
+    return run(*arguments, *common)
+
+
+def answer(result):
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("command", ["log", "verify", "diff", "checkout", "pin", "rollback", "release"])
+def test_every_command_teaches(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output and "--json" in result.output
+
+
+def test_the_chain_is_listed(log):
+    log.grow(6, anchors=(0, 3))
+    log.skip(1, 5)
+    log.acknowledge("replica-a", 5, at=now_us())
+    found = answer(ask(log, "log", "--json"))
+    assert (found["head"], found["limit"], len(found["versions"])) == (5, None, 6)
+    last = found["versions"][-1]
+    assert (last["parent"], last["skips"], last["proved_by"], last["learning_rate"]) == (4, [1], ["replica-a"], 1e-5)
+    assert last["bytes_per_changed"] == pytest.approx(last["delta_bytes"] / last["n_changed"])
+    assert last["density"] == pytest.approx(last["n_changed"] / last["n_elements"])
+    table = ask(log, "log", "--last", 2)
+    assert table.exit_code == 0 and "5 (head)" in table.output and "serving: the newest version" in table.output
+
+
+def test_an_empty_branch_is_said_to_be_empty(log):
+    result = ask(log, "log", "--branch", "nobody")
+    assert isinstance(result.exception, UnknownVersion)
+    assert "no version on branch nobody" in str(result.exception)
+
+
+def test_a_sound_chain_passes_and_an_unsound_one_does_not(log):
+    log.grow(3)
+    sound = answer(ask(log, "verify", "--json"))
+    assert (sound["sound"], sound["versions"]) == (True, 3)
+    log.publish(2, nudged(log.views[1], 9), parent=1)
+    result = ask(log, "verify", "--from", 0)
+    assert result.exit_code == 1
+    assert "not sound: the manifest of version 2: fork" in result.output
+
+
+def test_a_version_is_written_out_and_compared_with_its_parent(log, tmp_path):
+    log.grow(4)
+    made = answer(ask(log, "checkout", "v3", tmp_path / "v3", "--json"))
+    assert made["fingerprint"] == log.manifests[3].fingerprint
+    same = answer(ask(log, "diff", "v3", tmp_path / "v3", "--json"))
+    assert (same["total"]["changed"], same["round_trip_equal"], same["learning_rate"]) == (0, True, None)
+    step = answer(ask(log, "diff", "v2", "main@v3", "--json", "--against"))
+    assert step["total"]["changed"] == log.manifests[3].n_changed
+    assert step["total"]["elements"] == log.manifests[3].n_elements
+    assert step["learning_rate"] == 1e-5 and step["round_trip_equal"]
+    assert all(other["round_trip_equal"] and other["wire_bytes"] > 0 for other in step["against"])
+    refused = ask(log, "checkout", "v3", tmp_path / "v3")
+    assert "not an empty directory" in str(refused.exception)
+
+
+def test_checkpoints_are_compared_without_a_log(tmp_path):
+    view = {"w": torch.arange(4096, dtype=torch.int16).view(64, 64).numpy().view("u2")}
+    base, target = write_checkpoint(tmp_path / "a", view), write_checkpoint(tmp_path / "b", nudged(view, 1))
+    result = run("diff", base, target / "model.safetensors", "--against")
+    assert result.exit_code == 0, result.output
+    assert "density" in result.output and "bit-equal" in result.output
+    found = answer(run("diff", base, target, "--json", "--coder", "zstd"))
+    total = found["total"]
+    assert total["wire_bytes"] >= total["changed"] > 0
+    assert total["bytes_per_changed"] == pytest.approx(total["wire_bytes"] / total["changed"])
+    assert {"iid_bound_bytes", "exponent_class_bound_bytes"} <= total.keys()
+    assert {"encode_gb_per_second", "apply_gb_per_second"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"v": torch.zeros(4)}, "'v' in the second"),
+        ({"w": torch.zeros(5)}, r"float32 \(4,\) became float32 \(5,\)"),
+        ({"w": torch.zeros(4, dtype=torch.float16)}, "became float16"),
+        ({"w": torch.zeros(4, dtype=torch.int64)}, "holds I64, which a delta cannot carry"),
+    ],
+)
+def test_checkpoints_that_cannot_be_compared_are_explained(tmp_path, tensors, message):
+    save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
+    save_file(tensors, tmp_path / "b.safetensors")
+    result = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        raise result.exception
+
+
+def test_what_is_no_checkpoint_is_explained(tmp_path):
+    save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-3])
+    (tmp_path / "empty").mkdir()
+    for other in ("cut.safetensors", "empty"):
+        with pytest.raises(CheckpointError, match="not a safetensors file"):
+            raise run("diff", tmp_path / "a.safetensors", tmp_path / other).exception
+    with pytest.raises(OperandError, match="neither a version"):
+        raise run("diff", tmp_path / "a.safetensors", tmp_path / "none").exception
+
+
+def test_operands_are_versions_unless_such_a_path_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert operand("v12") == operand("12") == VersionOperand(12)
+    assert operand("fine.tune@v3") == VersionOperand(3, "fine.tune")
+    (tmp_path / "12").mkdir()
+    assert operand("12") == CheckpointOperand(Path("12"))
+    for text in ("v", "-1", "v1.5", "1e3", "main@", "9" * 13):
+        with pytest.raises(OperandError):
+            version_number(text)
+
+
+def test_decisions_are_written_for_replicas_to_follow(log):
+    log.grow(5)
+    shown = answer(ask(log, "pin", "v3", "--dry-run", "--json"))
+    assert not shown["written"] and read_chain(log.kafka, log.run).decisions == []
+    made = answer(ask(log, "pin", "v3", "--reason", "demo today", "--by", "ada", "--json"))["decision"]
+    assert (made["verdict"], made["version"], made["reason"], made["decided_by"]) == ("hold", 3, "demo today", "ada")
+    answer(ask(log, "rollback", 2, "--json"))
+    assert answer(ask(log, "log", "--json"))["limit"]["verdict"] == "roll_back"
+    answer(ask(log, "release", "--json"))
+    verdicts = [decision.verdict for decision in read_chain(log.kafka, log.run).decisions]
+    assert verdicts == [GateVerdict.HOLD, GateVerdict.ROLL_BACK, GateVerdict.RELEASE]
+    assert answer(ask(log, "log", "--json"))["limit"] is None
+
+
+def test_a_version_that_cannot_be_served_is_not_decided_on(log):
+    log.grow(3)
+    log.acknowledge("a", 2, at=now_us(), status=AckStatus.REFUSED)
+    for version, message in ((7, "version 7 is not on branch main"), (2, "refused by a and proved by none")):
+        with pytest.raises(ChainError, match=message):
+            raise ask(log, "rollback", version).exception
+    assert read_chain(log.kafka, log.run).decisions == []
+
+
+def test_an_operator_waits_for_the_replicas(log):
+    log.grow(4)
+    for replica in ("a", "b"):
+        log.acknowledge(replica, 3, at=now_us())
+    late = ask(log, "rollback", 1, "--wait", 0.5)
+    assert late.exit_code == 1
+    assert "a still serves 3" in late.output and "b still serves 3" in late.output
+    beyond = ask(log, "pin", 2, "--wait", DEADLINE_S)
+    assert beyond.exit_code == 1 and "a pin takes nobody back" in beyond.output
+    ended = threading.Event()
+    follower = threading.Thread(target=follow, args=(log, 3, ended))
+    follower.start()
+    try:
+        followed = ask(log, "rollback", 1, "--wait", DEADLINE_S)
+    finally:
+        ended.set()
+        follower.join()
+    assert followed.exit_code == 0, followed.output
+    assert "followed by a, b" in followed.output
+
+
+def follow(log: WeightLog, decision: int, ended: threading.Event) -> None:
+    """Two replicas that follow the branch's third decision."""
+    while not ended.is_set():
+        if len(read_chain(log.kafka, log.run).decisions) == decision:
+            for replica in ("a", "b"):
+                log.acknowledge(replica, 1, at=now_us(), status=AckStatus.ANCHORED)
+            return
+
+
+def test_a_log_that_does_not_answer_is_said_so_in_one_line():
+    result = subprocess.run(
+        [sys.executable, "-m", "tidemill.compose.cli", "weights", "log", "--bootstrap", "127.0.0.1:9"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert result.stderr.startswith("tidemill: no Kafka broker answered at 127.0.0.1:9")
+    assert result.stderr.count("\n") == 1
+
+
+def test_nothing_of_it_needs_an_engine():
+    program = """
+import sys
+sys.modules["vllm"] = None
+import tidemill.consumers.weights.verify, tidemill.consumers.weights.checkout, tidemill.consumers.weights.sources
+import tidemill.consumers.weights.decide, tidemill.consumers.weights.listing, tidemill.compose.weights
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
