@@ -1,0 +1,202 @@
+"""Which kernels run: compiled loops on the CPU, or Triton on the GPU that holds the weights.
+
+`TIDEMILL_KERNELS` decides:
+
+    auto      (default) Triton where a tensor is on a GPU, the compiled loops for all else. A GPU's tensor that cannot
+              have Triton is copied to the CPU: slower, the same bytes, and said once, loudly
+    strict    as auto, but that copy is an error that says why Triton cannot run
+    cpu       the compiled loops, whatever the tensor
+    triton    Triton, whatever the array: a CPU's is copied to the GPU, or stays where it is under Triton's interpreter
+
+The functions here are the kernels by the backend of their array: a numpy array of bit patterns or a PyTorch tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from enum import Enum, StrEnum
+from typing import Any
+
+import numpy as np
+
+from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.backend_cpu import CpuBackend
+from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
+from tidemill.kernels.elements import ElementType
+from tidemill.kernels.fingerprint import Fingerprint, TensorKey
+from tidemill.kernels.fingerprint import fingerprint as fingerprint_on_cpu
+
+ENVIRONMENT = "TIDEMILL_KERNELS"
+HOST_DEVICE = "cpu"
+
+AnyArray = Any
+"""A numpy array or a PyTorch tensor; what a backend gives back is of the same kind, on the same device."""
+
+_log = logging.getLogger(__name__)
+
+
+class KernelUnavailableError(RuntimeError):
+    """The kernels that were asked for cannot run here, and nothing may take their place; the message says why."""
+
+
+class Mode(StrEnum):
+    """What `TIDEMILL_KERNELS` may say."""
+
+    AUTO = "auto"
+    STRICT = "strict"
+    CPU = "cpu"
+    TRITON = "triton"
+
+
+class Choice(Enum):
+    """What runs the kernels for an array."""
+
+    CPU = "the compiled loops"
+    TRITON = "Triton"
+    FALLBACK = "the compiled loops, on a copy of what lies on the GPU"
+
+
+def choose(mode: Mode, on_gpu: bool, obstacle: Callable[[], str | None]) -> Choice:
+    """What runs the kernels for an array; `obstacle` says what keeps Triton from running, None if nothing does.
+
+    `obstacle` is asked only where Triton is wanted. Raises KernelUnavailableError.
+    """
+    if mode is Mode.CPU or (mode is not Mode.TRITON and not on_gpu):
+        return Choice.CPU
+    reason = obstacle()
+    if reason is None:
+        return Choice.TRITON
+    if mode is Mode.AUTO:
+        return Choice.FALLBACK
+    raise KernelUnavailableError(f"{ENVIRONMENT}={mode} asks for Triton's kernels, which cannot run: {reason}")
+
+
+def mode_of(value: str | None, strict: bool = False) -> Mode:
+    """The mode that the environment's `value` and a caller's `strict` make. Raises ValueError for an unknown value."""
+    try:
+        mode = Mode(value or Mode.AUTO)
+    except ValueError as error:
+        raise ValueError(f"{ENVIRONMENT} is {value!r}; it may be {', '.join(Mode)}") from error
+    return Mode.STRICT if strict and mode is Mode.AUTO else mode
+
+
+def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
+    """The kernels for a numpy array or a PyTorch tensor; with `strict`, "auto" in the environment means "strict".
+
+    Raises KernelUnavailableError where Triton is asked for and cannot run, ValueError for an unknown mode.
+    """
+    mode = mode_of(os.environ.get(ENVIRONMENT), strict)
+    is_numpy = isinstance(array, np.ndarray)
+    if is_numpy and mode is not Mode.TRITON:
+        return CPU_BACKEND
+    on_gpu = not is_numpy and array.device.type != HOST_DEVICE
+    choice = choose(mode, on_gpu, triton_obstacle)
+    if choice is Choice.FALLBACK:
+        _warn_of_fallback(str(array.device))
+    if choice is Choice.TRITON:
+        return _triton_backend(on_gpu, is_numpy)
+    return _cpu_backend_of_tensors()
+
+
+def compare_and_compact(old: AnyArray, new: AnyArray) -> AnyArray:
+    """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each, flat)."""
+    return backend_for(old).compare_and_compact(old, new)
+
+
+def take(bits: AnyArray, indices: AnyArray) -> AnyArray:
+    """The patterns (uN[k]) of `bits` (uN[n], flat) at `indices` (i8[k], each in range)."""
+    return backend_for(bits).take(bits, indices)
+
+
+def scatter(bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
+    """Write `new_at` (uN[k]) into `bits` (uN[n], flat) at `indices` (i8[k], each in range and once), in place."""
+    backend_for(bits).scatter(bits, indices, new_at)
+
+
+def split_classes(
+    kind: ElementType, old: AnyArray, new_at: AnyArray, indices: AnyArray, table: ClassTable, active: Active
+) -> ClassStreams:
+    """Split a block's changes into classes: see `kernels.classes.split_classes`."""
+    return backend_for(old).split_classes(kind, old, new_at, indices, table, active)
+
+
+def count_exponents(kind: ElementType, bits: AnyArray) -> Counts:
+    """How often each exponent occurs in `bits` (uN[n], flat): i8[exponents]."""
+    return backend_for(bits).count_exponents(kind, bits)
+
+
+def fingerprint(bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
+    """Fingerprint of elements [start, start + n) of a tensor, of which `bits` (uN[n]) are the patterns."""
+    return backend_for(bits).fingerprint(bits, key, start)
+
+
+def fingerprint_at(bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
+    """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
+    return backend_for(bits).fingerprint_at(bits, key, indices)
+
+
+def fingerprint_change(key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
+    """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
+    return backend_for(old_at).fingerprint_change(key, indices, old_at, new_at)
+
+
+@functools.cache
+def triton_obstacle() -> str | None:
+    """What keeps Triton from running kernels here, found by running one; None if nothing does."""
+    try:
+        import torch
+
+        from tidemill.kernels.triton_fingerprint import fingerprint as fingerprint_by_triton
+        from tidemill.kernels.triton_runtime import INTERPRETED
+    except ImportError as error:
+        return f"it cannot be imported ({error})"
+    if not INTERPRETED and not torch.cuda.is_available():
+        return "PyTorch finds no GPU, and TRITON_INTERPRET=1 is not set"
+    bits, key = np.arange(1000, dtype=np.uint16), TensorKey.of("probe")
+    try:
+        found = fingerprint_by_triton(torch.from_numpy(bits).to(_triton_device()), key)
+    except Exception as error:  # noqa: BLE001 - a driver, compiler or memory that fails: whatever it is, Triton cannot run
+        return f"a first kernel failed: {type(error).__name__}: {error}"
+    return None if found == fingerprint_on_cpu(bits, key) else "a first kernel gave a wrong result"
+
+
+CPU_BACKEND = CpuBackend()
+
+
+def _triton_device() -> str:
+    from tidemill.kernels.triton_runtime import INTERPRETED
+
+    return HOST_DEVICE if INTERPRETED else "cuda"
+
+
+@functools.cache
+def _triton_backend(on_gpu: bool, is_numpy: bool) -> KernelBackend[Any]:
+    from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorToDevice
+    from tidemill.kernels.backend_triton import TritonBackend
+
+    if is_numpy:
+        return MovingBackend(TritonBackend(), ArrayAsTensor(_triton_device()))
+    if not on_gpu and _triton_device() != HOST_DEVICE:
+        return MovingBackend(TritonBackend(), TensorToDevice(_triton_device()))
+    return TritonBackend()
+
+
+@functools.cache
+def _cpu_backend_of_tensors() -> KernelBackend[Any]:
+    from tidemill.kernels.backend_moving import MovingBackend, TensorAsArray
+
+    return MovingBackend(CPU_BACKEND, TensorAsArray())
+
+
+@functools.cache
+def _warn_of_fallback(device: str) -> None:
+    _log.warning(
+        "KERNEL FALLBACK: the weights on %s are copied to the CPU for every kernel, because Triton cannot run: %s. "
+        "%s=strict makes this an error.",
+        device,
+        triton_obstacle(),
+        ENVIRONMENT,
+    )

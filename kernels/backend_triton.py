@@ -1,0 +1,73 @@
+"""The kernels by Triton: on a GPU's tensors, or on CPU tensors in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidemill.kernels import triton_compact, triton_fingerprint, triton_move, triton_split
+from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
+from tidemill.kernels.elements import ElementType
+from tidemill.kernels.fingerprint import Fingerprint, TensorKey
+
+
+class TritonBackend(KernelBackend[torch.Tensor]):
+    """PyTorch tensors of any 1, 2 or 4 byte type in, tensors of their patterns out, on the same device."""
+
+    def compare_and_compact(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """See `KernelBackend`."""
+        return triton_compact.compare_and_compact(old, new)
+
+    def take(self, bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """See `KernelBackend`."""
+        return triton_move.take(bits, indices)
+
+    def scatter(self, bits: torch.Tensor, indices: torch.Tensor, new_at: torch.Tensor) -> None:
+        """See `KernelBackend`."""
+        triton_move.scatter(bits, indices, new_at)
+
+    def split_classes(
+        self,
+        kind: ElementType,
+        old: torch.Tensor,
+        new_at: torch.Tensor,
+        indices: torch.Tensor,
+        table: ClassTable,
+        active: Active,
+    ) -> ClassStreams:
+        """See `KernelBackend`."""
+        tables = (_beside(table, old), _beside(active, old))
+        streams = triton_split.split_classes(kind, old, new_at, indices, *tables, classes=int(table[-1]) + 1)
+        return ClassStreams(_host(streams.counts), _host(streams.gaps), _host(streams.steps))
+
+    def count_exponents(self, kind: ElementType, bits: torch.Tensor) -> Counts:
+        """See `KernelBackend`."""
+        return _host(triton_split.count_exponents(kind, bits))
+
+    def fingerprint(self, bits: torch.Tensor, key: TensorKey, start: int = 0) -> Fingerprint:
+        """See `KernelBackend`."""
+        return triton_fingerprint.fingerprint(bits, key, start)
+
+    def fingerprint_at(self, bits: torch.Tensor, key: TensorKey, indices: torch.Tensor) -> Fingerprint:
+        """See `KernelBackend`."""
+        return triton_fingerprint.fingerprint_at(bits, key, indices)
+
+    def fingerprint_change(
+        self, key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor, new_at: torch.Tensor
+    ) -> Fingerprint:
+        """See `KernelBackend`."""
+        return triton_fingerprint.fingerprint_change(key, indices, old_at, new_at)
+
+
+def _beside(table: npt.NDArray[np.uint8], tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a small table on a tensor's device; a copy, because numpy may hold it read-only."""
+    return torch.tensor(table, dtype=torch.uint8, device=tensor.device)
+
+
+def _host(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = tensor.cpu().numpy()
+    return array

@@ -1,0 +1,358 @@
+"""The class split of `kernels.classes` on a GPU: gaps within a class and folded steps, class by class.
+
+The rank of an element is the number of elements of its class before it, in active segments. Ranks are put together from
+three counts, so that one pass alone reads the whole block:
+
+- of the class in the tiles before: a scan of the tiles' totals;
+- of the class in the rows of the tile before: sixteen-bit counts, four to a word, kept for each row;
+- of the class in the row before the element: counted anew for each changed element.
+
+The changed elements are then put in order of class, stably, by a count, a scan and a write; a gap is the difference of
+two ranks that lie side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl  # type: ignore[import-untyped]
+
+from tidemill.kernels.classes import SEGMENT
+from tidemill.kernels.elements import ElementType
+from tidemill.kernels.tensor_rows import check_places, check_type, flat_patterns, flat_row
+from tidemill.kernels.triton_runtime import kernel, tiles
+
+CLASSES_IN_WORD = 4
+BLOCK_LIMIT = (1 << 32) - 1
+"""Elements of a block whose ranks fit in 32 bits."""
+EXPONENT_TILE = 2048
+EXPONENT_PROGRAMS = 512
+LEAST_BINS = 32
+"""A histogram has at least one bin for each lane of a warp."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTiling:
+    """How the work is cut; powers of two. Whatever they are, the result is the same."""
+
+    row: int = 128
+    """Elements of a row, which divides a segment."""
+    rows: int = 32
+    """Rows of a tile, of less than 2**16 elements."""
+    ranked: int = 32
+    """Changed elements whose rows one program counts."""
+    placed: int = 1024
+    """Changed elements that one program puts in order, less than 2**16."""
+
+
+GPU_TILING = SplitTiling()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceStreams:
+    """`kernels.classes.ClassStreams` on the GPU."""
+
+    counts: torch.Tensor
+    """i8[classes], changed elements of each class."""
+    gaps: torch.Tensor
+    """u4[changed]"""
+    steps: torch.Tensor
+    """u4[changed], folded."""
+
+
+@kernel
+def class_of(pattern: tl.tensor, table_pointer: tl.tensor, SHIFT: tl.constexpr, EXPONENTS: tl.constexpr) -> tl.tensor:
+    """The class of each pattern, i4."""
+    exponent = (pattern.to(tl.uint32) >> SHIFT) & (EXPONENTS - 1)
+    return tl.load(table_pointer + exponent.to(tl.int32)).to(tl.int32)
+
+
+@kernel
+def place_of(pattern: tl.tensor, BITS: tl.constexpr, ORDER: tl.constexpr) -> tl.tensor:
+    """A pattern's place among all patterns of `BITS` bits by value, u4. `ORDER` is `kernels.elements.Order`."""
+    place = pattern.to(tl.uint32)
+    if ORDER == 0:
+        negative = (place >> (BITS - 1)) != 0
+        place = place ^ tl.where(negative, (1 << BITS) - 1, 1 << (BITS - 1)).to(tl.uint32)
+    if ORDER == 1:
+        place = place ^ (1 << (BITS - 1))
+    return place
+
+
+@kernel
+def folded_step(old: tl.tensor, new: tl.tensor, BITS: tl.constexpr, ORDER: tl.constexpr) -> tl.tensor:
+    """The step from one place to another modulo 2**BITS, folded: +1, -1, +2, -2 ... become 0, 1, 2, 3 ..., u4."""
+    step = (place_of(new, BITS, ORDER) - place_of(old, BITS, ORDER)) & ((1 << BITS) - 1)
+    down = (step >> (BITS - 1)) != 0
+    return tl.where(down, ((((1 << BITS) - 1) - step) << 1) | 1, (step - 1) << 1)
+
+
+@kernel
+def one_in_field(held: tl.tensor, group: tl.tensor, word: tl.constexpr) -> tl.tensor:
+    """A 1 in the sixteen-bit field of the class where the class belongs to `word` and is `held`, else 0, u8."""
+    one = tl.full(group.shape, 1, tl.uint64) << ((group % 4) * 16).to(tl.uint64)
+    return tl.where(held & (group // 4 == word), one, 0)
+
+
+@kernel
+def field_of(packed: tl.tensor, group: tl.tensor) -> tl.tensor:
+    """The sixteen-bit field of a class in the word that holds it, u8."""
+    return (packed >> ((group % 4) * 16).to(tl.uint64)) & 0xFFFF
+
+
+@kernel
+def store_totals(
+    totals_pointer: tl.tensor, packed: tl.tensor, word: tl.constexpr, column: tl.tensor, columns: tl.tensor
+) -> None:
+    """Unpack the four counts of a word into a column of `totals` (i4[4 * words, columns])."""
+    field = tl.arange(0, 4)
+    counts = (packed >> (field * 16).to(tl.uint64)) & 0xFFFF
+    tl.store(totals_pointer + (word * 4 + field) * columns + column, counts.to(tl.int32))
+
+
+@kernel
+def count_rows(
+    old_pointer: tl.tensor,
+    table_pointer: tl.tensor,
+    active_pointer: tl.tensor,
+    rows_pointer: tl.tensor,
+    totals_pointer: tl.tensor,
+    n: tl.int64,
+    n_tiles: tl.int64,
+    SHIFT: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """One program a tile: elements of each class in the rows of the tile before each row, and in the whole tile."""
+    tile = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, ROWS * ROW)
+    left = n - tile * (ROWS * ROW)
+    inside = lanes < left
+    if left >= ROWS * ROW:
+        pattern = tl.load(old_pointer + tile * (ROWS * ROW) + lanes)
+    else:
+        pattern = tl.load(old_pointer + tile * (ROWS * ROW) + lanes, mask=inside, other=0)
+    group = class_of(pattern, table_pointer, SHIFT, EXPONENTS)
+    row = tile * ROWS + tl.arange(0, ROWS)
+    active = tl.load(active_pointer + row * ROW // SEGMENT, mask=row * ROW < n, other=0) != 0
+    for word in tl.static_range(WORDS):
+        counts = tl.sum(tl.reshape(one_in_field(inside, group, word), (ROWS, ROW)), axis=1)
+        counts = tl.where(active, counts, 0)
+        tl.store(rows_pointer + row * WORDS + word, (tl.cumsum(counts, 0) - counts).to(tl.int64, bitcast=True))
+        store_totals(totals_pointer, tl.sum(counts, axis=0), word, tile, n_tiles)
+
+
+@kernel
+def rank_changed(
+    old_pointer: tl.tensor,
+    indices_pointer: tl.tensor,
+    table_pointer: tl.tensor,
+    rows_pointer: tl.tensor,
+    begins_pointer: tl.tensor,
+    ranks_pointer: tl.tensor,
+    n_changed: tl.int64,
+    n_tiles: tl.int64,
+    SHIFT: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANKED: tl.constexpr,
+) -> None:
+    """The rank of each changed element, u4. `begins` (i8[classes, tiles]) are the ranks at which tiles begin."""
+    at = tl.program_id(0).to(tl.int64) * RANKED + tl.arange(0, RANKED)
+    inside = at < n_changed
+    index = tl.load(indices_pointer + at, mask=inside, other=0)
+    group = class_of(tl.load(old_pointer + index, mask=inside, other=0), table_pointer, SHIFT, EXPONENTS)
+    row = index // ROW
+    lane = tl.arange(0, ROW)
+    before = (lane[None, :] < (index - row * ROW)[:, None]) & inside[:, None]
+    others = tl.load(old_pointer + (row * ROW)[:, None] + lane[None, :], mask=before, other=0)
+    alike = before & (class_of(others, table_pointer, SHIFT, EXPONENTS) == group[:, None])
+    packed = tl.load(rows_pointer + row * WORDS + group // 4, mask=inside, other=0).to(tl.uint64, bitcast=True)
+    begin = tl.load(begins_pointer + group * n_tiles + row // ROWS, mask=inside, other=0)
+    rank = begin + field_of(packed, group).to(tl.int64) + tl.sum(alike.to(tl.int32), axis=1)
+    tl.store(ranks_pointer + at, rank.to(tl.uint32), mask=inside)
+
+
+@kernel
+def count_changed(
+    old_pointer: tl.tensor,
+    indices_pointer: tl.tensor,
+    table_pointer: tl.tensor,
+    totals_pointer: tl.tensor,
+    n_changed: tl.int64,
+    n_tiles: tl.int64,
+    SHIFT: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PLACED: tl.constexpr,
+) -> None:
+    """One program a tile of changed elements: how many of each class it holds."""
+    tile = tl.program_id(0).to(tl.int64)
+    at = tile * PLACED + tl.arange(0, PLACED)
+    inside = at < n_changed
+    index = tl.load(indices_pointer + at, mask=inside, other=0)
+    group = class_of(tl.load(old_pointer + index, mask=inside, other=0), table_pointer, SHIFT, EXPONENTS)
+    for word in tl.static_range(WORDS):
+        store_totals(totals_pointer, tl.sum(one_in_field(inside, group, word), axis=0), word, tile, n_tiles)
+
+
+@kernel
+def place_changed(
+    old_pointer: tl.tensor,
+    new_pointer: tl.tensor,
+    indices_pointer: tl.tensor,
+    table_pointer: tl.tensor,
+    ranks_pointer: tl.tensor,
+    begins_pointer: tl.tensor,
+    placed_pointer: tl.tensor,
+    steps_pointer: tl.tensor,
+    n_changed: tl.int64,
+    n_tiles: tl.int64,
+    SHIFT: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    BITS: tl.constexpr,
+    ORDER: tl.constexpr,
+    WORDS: tl.constexpr,
+    PLACED: tl.constexpr,
+) -> None:
+    """Ranks and steps in order of class. `begins` (i8[classes, tiles]) are the places at which tiles begin."""
+    tile = tl.program_id(0).to(tl.int64)
+    at = tile * PLACED + tl.arange(0, PLACED)
+    inside = at < n_changed
+    index = tl.load(indices_pointer + at, mask=inside, other=0)
+    old = tl.load(old_pointer + index, mask=inside, other=0)
+    new = tl.load(new_pointer + at, mask=inside, other=0)
+    group = class_of(old, table_pointer, SHIFT, EXPONENTS)
+    within = tl.zeros((PLACED,), tl.uint64)
+    for word in tl.static_range(WORDS):
+        one = one_in_field(inside, group, word)
+        within = tl.where(group // 4 == word, field_of(tl.cumsum(one, 0) - one, group), within)
+    place = tl.load(begins_pointer + group * n_tiles + tile, mask=inside, other=0) + within.to(tl.int64)
+    tl.store(placed_pointer + place, tl.load(ranks_pointer + at, mask=inside, other=0), mask=inside)
+    tl.store(steps_pointer + place, folded_step(old, new, BITS, ORDER), mask=inside)
+
+
+@kernel
+def write_gaps(
+    placed_pointer: tl.tensor,
+    firsts_pointer: tl.tensor,
+    gaps_pointer: tl.tensor,
+    n_changed: tl.int64,
+    CLASSES: tl.constexpr,
+    PLACED: tl.constexpr,
+) -> None:
+    """Gaps from ranks in order of class. `firsts` (i8[classes]) are the places at which classes begin."""
+    at = tl.program_id(0).to(tl.int64) * PLACED + tl.arange(0, PLACED)
+    inside = at < n_changed
+    first = at == 0
+    for group in tl.static_range(CLASSES):
+        first = first | (at == tl.load(firsts_pointer + group))
+    rank = tl.load(placed_pointer + at, mask=inside, other=0)
+    previous = tl.load(placed_pointer + at - 1, mask=inside & (at > 0), other=0)
+    tl.store(gaps_pointer + at, tl.where(first, rank, rank - previous - 1), mask=inside)
+
+
+@kernel
+def count_patterns(
+    bits_pointer: tl.tensor,
+    counts_pointer: tl.tensor,
+    n: tl.int64,
+    SHIFT: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    BINS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """How many elements of each exponent a program met: a row of `counts` (i4[programs, BINS])."""
+    first, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    lanes = tl.arange(0, TILE)
+    counts = tl.zeros((BINS,), tl.int32)
+    for tile in range(first, (n + TILE - 1) // TILE, programs):
+        inside = tile * TILE + lanes < n
+        pattern = tl.load(bits_pointer + tile * TILE + lanes, mask=inside, other=0).to(tl.uint32)
+        exponent = (pattern >> SHIFT) & (EXPONENTS - 1)
+        counts += tl.histogram(exponent.to(tl.int32), BINS, mask=inside)
+    tl.store(counts_pointer + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+def split_classes(
+    kind: ElementType,
+    old: torch.Tensor,
+    new_at: torch.Tensor,
+    indices: torch.Tensor,
+    table: torch.Tensor,
+    active: torch.Tensor,
+    classes: int,
+    tiling: SplitTiling = GPU_TILING,
+) -> DeviceStreams:
+    """What `kernels.classes.split_classes` says of the same arrays; all on one device, `classes` = table[-1] + 1.
+
+    Raises ValueError for arrays that do not fit each other, or more elements than a gap can count.
+    """
+    flat, new, places = flat_patterns(old), flat_patterns(new_at), flat_row(indices)
+    check_places(places, new)
+    check_type(flat, new)
+    if flat.numel() > BLOCK_LIMIT:
+        raise ValueError(f"{flat.numel()} elements in a block; their ranks have 32 bits")
+    if table.numel() != kind.exponents or active.numel() != tiles(flat.numel(), SEGMENT):
+        raise ValueError(f"{table.numel()} of {kind.exponents} exponents, {active.numel()} segments")
+    words = tiles(classes, CLASSES_IN_WORD)
+    gaps, placed, steps = (torch.empty(new.numel(), dtype=torch.uint32, device=flat.device) for _ in range(3))
+    totals = _counts(words, tiles(new.numel(), tiling.placed), flat.device)
+    if new.numel():
+        form = {"SHIFT": kind.mantissa_bits, "EXPONENTS": kind.exponents, "WORDS": words}
+        ranks = _ranks(flat, places, table, active, tiling, form)
+        grid, sizes = (totals.shape[1],), (new.numel(), totals.shape[1])
+        count_changed[grid](flat, places, table, totals, *sizes, **form, PLACED=tiling.placed)
+        begins = _begins(totals.view(1, -1)).view(totals.shape)
+        form = {**form, "BITS": kind.width, "ORDER": int(kind.order), "PLACED": tiling.placed}
+        place_changed[grid](flat, new, places, table, ranks, begins, placed, steps, *sizes, **form)
+        firsts = begins[:, 0].contiguous()
+        write_gaps[grid](placed, firsts, gaps, new.numel(), CLASSES=firsts.numel(), PLACED=tiling.placed)
+    return DeviceStreams(totals.sum(dim=1)[:classes], gaps, steps)
+
+
+def count_exponents(kind: ElementType, bits: torch.Tensor) -> torch.Tensor:
+    """Number of elements (i8[exponents]) of each exponent in `bits`, contiguous."""
+    flat, bins = flat_patterns(bits), max(LEAST_BINS, kind.exponents)
+    programs = min(EXPONENT_PROGRAMS, tiles(flat.numel(), EXPONENT_TILE))
+    counts = torch.empty((programs, bins), dtype=torch.int32, device=flat.device)
+    if programs:
+        form = {"SHIFT": kind.mantissa_bits, "EXPONENTS": kind.exponents}
+        count_patterns[(programs,)](flat, counts, flat.numel(), **form, BINS=bins, TILE=EXPONENT_TILE)
+    return counts.sum(dim=0, dtype=torch.int64)[: kind.exponents]
+
+
+def _ranks(
+    flat: torch.Tensor,
+    places: torch.Tensor,
+    table: torch.Tensor,
+    active: torch.Tensor,
+    tiling: SplitTiling,
+    form: dict[str, int],
+) -> torch.Tensor:
+    """u4[changed], the rank of each changed element, in the order of `places`."""
+    n_tiles = tiles(flat.numel(), tiling.row * tiling.rows)
+    rows = torch.empty(n_tiles * tiling.rows * form["WORDS"], dtype=torch.int64, device=flat.device)
+    totals = _counts(form["WORDS"], n_tiles, flat.device)
+    cut = {**form, "ROW": tiling.row, "ROWS": tiling.rows}
+    count_rows[(n_tiles,)](flat, table, active, rows, totals, flat.numel(), n_tiles, **cut, SEGMENT=SEGMENT)
+    ranks = torch.empty(places.numel(), dtype=torch.uint32, device=flat.device)
+    rank_changed[(tiles(places.numel(), tiling.ranked),)](
+        flat, places, table, rows, _begins(totals), ranks, places.numel(), n_tiles, **cut, RANKED=tiling.ranked
+    )
+    return ranks
+
+
+def _counts(words: int, columns: int, device: torch.device) -> torch.Tensor:
+    return torch.empty((words * CLASSES_IN_WORD, columns), dtype=torch.int32, device=device)
+
+
+def _begins(totals: torch.Tensor) -> torch.Tensor:
+    """Exclusive sums along each row, i8."""
+    return torch.cumsum(totals, 1, dtype=torch.int64) - totals
