@@ -11,7 +11,7 @@ What stays true:
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tidemill.schemas.records import Manifest, ShardPosition, SkipDelta
@@ -104,6 +104,15 @@ class Lineage:
             return f"a skip-delta from version {skip.base} to {skip.version} does not lead forwards"
         self._skips.setdefault(skip.version, {}).setdefault(skip.base, skip)
         return ""
+
+    def forget_tensors(self, below: int) -> None:
+        """Let go of the tensor lists of the versions before `below` that have no anchor: nearly all of the memory.
+
+        A version whose list is gone is known by its fingerprint alone.
+        """
+        for version, manifest in self.manifests.items():
+            if version < below and manifest.anchor is None and manifest.tensors:
+                self.manifests[version] = replace(manifest, tensors=[])
 
     def refuse_delta(self, base: int, version: int) -> None:
         """The delta from `base` to `version` is wrong, so that trying it again cannot help."""

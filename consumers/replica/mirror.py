@@ -137,8 +137,8 @@ class Draft:
         self._step(manifest)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises FingerprintMismatch unless every tensor is what the manifest, its tensors listed, says of it."""
-        wrong = _differing(self._mirror._fingerprints, manifest)
+        """Raises FingerprintMismatch unless every tensor is what the manifest says of it, where it lists them."""
+        wrong = _differing(self._mirror._fingerprints, manifest) if manifest.tensors else ""
         if wrong:
             raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {wrong}")
 

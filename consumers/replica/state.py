@@ -102,6 +102,7 @@ class ReplicaState:
         """The live tensors were proved to be `version`, which is served from now on."""
         self._serving = version
         self._answered.add(version)
+        self._lineage.forget_tensors(version)
 
     def delta_refused(self, delta: Delta) -> None:
         """A delta is wrong, so that trying it again cannot help."""

@@ -37,10 +37,10 @@ def base_directory(directory: Path) -> Path:
 class ArrayEngine:
     """The subscriber's engine over arrays in checkpoint coordinates, whose memory can be made to fail."""
 
-    def __init__(self, view):
+    def __init__(self, version, view):
         self.live = {name: bits.reshape(-1).copy() for name, bits in view.items()}
         self.undo_log = []
-        self.version = 0
+        self.version = version
         self.lose_writes = self.lose_changes = False
         self.written = []
         """Elements written by each `apply`."""
@@ -80,19 +80,19 @@ class ArrayEngine:
 class ArrayReplica:
     """A subscriber over an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, region="here"):
+    def __init__(self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, reason="start"):
         anchor = Path(first.anchor.uri)
         mirror = Mirror.from_anchor(anchor, first)
-        self.engine = ArrayEngine({name: mirror.bits(name) for name in mirror.fingerprints})
+        self.engine = ArrayEngine(first.version, {name: mirror.bits(name) for name in mirror.fingerprints})
         self.acks, self.lags = [], []
         self.state = ReplicaState(first.run_id, first.branch)
         self.state.observe(first)
-        identity = Identity("replica-t", region, first.run_id, first.branch, "i", 1)
+        identity = Identity("replica-t", "here", first.run_id, first.branch, "i", 1)
         ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)
         self.fetcher = ChunkFetcher(chunks, timeout_s)
         staging = Staging(self.fetcher, directory)
         self.subscriber = Subscriber(self.engine, self.state, mirror, staging, ledger)
-        asyncio.run(self.subscriber.begin(first))
+        asyncio.run(self.subscriber.begin(first, reason))
 
     def _say(self, record):
         (self.acks if isinstance(record, WeightAck) else self.lags).append(record)

@@ -1,0 +1,59 @@
+"""The six faults of the weight log and what a replica says of each, one JSON line a fault.
+
+    python tests/bench/bench_faults.py [--bootstrap HOST:PORT]
+
+Without an address a broker of the local stack is started for the time. The stories are those of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from tests.consumers.replica_faults import STORIES, Site
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.config import KafkaSettings
+
+
+def tell(fault: str, bootstrap: str, directory: Path) -> None:
+    """Print what happened."""
+    site = Site(KafkaSettings(bootstrap=bootstrap, topic_prefix=f"faults-{uuid.uuid4().hex[:8]}."), directory)
+    begun = time.monotonic()
+    try:
+        STORIES[fault](site)
+        said = [[ack.status.value, ack.version, ack.serving_version, ack.reason] for ack in site.acks]
+        seconds = round(time.monotonic() - begun, 2)
+        line = {"fault": fault, "what": STORIES[fault].__doc__, "healed": site.healed(), "seconds": seconds}
+        print(json.dumps({**line, "acks": said}), flush=True)
+    finally:
+        site.close()
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description="Six faults of the weight log, refused and healed.")
+    parser.add_argument("--bootstrap", default="")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
+        root = Path(name)
+        stack = None if arguments.bootstrap else LocalStack(StackSettings(data_dir=root / "stack", heap_mb=320))
+        try:
+            bootstrap = arguments.bootstrap if stack is None else stack.up(lambda _: None).bootstrap
+            for fault in STORIES:
+                directory = root / fault.replace(" ", "-")
+                directory.mkdir()
+                tell(fault, bootstrap, directory)
+        finally:
+            if stack is not None:
+                stack.down(lambda _: None)
+
+
+if __name__ == "__main__":
+    main()
