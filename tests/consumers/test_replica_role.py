@@ -19,7 +19,7 @@ from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import AckStatus
-from tidemill.trainer.publish import VersionMark, WeightPublisher
+from tidemill.trainer.publish import WeightPublisher
 
 _PATH = Path(__file__).with_name("replica_driver.py")
 _SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
@@ -45,19 +45,13 @@ class Trainer:
         self.view, self.version = driver.view_of(base), 0
         self.producer = RecordProducer(settings, "trainer")
         store = StoreSettings(root=str(root / "store"))
-        self.publisher = WeightPublisher(
-            self.producer, driver.RUN, store, base_model=base, anchor_every=100, published={}
-        )
-        self._publish(None, None, self.view)
-
-    def _publish(self, parent, old, new):
-        mark = VersionMark(self.version, parent, self.version, 1e-5, int(time.time() * 1e6))
-        return self.publisher.publish(mark, old, new)
+        self.publisher = WeightPublisher.open(settings, driver.RUN, store, base_model=base)
+        self.publisher.publish(0, self.view)
 
     def step(self):
-        old, self.view = self.view, driver.nudged(self.view, self.version + 1)
+        self.view = driver.nudged(self.view, self.version + 1)
         self.version += 1
-        return self._publish(self.version - 1, old, self.view)
+        return self.publisher.publish(self.version, self.view, learning_rate=1e-5)
 
 
 def acks_until(settings, serving, deadline_s=120.0):

@@ -1,7 +1,6 @@
 """Versions published on a real Kafka: readable in full once seen, published once, always continuing the chain."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -196,13 +195,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("given", [dict, lambda view: iter(view.items())], ids=["mapping", "iterator"])
-@pytest.mark.parametrize("bad", BAD)
-def test_tensors_that_are_not_the_chain_s_are_refused(publication, open_publisher, views, bad, given):
+def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication, open_publisher, views, given):
     publisher = open_publisher()
     publisher.publish(0, views[0])
-    change, reason = BAD[bad]
-    with pytest.raises((ChainError, TypeError), match=reason):
-        publisher.publish(1, given(change(views[1])))
+    for change, reason in BAD.values():
+        with pytest.raises((ChainError, TypeError), match=reason):
+            publisher.publish(1, given(change(views[1])))
     assert not publication.chunks()
     publisher.publish(1, views[1])
     assert_followed(publication, views[:2])
@@ -353,8 +351,3 @@ def test_a_base_model_that_is_none_is_said_to_be_none(publication, tmp_path, vie
         (tmp_path / "missing").mkdir()
         (tmp_path / "missing" / "config.json").write_text(json.dumps({}))
         publisher.publish(0, views[0])
-
-
-def test_a_manifest_in_the_log_equals_what_was_returned(publication, open_publisher, views):
-    sent = publish_all(open_publisher(), views[:2])
-    assert publication.manifests() == [replace(manifest) for manifest in sent]
