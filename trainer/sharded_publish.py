@@ -84,17 +84,17 @@ class ShardedPublisher:
     ) -> None:
         self._producer = producer
         self._ranks = ranks
-        self._run = run
-        self._store = store
+        self._kafka, self._run, self._store = kafka, run, store
         self._base_model = base_model
         self._settings = settings
         self._shards_per_rank = shards_per_rank
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._held: _Held | None = None
+        self._in_doubt = False
         # The chain is the committer's: on the other ranks it stays empty.
-        chain = ranks.on_first(lambda: read_chain(kafka, run)) or VersionChain(run.run_id, run.branch)
-        self._log = VersionLog(producer, run, store, chain)
+        chain = ranks.on_first(lambda: read_chain(kafka, run))
+        self._log = VersionLog(producer, run, store, VersionChain(run.run_id, run.branch) if chain is None else chain)
 
     def publish(self, mark: VersionMark, parts: Parts) -> Manifest:
         """Publish the weights of which every rank gives its `parts` as version `mark.version`; on every rank at once.
@@ -105,16 +105,20 @@ class ShardedPublisher:
         is then not published. Raises RanksLostError when a rank is gone: start again, and publish the version again.
         """
         published = self._ranks.from_first(lambda: self._published(mark))
+        self._in_doubt = True
         reports = self._ranks.gather(lambda: self._send(mark, parts, published))
         sent = self._ranks.on_first(lambda: self._checked(mark, reports, published))
         due = self._ranks.from_first(lambda: sent is not None and sent.anchor_due)
         anchor = write_sharded_anchor(self._anchor_uri(mark), self._base_model, parts, self._ranks) if due else None
         manifest = published or self._ranks.from_first(lambda: self._commit(mark, sent, anchor))
-        self._held = _Held(mark.version, parts)
+        self._held, self._in_doubt = _Held(mark.version, parts), False
         return manifest
 
     def _published(self, mark: VersionMark) -> Manifest | None:
         """The version as the log has it. Raises ChainError when it is neither there nor the next one."""
+        if self._in_doubt:
+            # After a failure nobody knows what the log took: it is asked.
+            self._log.chain = read_chain(self._kafka, self._run)
         published = self._log.chain.get(mark.version)
         if published is None:
             self._log.chain.require_next(mark.version, mark.parent)
