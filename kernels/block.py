@@ -2,33 +2,36 @@
 
 A block says what it changes (tensor, element type, range), from what (base fingerprint) and into what (target
 fingerprint), and carries a digest over all of its bytes. It can be checked and refused alone; what it writes can be
-read only beside the weights that it changes. Layout, little-endian:
+read only beside the weights that it changes. Layout, little-endian, integers variable (`kernels.wire`):
 
-    header   88 bytes   magic, format, encoding, element type, name length, tensor elements, start, elements, changed,
-                        payload length, base fingerprint, target fingerprint, xxh3-128 of everything but itself
-    name     UTF-8      the tensor's name in the checkpoint
+    prefix    5 bytes   magic, which names the format; how many bytes of fields follow
+    fields              encoding, element type, digest, a byte each; name length, tensor elements, start, elements,
+                        changed, payload length; base fingerprint, target fingerprint, 16 bytes each
+    digest   16 bytes   of everything but itself: xxh3-128, or the first half of blake3
+    name                the tensor's name in the checkpoint, UTF-8
     payload             `kernels.payload`
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
+import blake3
 import xxhash
 
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.payload import payload_limit
-from tidemill.kernels.settings import BLOCK_ELEMENTS
+from tidemill.kernels.settings import BLOCK_ELEMENTS, DigestChoice
+from tidemill.kernels.wire import Reader, varint
 
-MAGIC = b"TMb\x01"
-FORMAT = 1
+MAGIC = b"TMb\x02"
 NAME_LIMIT = 1024
 TENSOR_LIMIT = 1 << 48
-FIELDS = struct.Struct("<4sHBBHHQQIII16s16s")
+PREFIX_SIZE = len(MAGIC) + 1
 DIGEST_SIZE = 16
-HEADER_SIZE = FIELDS.size + DIGEST_SIZE
+DIGESTS: tuple[DigestChoice, ...] = ("xxh3", "blake3")
+"""By their code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class BlockHeader:
     payload_length: int
     base: Fingerprint
     target: Fingerprint
+    digest_kind: DigestChoice
     digest: bytes
 
     @property
@@ -75,30 +79,46 @@ class EncodedBlock:
 
 
 def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
-    """The bytes of a block; the digest in `header` is computed, whatever it says."""
-    fields = FIELDS.pack(
-        MAGIC, FORMAT, header.encoding, header.kind.code, len(name), 0, header.tensor_elements, header.start,
-        header.elements, header.changed, len(payload), header.base.to_bytes(), header.target.to_bytes(),
-    )  # fmt: skip
-    return b"".join((fields, _digest(fields, name, payload), name, payload))
+    """The bytes of a block; the digest and the lengths in `header` are computed, whatever it says."""
+    numbers = len(name), header.tensor_elements, header.start, header.elements, header.changed, len(payload)
+    fields = b"".join(
+        (
+            bytes((header.encoding, header.kind.code, DIGESTS.index(header.digest_kind))),
+            *map(varint, numbers),
+            header.base.to_bytes(),
+            header.target.to_bytes(),
+        )
+    )
+    fields = MAGIC + bytes([len(fields)]) + fields
+    return b"".join((fields, _digest(header.digest_kind, fields, name, payload), name, payload))
+
+
+def header_size(prefix: bytes | memoryview) -> int:
+    """Length of the header that begins with `PREFIX_SIZE` bytes. Raises DeltaError where no block begins."""
+    if len(prefix) < PREFIX_SIZE:
+        raise DeltaError(f"the delta ends inside a block's header: {len(prefix)} of {PREFIX_SIZE} bytes")
+    if prefix[: len(MAGIC)] != MAGIC:
+        raise DeltaError(f"not a block of this format: it begins with {bytes(prefix[:PREFIX_SIZE]).hex()}")
+    return PREFIX_SIZE + prefix[len(MAGIC)] + DIGEST_SIZE
 
 
 def read_header(data: memoryview) -> BlockHeader:
-    """Read and bounds-check the first `HEADER_SIZE` bytes of a block. Raises DeltaError."""
-    if len(data) < HEADER_SIZE:
-        raise DeltaError(f"the delta ends inside a block's header: {len(data)} of {HEADER_SIZE} bytes")
-    magic, version, encoding, code, name_length, reserved, total, start, elements, changed, length, base, target = (
-        FIELDS.unpack(data[: FIELDS.size])
-    )
-    if magic != MAGIC or version != FORMAT or reserved:
-        raise DeltaError(f"not a block of format {FORMAT}: it begins with {bytes(data[:8]).hex()}")
-    if code not in BY_CODE:
-        raise DeltaError(f"unknown element type code {code} in a block")
-    digest = bytes(data[FIELDS.size : HEADER_SIZE])
-    fingerprints = Fingerprint.from_bytes(base), Fingerprint.from_bytes(target)
+    """Read and bounds-check the header at the beginning of `data`. Raises DeltaError."""
+    size = header_size(data[:PREFIX_SIZE])
+    if len(data) < size:
+        raise DeltaError(f"the delta ends inside a block's header: {len(data)} of {size} bytes")
+    source = Reader(data[PREFIX_SIZE : size - DIGEST_SIZE])
+    encoding, code, digest_code = source.byte(), source.byte(), source.byte()
+    if code not in BY_CODE or digest_code >= len(DIGESTS):
+        raise DeltaError(f"unknown element type code {code} or digest code {digest_code} in a block")
+    name_length, total, start, elements, changed, length = (source.varint() for _ in range(6))
+    base, target = (Fingerprint.from_bytes(bytes(source.take(16))) for _ in range(2))
+    if len(source.rest()):
+        raise DeltaError("a block's header has bytes to spare")
     header = BlockHeader(
-        encoding, BY_CODE[code], name_length, total, start, elements, changed, length, *fingerprints, digest
-    )
+        encoding, BY_CODE[code], name_length, total, start, elements, changed, length, base, target,
+        DIGESTS[digest_code], bytes(data[size - DIGEST_SIZE : size]),
+    )  # fmt: skip
     _check_bounds(header)
     return header
 
@@ -111,7 +131,7 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
     name, payload = body[: header.name_length], body[header.name_length :]
     if len(body) != header.body_length:
         raise DeltaError(f"the delta ends inside a block: {len(body)} of {header.body_length} bytes")
-    if _digest(fields[: FIELDS.size], name, payload) != header.digest:
+    if _digest(header.digest_kind, fields[:-DIGEST_SIZE], name, payload) != header.digest:
         raise DeltaError(f"digest mismatch in a block of {bytes(name)[:80]!r}: its bytes were changed on the way")
     return EncodedBlock(
         _tensor_name(name), header.kind.name, header.tensor_elements, header.start, header.elements, header.changed,
@@ -139,8 +159,8 @@ def _tensor_name(name: memoryview) -> str:
         raise DeltaError(f"a tensor name is not UTF-8: {bytes(name)[:80]!r}") from error
 
 
-def _digest(fields: bytes | memoryview, name: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-    state = xxhash.xxh3_128(fields)
-    state.update(name)
-    state.update(payload)
-    return state.digest()
+def _digest(kind: DigestChoice, *parts: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128() if kind == "xxh3" else blake3.blake3()
+    for part in parts:
+        state.update(part)
+    return bytes(state.digest()[:DIGEST_SIZE])

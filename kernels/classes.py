@@ -111,6 +111,20 @@ def count_exponents(kind: ElementType, bits: Bits) -> Counts:
     return counts
 
 
+def fold_steps(kind: ElementType, old: Bits, new: Bits) -> Values:
+    """u4[n]: the folded steps from `old` to `new` (uN[n] each, contiguous), which differ everywhere."""
+    steps = np.empty(old.size, np.uint32)
+    _fold_all(old, new, _form(kind), steps)
+    return steps
+
+
+def move(kind: ElementType, old: Bits, step: int) -> Bits:
+    """uN[n]: where one folded step leads from each of `old` (uN[n], contiguous)."""
+    new = np.empty_like(old)
+    _move_all(old, np.uint64(step), _form(kind), new)
+    return new
+
+
 def _form(kind: ElementType) -> Form:
     sign = 1 << (kind.width - 1)
     fields = (kind.mantissa_bits, kind.exponents - 1, sign, 2 * sign - 1, int(kind.order))
@@ -175,8 +189,8 @@ def _split(
     steps: Values,
 ) -> None:
     shift, mask = form[0], form[1]
-    for at in range(indices.size):
-        counts[table[(np.uint64(old[np.uint64(indices[at])]) >> shift) & mask]] += 1
+    for index in indices:
+        counts[table[(np.uint64(old[np.uint64(index)]) >> shift) & mask]] += 1
     place = _starts(counts)
     gap = np.zeros(counts.size, np.uint64)
     size = np.uint64(old.size)
@@ -243,7 +257,7 @@ def _select(
                 found += ONE
                 place[which] = at + ONE
                 left[which] = np.uint64(gaps[at + ONE]) if at + ONE < end[which] else NEVER
-    return np.int64(found)
+    return int(found)
 
 
 @compiled
@@ -255,3 +269,15 @@ def _count_exponents(bits: Bits, form: Form, lanes: Counts) -> None:
             lanes[np.uint64(lane), (np.uint64(bits[first + lane]) >> shift) & mask] += 1
     for i in range(whole, bits.size):
         lanes[ZERO, (np.uint64(bits[i]) >> shift) & mask] += 1
+
+
+@compiled
+def _fold_all(old: Bits, new: Bits, form: Form, steps: Values) -> None:
+    for i in range(old.size):
+        steps[i] = _folded(np.uint64(old[i]), np.uint64(new[i]), form)
+
+
+@compiled
+def _move_all(old: Bits, step: np.uint64, form: Form, new: Bits) -> None:
+    for i in range(old.size):
+        new[i] = _moved(np.uint64(old[i]), step, form)

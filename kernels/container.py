@@ -16,7 +16,15 @@ from collections.abc import Iterable, Iterator
 
 import xxhash
 
-from tidemill.kernels.block import DIGEST_SIZE, HEADER_SIZE, BlockHeader, EncodedBlock, read_body, read_header
+from tidemill.kernels.block import (
+    DIGEST_SIZE,
+    PREFIX_SIZE,
+    BlockHeader,
+    EncodedBlock,
+    header_size,
+    read_body,
+    read_header,
+)
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import ZERO
 
@@ -45,7 +53,7 @@ class StreamWriter:
 
     def block(self, data: bytes) -> bytes:
         """Count a block in and return its bytes unchanged."""
-        header = read_header(memoryview(data)[:HEADER_SIZE])
+        header = read_header(memoryview(data))
         self._digests.update(header.digest)
         self.blocks += 1
         self.changed += header.changed
@@ -101,7 +109,7 @@ def _check_stream(data: memoryview, version: int, parent: int) -> None:
 
 
 def _take_block(source: _Source) -> tuple[BlockHeader, EncodedBlock]:
-    fields = source.take(HEADER_SIZE, "a block's header")
+    fields = source.take(header_size(source.peek(PREFIX_SIZE)), "a block's header")
     header = read_header(fields)
     return header, read_body(header, fields, source.take(header.body_length, "a block"))
 

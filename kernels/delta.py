@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from tidemill.kernels.block import NAME_LIMIT, BlockHeader, EncodedBlock, write_block
+from tidemill.kernels.compare import changed_indices
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
 from tidemill.kernels.elements import DeltaError, ElementType, element_type, flat_bits
 from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey, fingerprint, fingerprint_change
@@ -106,7 +105,7 @@ def encode_tensor(
         raise DeltaError(f"{name}: {old.size} elements at {start} leave their tensor of {total}")
     for first, last in _cuts(start, old.size, settings.block_elements):
         span = slice(first - start, last - start)
-        block = _encode_block(name, kind, total, first, old[span], new[span])
+        block = _encode_block(name, kind, total, first, old[span], new[span], settings)
         if block is not None:
             yield block
 
@@ -142,8 +141,7 @@ def resolve(block: EncodedBlock, bits: Bits, offset: int | None = None) -> Block
         return None
     if held != block.base:
         raise FingerprintMismatch(_mismatch(block, f"hold {held.hex()}, the delta was made from {block.base.hex()}"))
-    relative, new_bits = unpack(block.encoding, block.payload, block.n, block.changed, kind)
-    old_bits, indices = local[relative], relative + block.start
+    indices, old_bits, new_bits = unpack(block.encoding, block.payload, kind, local, block.changed, block.start)
     made = held + fingerprint_change(key, indices, old_bits, new_bits)
     if made != block.target:
         raise FingerprintMismatch(_mismatch(block, f"would become {made.hex()}, not {block.target.hex()}"))
@@ -189,13 +187,17 @@ def _mismatch(block: EncodedBlock, what: str) -> str:
     return f"{block.name}: elements {block.start} to {block.start + block.n} {what}; re-sync from an anchor"
 
 
-def _encode_block(name: str, kind: ElementType, total: int, start: int, old: Bits, new: Bits) -> bytes | None:
-    indices = np.flatnonzero(old != new)
+def _encode_block(
+    name: str, kind: ElementType, total: int, start: int, old: Bits, new: Bits, settings: CodecSettings
+) -> bytes | None:
+    indices = changed_indices(old, new)
     if not indices.size:
         return None
     key = TensorKey.of(name)
     base = fingerprint(old, key, start)
     target = base + fingerprint_change(key, indices + start, old[indices], new[indices])
-    encoding, payload = pack(indices, new, kind)
-    header = BlockHeader(encoding, kind, 0, total, start, old.size, indices.size, 0, base, target, b"")
+    encoding, payload = pack(kind, old, new, indices, settings.coder)
+    header = BlockHeader(
+        encoding, kind, 0, total, start, old.size, indices.size, 0, base, target, settings.digest, b""
+    )  # fmt: skip
     return write_block(header, name.encode(), payload)

@@ -1,6 +1,12 @@
-"""What is inside a block: the changed elements as bytes, in the cheaper of two encodings.
+"""What is inside a block: the changed elements as bytes, in the smallest of the ways to say them.
 
-A decoder knows the exact size of what it unpacks before it unpacks it, so hostile bytes cannot ask for memory.
+    RAW        u1 0: the new patterns of all elements, little-endian; 1: a frame of their byte planes
+    CONSTANT   u1 0: all elements of the block become one pattern; 1: all take one folded step; then that as u4
+    CLASSES    u1 coder; active segments (`kernels.activity`); classes (`kernels.class_table`); for each class how many
+               changed, a varint; the coder's bytes
+
+A decoder knows the exact size of what it unpacks before it unpacks it, so hostile bytes cannot ask for memory. That the
+new patterns are the right ones is for the block's fingerprints to say.
 """
 
 from __future__ import annotations
@@ -9,89 +15,154 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import zstandard
 
+from tidemill.kernels.activity import find_active, read_active, write_active
+from tidemill.kernels.class_table import choose_table, read_table, write_table
+from tidemill.kernels.classes import (
+    SEGMENT,
+    Active,
+    Counts,
+    count_exponents,
+    fold_steps,
+    move,
+    select_classes,
+    split_classes,
+)
+from tidemill.kernels.coders import CODERS, encode_streams
 from tidemill.kernels.elements import DeltaError, ElementType
 from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.frames import compress, decompress
+from tidemill.kernels.settings import CoderChoice
+from tidemill.kernels.wire import Reader, varint
 
-ZSTD_LEVEL = 3
-GAP = np.dtype("<u4")
+Unpacked = tuple[Indices, Bits, Bits]
+"""Indices (i8[changed], each once), old and new patterns (uN[changed])."""
+
+RAW_SHARE = 4
+"""Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""
+SAMPLE_RUN, SAMPLE_EVERY = 1 << 14, 8
+"""Of large blocks the exponents of one run in so many are counted: the choice of classes needs no more."""
 
 
 class Encoding(IntEnum):
     """How a block's payload is to be read."""
 
-    GAPS = 1
-    """Distances between changed elements, then their new patterns, both as byte planes, in one zstandard frame."""
-    DENSE = 2
-    """The new patterns of all elements of the block as byte planes, in one zstandard frame."""
+    RAW = 1
+    CONSTANT = 2
+    CLASSES = 3
 
 
-def pack(indices: Indices, new_bits: Bits, kind: ElementType) -> tuple[Encoding, bytes]:
-    """Encode a block of which `indices` (i8[n], ascending, relative to the block) changed to `new_bits[indices]`.
+def pack(kind: ElementType, old: Bits, new: Bits, indices: Indices, coder: CoderChoice) -> tuple[Encoding, bytes]:
+    """Encode the step from `old` to `new` (uN[n], contiguous), which differ at `indices` (i8[changed], ascending)."""
+    new_at = new[indices]
+    constant = _pack_constant(kind, old, new, indices, new_at)
+    if constant is not None:
+        return Encoding.CONSTANT, constant
+    classes = _pack_classes(kind, old, new_at, indices, coder)
+    if len(classes) * RAW_SHARE < new.nbytes:
+        return Encoding.CLASSES, classes
+    raw = _pack_raw(new, kind)
+    return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
-    `new_bits` (uN[block]) are the new patterns of the whole block. Picks the encoding that is smaller before entropy
-    coding: a block in which most elements changed is cheaper without positions.
+
+def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Unpacked:
+    """What a payload changes in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
+
+    Raises DeltaError when the payload does not change exactly `n_changed` elements of it.
     """
-    if indices.size * (GAP.itemsize + kind.bits.itemsize) >= new_bits.nbytes:
-        return Encoding.DENSE, _compress(_planes(new_bits, kind.bits))
-    gaps = np.diff(indices, prepend=-1) - 1
-    return Encoding.GAPS, _compress(_planes(gaps, GAP) + _planes(new_bits[indices], kind.bits))
-
-
-def unpack(encoding: int, payload: memoryview, n_block: int, n_changed: int, kind: ElementType) -> tuple[Indices, Bits]:
-    """Indices (i8[n_changed], ascending, in [0, n_block)) and new patterns (uN[n_changed]) of a payload.
-
-    Raises DeltaError when the payload does not hold exactly that.
-    """
-    if encoding == Encoding.DENSE:
-        return np.arange(n_block, dtype=np.int64), _elements(
-            _decompress(payload, n_block * kind.bits.itemsize), kind.bits
-        )
-    if encoding != Encoding.GAPS:
+    if encoding == Encoding.CLASSES:
+        return _unpack_classes(payload, kind, old, n_changed, start)
+    if encoding == Encoding.RAW:
+        new = _unpack_raw(payload, kind, old.size)
+    elif encoding == Encoding.CONSTANT:
+        new = _unpack_constant(payload, kind, old)
+    else:
         raise DeltaError(f"unknown block encoding {encoding}: written by a newer version?")
-    split = n_changed * GAP.itemsize
-    unpacked = _decompress(payload, split + n_changed * kind.bits.itemsize)
-    indices = _positions(_elements(unpacked[:split], GAP), n_block)
-    return indices, _elements(unpacked[split:], kind.bits)
+    indices = np.flatnonzero(old != new)
+    if indices.size != n_changed:
+        raise DeltaError(f"the payload changes {indices.size} elements where the block's header says {n_changed}")
+    return indices + start, old[indices], new[indices]
 
 
 def payload_limit(n_block: int, kind: ElementType) -> int:
     """Upper bound, in bytes, of the payload of a block of `n_block` elements in any encoding."""
-    unpacked = n_block * (GAP.itemsize + kind.bits.itemsize)
+    unpacked = n_block * kind.bits.itemsize
     return unpacked + unpacked // 128 + 512
 
 
-def _positions(gaps: Bits, n_block: int) -> Indices:
-    indices = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if indices.size and indices[-1] >= n_block:
-        raise DeltaError(f"a changed element at {indices[-1]} lies outside its block of {n_block} elements")
-    return indices
+def _pack_constant(kind: ElementType, old: Bits, new: Bits, indices: Indices, new_at: Bits) -> bytes | None:
+    """The block as one pattern or one step, or None where it is neither."""
+    if new[0] == new_at[0] == new_at[-1] and np.all(new == new[0]):
+        return b"\0" + int(new[0]).to_bytes(4, "little")
+    if indices.size != old.size:
+        return None
+    ends = fold_steps(kind, old[[0, -1]], new[[0, -1]])
+    if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new):
+        return None
+    return b"\1" + int(ends[0]).to_bytes(4, "little")
 
 
-def _planes(values: Bits | Indices, layout: np.dtype[np.unsignedinteger[Any]]) -> bytes:
-    """Byte planes of little-endian integers: all lowest bytes, then all next ones. Bytes alike lie together."""
-    return values.astype(layout.newbyteorder("<")).view(np.uint8).reshape(-1, layout.itemsize).T.tobytes()
+def _unpack_constant(payload: memoryview, kind: ElementType, old: Bits) -> Bits:
+    source = Reader(payload)
+    form, value = source.byte(), int.from_bytes(source.take(4), "little")
+    if form > 1 or value >> kind.width or len(source.rest()):
+        raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
+    return move(kind, old, value) if form else np.full(old.size, value, kind.bits)
 
 
-def _elements(planes: memoryview, layout: np.dtype[np.unsignedinteger[Any]]) -> Bits:
-    rows = np.frombuffer(planes, dtype=np.uint8).reshape(layout.itemsize, -1)
-    return np.ascontiguousarray(rows.T).view(layout.newbyteorder("<")).reshape(-1).astype(layout, copy=False)
+def _pack_classes(kind: ElementType, old: Bits, new_at: Bits, indices: Indices, coder: CoderChoice) -> bytes:
+    active = find_active(indices, old.size)
+    table = choose_table(_exponents(kind, old, active), count_exponents(kind, old[indices]))
+    streams = split_classes(kind, old, new_at, indices, table, active)
+    code, coded = encode_streams(streams, coder)
+    counts = b"".join(varint(count) for count in streams.counts.tolist())
+    return b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
 
 
-def _compress(data: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(data)
+def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Unpacked:
+    source = Reader(payload)
+    code = source.byte()
+    if code not in CODERS:
+        raise DeltaError(f"unknown coder {code}: written by a newer version?")
+    active = read_active(source, old.size)
+    table = read_table(source, kind.exponents)
+    counts = np.array([source.varint() for _ in range(int(table[-1]) + 1)], np.int64)
+    if counts.sum() != n_changed:
+        raise DeltaError(f"classes of {counts.sum()} changed elements where the block's header says {n_changed}")
+    streams = CODERS[code].decode(source.rest(), counts, old.size)
+    if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
+        raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
+    return select_classes(kind, old, streams, table, active, start)
 
 
-def _decompress(payload: memoryview, expected: int) -> memoryview:
-    """The frame's content, which must say that it has `expected` bytes before it is unpacked, and then have them."""
-    try:
-        declared = zstandard.frame_content_size(payload)
-        if declared != expected:
-            raise DeltaError(f"the payload declares {declared} bytes where the block's header says {expected}")
-        unpacked = zstandard.ZstdDecompressor().decompress(payload, max_output_size=expected, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise DeltaError(f"the payload is not a zstandard frame: {error}") from error
-    if len(unpacked) != expected:
-        raise DeltaError(f"the payload holds {len(unpacked)} bytes where the block's header says {expected}")
-    return memoryview(unpacked)
+def _exponents(kind: ElementType, old: Bits, active: Active) -> Counts:
+    """How often each exponent occurs in the active segments, of large blocks about."""
+    if not active.all():
+        whole = old.size // SEGMENT
+        inside = old[: whole * SEGMENT].reshape(-1, SEGMENT)[active[:whole] == 1].reshape(-1)
+        return count_exponents(kind, inside)
+    if kind.exponents == 1 or old.size < 8 * SAMPLE_RUN * SAMPLE_EVERY:
+        return count_exponents(kind, old)
+    runs = range(0, old.size, SAMPLE_RUN * SAMPLE_EVERY)
+    return SAMPLE_EVERY * sum(
+        (count_exponents(kind, old[first : first + SAMPLE_RUN]) for first in runs),
+        start=np.zeros(kind.exponents, np.int64),
+    )
+
+
+def _pack_raw(new: Bits, kind: ElementType) -> bytes:
+    stored = new.astype(kind.bits.newbyteorder("<"), copy=False)
+    frame = compress(stored.view(np.uint8).reshape(-1, kind.bits.itemsize).T.tobytes())
+    return b"\1" + frame if len(frame) < new.nbytes else b"\0" + stored.tobytes()
+
+
+def _unpack_raw(payload: memoryview, kind: ElementType, n_elements: int) -> Bits:
+    source = Reader(payload)
+    form, data, expected = source.byte(), source.rest(), n_elements * kind.bits.itemsize
+    if form == 0 and len(data) == expected:
+        return np.frombuffer(data, kind.bits.newbyteorder("<")).astype(kind.bits)
+    if form != 1:
+        raise DeltaError(f"raw patterns of form {form} in {len(data)} bytes, not {expected}")
+    planes = np.frombuffer(decompress(data, expected), np.uint8).reshape(kind.bits.itemsize, -1)
+    little: np.dtype[np.unsignedinteger[Any]] = kind.bits.newbyteorder("<")
+    return np.ascontiguousarray(planes.T).view(little).reshape(-1).astype(kind.bits, copy=False)

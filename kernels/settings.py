@@ -7,6 +7,9 @@ from typing import Literal
 
 from tidemill.kernels.elements import DeltaError
 
+CoderChoice = Literal["auto", "rans", "pcodec", "zstd"]
+DigestChoice = Literal["xxh3", "blake3"]
+
 BLOCK_ELEMENTS = 1 << 24
 """Elements of the largest block; memory on both sides is bounded by it."""
 
@@ -17,9 +20,9 @@ class CodecSettings:
 
     block_elements: int = BLOCK_ELEMENTS
     """Largest number of elements of a block, 1 to `BLOCK_ELEMENTS`."""
-    coder: Literal["auto", "rans", "pcodec", "zstd"] = "auto"
+    coder: CoderChoice = "auto"
     """Entropy coder of sparse blocks; "auto" takes the smallest."""
-    digest: Literal["xxh3", "blake3"] = "xxh3"
+    digest: DigestChoice = "xxh3"
     """Digest over a block's bytes: xxh3-128 finds damage; blake3 also withstands malice."""
 
     def __post_init__(self) -> None:

@@ -11,7 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kernels.block import FIELDS, HEADER_SIZE, BlockHeader, read_header, write_block
+from tidemill.kernels.block import MAGIC, PREFIX_SIZE, BlockHeader, header_size, read_header, write_block
+from tidemill.kernels.coder_zstd import ZstdCoder
 from tidemill.kernels.container import EDGE_SIZE
 from tidemill.kernels.delta import (
     DeltaError,
@@ -26,7 +27,8 @@ from tidemill.kernels.delta import (
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.payload import Encoding
-from tidemill.kernels.settings import BLOCK_ELEMENTS
+from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
+from tidemill.kernels.wire import varint
 
 UNHURRIED = settings(deadline=None)
 ONE = Fingerprint(1, 1)
@@ -48,16 +50,23 @@ def read_block(data):
     return resolve(block, OLD.astype(BY_NAME[block.dtype].bits))
 
 
-def forged(payload, *, encoding=Encoding.GAPS, elements=2000, start=0, total=2000, changed=40, dtype="bfloat16"):
+def forged(payload, *, encoding=Encoding.CLASSES, elements=2000, start=0, total=2000, changed=40, dtype="bfloat16"):
     """A block with a right digest over whatever it says: what a hostile writer would send."""
     held = OLD.astype(BY_NAME[dtype].bits)[start : start + elements]
     base = fingerprint(held, TensorKey.of("w"), start)
-    header = BlockHeader(encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, base, base + ONE, b"")
+    header = BlockHeader(
+        encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, base, base + ONE, "xxh3", b""
+    )  # fmt: skip
     return write_block(header, b"w", payload)
 
 
 def frame(data):
     return zstandard.ZstdCompressor().compress(data)
+
+
+def portable(small, *, coder=ZstdCoder.code, changed=40):
+    """A payload of one class whose gaps and steps are `small`, coded portably."""
+    return bytes([coder, 0, 0]) + varint(changed) + varint(len(small)) + small
 
 
 def test_the_undamaged_stream_is_read():
@@ -111,59 +120,123 @@ def test_forged_fields_with_a_right_digest_are_refused(payload, encoding, data):
     [
         ({"elements": BLOCK_ELEMENTS + 1, "total": 2**40}, "a block of"),
         ({"elements": 0}, "a block of"),
-        ({"total": 2**60}, "a block of"),
+        ({"total": 2**48 + 1}, "a block of"),
         ({"start": 1}, "leaves its tensor"),
         ({"changed": 2001}, "2001 changed elements"),
         ({"changed": 0}, "0 changed elements"),
-        ({"encoding": 3}, "unknown block encoding"),
-        ({"dtype": "float32"}, "declares 240 bytes"),
-        ({"changed": 41}, "declares 240 bytes"),
-        ({"encoding": Encoding.DENSE}, "declares 240 bytes"),
+        ({"encoding": 99}, "unknown block encoding"),
+        ({"changed": 41}, "classes of 40 changed elements"),
+        ({"encoding": Encoding.RAW}, "raw patterns of form 3"),
+        ({"encoding": Encoding.CONSTANT}, "a constant of form 3"),
     ],
 )
 def test_false_counts_are_refused(fields, message):
-    payload = frame(bytes(40 * 6))
+    payload = portable(frame(bytes(80)))
     with pytest.raises(FingerprintMismatch, match="would become"):
         read_block(forged(payload))
     with pytest.raises(DeltaError, match=message):
         read_block(forged(payload, **fields))
 
 
-def test_positions_outside_the_block_are_refused():
-    planes = np.full(40, 2**32 - 1, "<u4").tobytes() + bytes(80)
-    with pytest.raises(DeltaError, match="outside its block"):
-        read_block(forged(frame(planes)))
-
-
-def patched(offset, layout, value):
-    """`BLOCK` with one header field overwritten and the digest made right again."""
-    fields = bytearray(BLOCK[: FIELDS.size])
-    struct.pack_into(layout, fields, offset, value)
-    digest = xxhash.xxh3_128_digest(bytes(fields) + BLOCK[HEADER_SIZE:])
-    return bytes(fields) + digest + BLOCK[HEADER_SIZE:]
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b"", "a field of 1 bytes"),
+        (portable(frame(bytes(80)), coder=9), "unknown coder 9"),
+        (portable(frame(bytes(81))), "declares 81 bytes"),
+        (portable(b"nothing"), "not a zstandard frame"),
+        (portable(frame(b"\xfe" * 40 + bytes(40))), "beyond the last element of their class"),
+        (portable(frame(b"\xff" + bytes(79))) + frame(struct.pack("<I", 2000)), "leaves its block"),
+        (portable(frame(b"\xff" + bytes(79))) + frame(struct.pack("<I", 2**32 - 1)), "32-bit values"),
+        (portable(frame(bytes(79) + b"\xff")) + frame(struct.pack("<I", 2**16)), "a step of 65791"),
+        (portable(frame(bytes(80))) + b"x", "bytes follow"),
+        (b"\3\3", "unknown form 3 of active segments"),
+        (b"\3\1\0" + portable(frame(bytes(80)))[2:], "beyond the last element of their class"),
+        (b"\3\0\x20", "33 classes"),
+        (b"\3\0\2\5\5", "do not divide 256 exponents"),
+        (b"\3\0\2\5\4", "do not divide 256 exponents"),
+        (b"\3\0\1\0", "do not divide 256 exponents"),
+        (b"\3\0\0\xa8\0", "longer than it need be"),
+        (b"\3\0\0" + b"\xff" * 9, "an integer of more than 7 bytes"),
+        (b"\1\0\0" + varint(40) + bytes([140]), "unknown gap models"),
+        (b"\1\0\0" + varint(40) + bytes([0, 0]), "no table of steps"),
+        (b"\1\0\0" + varint(40) + bytes([0, 1, 0]), "ends in level 0"),
+        (b"\1\0\0" + varint(40) + bytes([0, 0xFD, 3]) + b"\xff" * 100, "ends in level"),
+        (b"\1\0\0" + varint(40) + bytes([0, 1, 0x82]) + b"\xff" * 80, "bits are set behind"),
+        (b"\2\0\0" + varint(40) + varint(4) + b"nope", "not a pcodec stream"),
+    ],
+)
+def test_false_payloads_are_refused(payload, message):
+    with pytest.raises(DeltaError, match=message):
+        read_block(forged(payload))
 
 
 @pytest.mark.parametrize(
-    ("offset", "layout", "value", "message"),
+    ("payload", "message"),
     [
-        (0, "4s", b"TMb\x02", "not a block"),
-        (4, "<H", 2, "not a block of format"),
-        (7, "<B", 99, "unknown element type"),
-        (8, "<H", 0, "tensor name"),
-        (8, "<H", 65535, "tensor name"),
-        (10, "<H", 1, "not a block"),
-        (36, "<I", 2**32 - 1, "a payload of"),
+        (b"\0" + bytes(3), "a field of 4 bytes"),
+        (b"\2" + bytes(4), "a constant of form 2"),
+        (b"\0" + struct.pack("<I", 1 << 16), "value 65536"),
+        (b"\0" + bytes(5), "a constant of form 0"),
+        (b"\0" + bytes(4), "changes 1999 elements"),
+        (b"\1" + bytes(4), "changes 2000 elements"),
     ],
 )
-def test_false_header_fields_are_refused(offset, layout, value, message):
+def test_false_constants_are_refused(payload, message):
     with pytest.raises(DeltaError, match=message):
-        list(decode_blocks(patched(offset, layout, value)))
+        read_block(forged(payload, encoding=Encoding.CONSTANT))
+
+
+def patched(at, removed, inserted):
+    """`BLOCK` with bytes of its fields replaced, and the lengths and the digest made right again."""
+    size = header_size(BLOCK[:PREFIX_SIZE]) - 16
+    fields = bytearray(BLOCK[PREFIX_SIZE:size])
+    fields[at : at + removed] = inserted
+    unsealed = MAGIC + bytes([len(fields)]) + bytes(fields)
+    body = BLOCK[size + 16 :]
+    return unsealed + xxhash.xxh3_128_digest(unsealed + body) + body
+
+
+@pytest.mark.parametrize(
+    ("at", "removed", "inserted", "message"),
+    [
+        (1, 1, b"\x63", "unknown element type"),
+        (2, 1, b"\2", "digest code 2"),
+        (3, 1, b"\0", "tensor name"),
+        (3, 1, varint(65535), "tensor name"),
+        (3, 1, b"\x81\0", "longer than it need be"),
+        (10, 1, varint(2**32), "a payload of"),
+        (0, 0, b"x", "."),
+        (40, 0, b"x", "bytes to spare"),
+        (3, 8, b"", "a field of 16 bytes"),
+    ],
+)
+def test_false_header_fields_are_refused(at, removed, inserted, message):
+    assert patched(0, 0, b"") == BLOCK
+    with pytest.raises(DeltaError, match=message):
+        list(decode_blocks(patched(at, removed, inserted)))
+
+
+def test_blocks_of_another_format_are_refused():
+    with pytest.raises(DeltaError, match="not a block of this format"):
+        list(decode_blocks(b"TMb\x01" + BLOCK[4:]))
+
+
+@pytest.mark.parametrize("digest", ["xxh3", "blake3"])
+def test_a_digest_covers_every_byte(digest):
+    block = b"".join(encode_tensor(*TENSORS[0], settings=CodecSettings(digest=digest)))
+    assert read_block(block).indices.size == 40
+    for at in range(len(block)):
+        damaged = bytearray(block)
+        damaged[at] ^= 1
+        with pytest.raises(DeltaError):
+            list(decode_blocks(bytes(damaged)))
 
 
 def test_a_name_that_is_not_text_is_refused():
     header = read_header(memoryview(BLOCK))
     with pytest.raises(DeltaError, match="not UTF-8"):
-        list(decode_blocks(write_block(header, b"\xff", BLOCK[HEADER_SIZE + 1 :])))
+        list(decode_blocks(write_block(header, b"\xff", BLOCK[-header.payload_length :])))
 
 
 def bombs():
@@ -174,15 +247,15 @@ def bombs():
     return {
         "declared": honest,
         "undeclared": streaming,
-        "two frames": frame(bytes(240)) + honest,
+        "two frames": frame(bytes(80)) + honest,
         "vast": b"\x28\xb5\x2f\xfd" + b"\xe0" + struct.pack("<Q", 2**62) + bytes(lying[10:]),
-        "says 240, holds 64 MiB": b"\x28\xb5\x2f\xfd\x60" + struct.pack("<H", 240 - 256 & 0xFFFF) + honest[9:],
+        "says 80, holds 64 MiB": b"\x28\xb5\x2f\xfd\x20" + struct.pack("<B", 80) + honest[9:],
     }
 
 
 @pytest.mark.parametrize("name", bombs())
 def test_bombs_are_bounded_by_the_block(name):
-    block = forged(bombs()[name])
+    block = forged(portable(bombs()[name]))
     tracemalloc.start()
     try:
         with pytest.raises(DeltaError):

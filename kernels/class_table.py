@@ -1,0 +1,79 @@
+"""Which exponents make up a class: as many classes as pay for themselves.
+
+A class costs its share of the block's fields; what it saves is that its elements are not taken as likely to change as
+others. Neighbouring classes are merged as long as the merger is cheaper, the cheapest first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.kernels.classes import MAX_CLASSES, ClassTable, Counts
+from tidemill.kernels.compiled import compiled
+from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.information import BIT, choice_cost
+from tidemill.kernels.wire import Reader, varint
+
+CLASS_COST = 10 * BIT
+"""A class's boundary and its count."""
+STREAM_COST = 22 * BIT
+"""What a class with changes adds: its gap code, a longer count, its share of a table of steps."""
+
+
+def choose_table(elements: Counts, changed: Counts) -> ClassTable:
+    """The cheapest classes for a block of which `changed` (i8[exponents]) of `elements` (i8[exponents]) changed."""
+    last = np.empty(elements.size, np.int64)
+    classes = _merge(np.maximum(elements, changed), changed, last)
+    return np.searchsorted(last[:classes], np.arange(elements.size)).astype(np.uint8)
+
+
+def write_table(table: ClassTable) -> bytes:
+    """How many classes there are beyond the first, and the first exponent of each of those."""
+    firsts = np.flatnonzero(np.diff(table)) + 1
+    return varint(firsts.size) + firsts.astype(np.uint8).tobytes()
+
+
+def read_table(source: Reader, exponents: int) -> ClassTable:
+    """The inverse of `write_table` for a type of so many `exponents`. Raises DeltaError."""
+    more = source.varint()
+    if more >= min(MAX_CLASSES, exponents):
+        raise DeltaError(f"{more + 1} classes of {exponents} exponents")
+    firsts = np.frombuffer(source.take(more), np.uint8).astype(np.int64)
+    if np.any(np.diff(firsts, prepend=0) <= 0) or np.any(firsts >= exponents):
+        raise DeltaError(f"class boundaries {firsts.tolist()} do not divide {exponents} exponents")
+    return np.searchsorted(firsts, np.arange(exponents), side="right").astype(np.uint8)
+
+
+@compiled
+def _cost(elements: int, changed: int) -> int:
+    return CLASS_COST + (choice_cost(elements, changed) + STREAM_COST if changed else 0)
+
+
+@compiled
+def _merge(elements: Counts, changed: Counts, last: Counts) -> int:
+    """Write the last exponent of each class into `last`; how many classes there are."""
+    n, c = elements.copy(), changed.copy()
+    classes = n.size
+    cost, merged = np.zeros(classes + 1, np.int64), np.zeros(classes + 1, np.int64)
+    for i in range(classes):
+        last[i] = i
+        cost[i] = _cost(n[i], c[i])
+        if i + 1 < classes:
+            merged[i] = _cost(n[i] + n[i + 1], c[i] + c[i + 1])
+    while classes > 1:
+        best = 0
+        for i in range(1, classes - 1):
+            if cost[i] + cost[i + 1] - merged[i] > cost[best] + cost[best + 1] - merged[best]:
+                best = i
+        if merged[best] > cost[best] + cost[best + 1] and classes <= MAX_CLASSES:
+            break
+        n[best] += n[best + 1]
+        c[best] += c[best + 1]
+        last[best] = last[best + 1]
+        cost[best] = merged[best]
+        for i in range(best + 1, classes - 1):
+            n[i], c[i], last[i], cost[i], merged[i] = n[i + 1], c[i + 1], last[i + 1], cost[i + 1], merged[i + 1]
+        classes -= 1
+        for i in range(max(best - 1, 0), min(best + 1, classes - 1)):
+            merged[i] = _cost(n[i] + n[i + 1], c[i] + c[i + 1])
+    return classes

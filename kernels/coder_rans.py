@@ -1,0 +1,140 @@
+"""The coder that comes within a few per cent of what a block's changes must cost: geometric gaps, fitted steps, rANS.
+
+models     u1 for each class with changes: its gaps' model (`kernels.gap_models`)
+tables     bits: for each class with changes, 1 and a table of steps (`kernels.step_tables`), or 0: as before
+words      how many 16-bit words, a varint; both states, 5 bytes each; the words
+low bits   what is not entropy-coded (`kernels.rans`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.kernels import rans, step_tables
+from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.coder import Coder
+from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.gap_models import ALL_ZERO, MODELS, gap_tables, low_bits, model_of, table_of
+from tidemill.kernels.step_tables import StepTable, fit_tables
+from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
+
+STATE_BYTES = 5
+PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", rans.LEFT_OVER: "has bytes to spare"}
+
+
+class RansCoder(Coder):
+    """rANS over computed and fitted tables."""
+
+    code: ClassVar[int] = 1
+
+    def encode(self, streams: ClassStreams) -> bytes:
+        """See `Coder.encode`."""
+        counts = streams.counts[streams.counts > 0]
+        models = _models(streams.gaps, counts)
+        tables = fit_tables(streams.steps, counts)
+        plan = _Plan.of(models, tables)
+        common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
+        raw = np.empty(16 * streams.gaps.size, np.uint8)
+        n_raw = rans.write_low_bits(*common, raw)
+        words = np.empty(2 * streams.gaps.size, np.uint16)
+        tabled = gap_tables().start, gap_tables().frequency, plan.step_start, plan.step_frequency
+        first, *states = rans.encode_symbols(*common, *tabled, words)
+        return b"".join(
+            (
+                bytes(models),
+                _write_tables(tables),
+                varint(words.size - first),
+                *(state.to_bytes(STATE_BYTES, "little") for state in states),
+                words[first:].astype("<u2", copy=False).tobytes(),
+                raw[:n_raw].tobytes(),
+            )
+        )
+
+    def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
+        """See `Coder.decode`."""
+        source = Reader(payload)
+        used = counts[counts > 0]
+        models = list(source.take(used.size))
+        if any(model >= MODELS and model != ALL_ZERO for model in models):
+            raise DeltaError(f"unknown gap models among {models}")
+        plan = _Plan.of(models, _read_tables(source, used.size))
+        n_words = source.varint()
+        gap_state = int.from_bytes(source.take(STATE_BYTES), "little")
+        step_state = int.from_bytes(source.take(STATE_BYTES), "little")
+        words = np.frombuffer(source.take(2 * n_words), "<u2").astype(np.uint16)
+        raw = np.frombuffer(source.rest(), np.uint8)
+        gaps, steps = np.empty(int(used.sum()), np.uint32), np.empty(int(used.sum()), np.uint32)
+        problem = rans.decode_changes(
+            words, raw, gap_state, step_state, used, plan.tables, plan.low_bits, plan.directed, gap_tables(),
+            plan.step_start, plan.step_frequency, plan.step_symbol, n_elements, gaps, steps,
+        )  # fmt: skip
+        if problem != rans.GOOD:
+            raise DeltaError(f"an entropy-coded stream {PROBLEMS[problem]}")
+        return ClassStreams(counts, gaps, steps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What the loops need to know of each class with changes."""
+
+    tables: Counts
+    low_bits: Counts
+    directed: npt.NDArray[np.uint8]
+    step_start: npt.NDArray[np.uint64]
+    step_frequency: npt.NDArray[np.uint64]
+    step_symbol: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, models: list[int], tables: list[StepTable | None]) -> _Plan:
+        n = len(models)
+        plan = cls(
+            np.array([rans.NO_GAPS if model == ALL_ZERO else table_of(model) for model in models], np.int64),
+            np.array([0 if model == ALL_ZERO else low_bits(model) for model in models], np.int64),
+            np.zeros(n, np.uint8),
+            np.zeros((n, step_tables.TOKENS), np.uint64),
+            np.zeros((n, step_tables.TOKENS), np.uint64),
+            np.zeros((n, step_tables.TOTAL), np.uint8),
+        )
+        for which, table in enumerate(tables):
+            plan._set(which, table)
+        return plan
+
+    def _set(self, which: int, table: StepTable | None) -> None:
+        rows = self.directed, self.step_start, self.step_frequency, self.step_symbol
+        if table is None:
+            for row in rows:
+                row[which] = row[which - 1]
+            return
+        frequencies = table.frequencies()
+        self.directed[which] = table.directed
+        self.step_frequency[which, : frequencies.size] = frequencies
+        self.step_start[which, : frequencies.size] = np.cumsum(frequencies) - frequencies
+        self.step_symbol[which] = np.repeat(np.arange(frequencies.size), frequencies)
+
+
+def _models(gaps: Values, counts: Counts) -> list[int]:
+    ends = np.cumsum(counts)
+    sums = np.add.reduceat(gaps.astype(np.int64), ends - counts)
+    return [model_of(int(total), int(count)) for total, count in zip(sums, counts, strict=True)]
+
+
+def _write_tables(tables: list[StepTable | None]) -> bytes:
+    out = BitWriter()
+    for table in tables:
+        out.put(int(table is not None), 1)
+        if table is not None:
+            table.write(out)
+    return out.getvalue()
+
+
+def _read_tables(source: Reader, n: int) -> list[StepTable | None]:
+    bits = BitReader(source)
+    tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(n)]
+    bits.close()
+    if tables and tables[0] is None:
+        raise DeltaError("the first class has no table of steps")
+    return tables

@@ -1,0 +1,53 @@
+"""All coders by their code, and which of them codes a block."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.coder import Coder
+from tidemill.kernels.coder_pcodec import PcodecCoder
+from tidemill.kernels.coder_rans import RansCoder
+from tidemill.kernels.coder_zstd import ZstdCoder
+from tidemill.kernels.compiled import compiled
+from tidemill.kernels.information import BIT, choice_cost, kind_cost
+from tidemill.kernels.settings import CoderChoice
+from tidemill.kernels.step_tables import TOKENS, token_of
+
+RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
+CODERS: dict[int, Coder] = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
+CHOICES: dict[CoderChoice, Coder] = {"auto": RANS, "rans": RANS, "pcodec": PCODEC, "zstd": ZSTD}
+WORTH = 20
+"""Another model of the gaps is tried where it promises to save 1 / 20 of the geometric one's bits."""
+
+
+def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, bytes]:
+    """The code of the coder that was chosen, or found to be the smallest, and its bytes."""
+    coder = CHOICES[choice]
+    coded = coder.encode(streams)
+    if choice == "auto":
+        geometric, binned = _gap_costs(streams.gaps, streams.counts, np.zeros(TOKENS, np.int64))
+        if geometric - binned > geometric // WORTH:
+            other = PCODEC.encode(streams)
+            if len(other) < len(coded):
+                return PCODEC.code, other
+    return coder.code, coded
+
+
+@compiled
+def _gap_costs(gaps: Values, counts: Counts, tokens: Counts) -> tuple[int, int]:
+    """What the gaps cost if they are geometric, class by class, and if their orders of magnitude are counted."""
+    geometric, binned = 0, 0
+    i = 0
+    for count in counts:
+        tokens[:] = 0
+        places = count
+        for _ in range(count):
+            token, low = token_of(np.uint64(gaps[i]))
+            tokens[token] += 1
+            binned += int(low) * BIT
+            places += int(gaps[i])
+            i += 1
+        geometric += choice_cost(places, count)
+        binned += kind_cost(tokens)
+    return geometric, binned

@@ -1,0 +1,94 @@
+"""Reading and writing the small fields of a block: bytes, variable-length integers and single bits, bounds-checked."""
+
+from __future__ import annotations
+
+from tidemill.kernels.elements import DeltaError
+
+VARINT_BYTES = 7
+"""Length of the longest integer: below 2**49."""
+
+
+def varint(value: int) -> bytes:
+    """A non-negative integer below 2**49, seven bits a byte, the lowest first; the top bit says that more follow."""
+    out = bytearray()
+    while value >= 128:
+        out.append(value & 127 | 128)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+class Reader:
+    """Takes fields off the front of some bytes; whatever they do not hold raises DeltaError."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, size: int) -> memoryview:
+        """The next `size` bytes."""
+        if size > len(self._data) - self._at:
+            raise DeltaError(f"a field of {size} bytes where {len(self._data) - self._at} are left")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def byte(self) -> int:
+        """The next byte."""
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        """The next variable-length integer, in its shortest form."""
+        value = 0
+        for place in range(VARINT_BYTES):
+            byte = self.byte()
+            value |= (byte & 127) << 7 * place
+            if byte < 128:
+                if byte == 0 and place:
+                    raise DeltaError("an integer is longer than it need be")
+                return value
+        raise DeltaError(f"an integer of more than {VARINT_BYTES} bytes")
+
+    def rest(self) -> memoryview:
+        """All that is left."""
+        return self.take(len(self._data) - self._at)
+
+
+class BitWriter:
+    """Collects small integers of given widths, the lowest bits first."""
+
+    def __init__(self) -> None:
+        self._value = 0
+        self._width = 0
+
+    def put(self, value: int, width: int) -> None:
+        """Append `value`, below 2**width."""
+        self._value |= value << self._width
+        self._width += width
+
+    def getvalue(self) -> bytes:
+        """All bits so far, filled up with zeros to whole bytes."""
+        return self._value.to_bytes(-(-self._width // 8), "little")
+
+
+class BitReader:
+    """Takes what a `BitWriter` wrote off a `Reader`, a byte when it is needed."""
+
+    def __init__(self, source: Reader) -> None:
+        self._source = source
+        self._value = 0
+        self._width = 0
+
+    def get(self, width: int) -> int:
+        """The next integer of `width` bits."""
+        while self._width < width:
+            self._value |= self._source.byte() << self._width
+            self._width += 8
+        value = self._value & ((1 << width) - 1)
+        self._value >>= width
+        self._width -= width
+        return value
+
+    def close(self) -> None:
+        """Raises DeltaError unless what fills the last byte is zero."""
+        if self._value:
+            raise DeltaError("bits are set behind the last one that counts")
