@@ -1,0 +1,233 @@
+"""Replicas in three regions behind links of their own, a near, a far and lossy, and a thin one: the broker is all they
+share. And the links themselves: what goes in comes out in order, late, thinned and slowed as asked.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from network.regions import Region, Regions, why_not
+from network.shape import Direction, LinkShape
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import AckStatus, Manifest, Staleness, WeightAck
+from tidemill.trainer.publish import PublishSettings, WeightPublisher
+
+HERE = Path(__file__).resolve().parent
+DEADLINE_S = 240.0
+THIN_BITS_PER_SECOND = 1e6
+SHAPES = {
+    "near": LinkShape(delay_ms=0.5),
+    "far": LinkShape(delay_ms=40.0, loss=0.01, seed=1),
+    "thin": LinkShape(delay_ms=5.0, bits_per_second=THIN_BITS_PER_SECOND),
+}
+VERSIONS = 5
+MOST_VERSIONS = 20
+"""Published at the most, where a slow machine keeps the near region as late as the thin link keeps its own."""
+SIZE = (512, 1024)
+DENSITY = 0.16
+
+
+@dataclass
+class Followed:
+    """What the replicas said so far, by region."""
+
+    acks: dict[str, list[WeightAck]] = field(default_factory=dict)
+    lags: dict[str, list[int]] = field(default_factory=dict)
+
+    def observe(self, record: object) -> None:
+        """Take a record of `weights.acks` or `staleness` in."""
+        if isinstance(record, WeightAck):
+            self.acks.setdefault(record.region, []).append(record)
+        elif isinstance(record, Staleness) and record.stage == "serve":
+            self.lags.setdefault(record.region, []).append(record.lag[0].lag)
+
+    def serving(self, region: str) -> int:
+        """The version that a region serves; -1 before the first."""
+        return self.acks[region][-1].serving_version if region in self.acks else -1
+
+
+@contextmanager
+def broker(regions: Regions, directory: Path) -> Iterator[tuple[str, tuple[str, int]]]:
+    """A broker of its own: its address on this host, and the one that the regions use."""
+    with socket.socket() as free:
+        free.bind((regions.hub, 0))
+        outside = free.getsockname()
+    settings = StackSettings(data_dir=directory, heap_mb=256, network_listeners=(f"{outside[0]}:{outside[1]}",))
+    stack = LocalStack(settings)
+    try:
+        yield stack.up().bootstrap, outside
+    finally:
+        stack.down()
+
+
+@contextmanager
+def followers(config: dict[str, object]) -> Iterator[subprocess.Popen[str]]:
+    """The replicas of all regions; they must have ended well."""
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "region_followers.py"), json.dumps(config)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+    finally:
+        if process.poll() is None:
+            process.communicate()
+
+
+def until(condition: Callable[[], bool], log: LogReader, followed: Followed, process: subprocess.Popen[str]) -> None:
+    """Read what the replicas say until a condition holds."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not reached in time: {followed}"
+        assert process.poll() is None, "the replicas ended"
+        for located in log.poll(0.05):
+            followed.observe(located.record)
+
+
+def weights(previous: np.ndarray | None, seed: int) -> np.ndarray:
+    """bf16 patterns, some of them replaced by others that no codec can foresee."""
+    random = np.random.default_rng(seed)
+    if previous is None:
+        return random.integers(0, 1 << 14, SIZE, dtype=np.uint16)
+    return np.where(random.random(SIZE) < DENSITY, random.integers(0, 1 << 14, SIZE, dtype=np.uint16), previous)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "it runs")
+def test_regions_follow_through_the_broker_alone(tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    with Regions() as regions:
+        print(f"links are shaped by {regions.backend}")
+        named = {name: regions.add(name, shape) for name, shape in SHAPES.items()}
+        with broker(regions, tmp_path / "stack") as (bootstrap, outside):
+            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
+            create_topics(kafka)
+            manifests, followed, elapsed, remotes = publish_and_follow(kafka, outside, named, tmp_path)
+        carried = {name: region.close() for name, region in named.items()}
+    head = manifests[-1]
+    for name in SHAPES:
+        last = followed.acks[name][-1]
+        assert (last.serving_version, last.fingerprint) == (head.version, head.fingerprint), name
+        assert all(ack.status is not AckStatus.REFUSED for ack in followed.acks[name]), name
+        assert followed.lags[name][-1] == 0, name
+        assert remotes[name] == {outside}, name
+    # The next version was published as soon as the near region served the last one: it is never behind.
+    assert max(followed.lags["near"]) == 0
+    assert max(followed.lags["thin"]) > 0
+    sent = sum(manifest.delta_bytes for manifest in manifests)
+    assert elapsed > 8 * sent / THIN_BITS_PER_SECOND, "the thin link let more through than it has room for"
+    if regions.backend == "userspace":
+        assert all(counts["down"]["n_bytes"] > sent for counts in carried.values())
+        assert carried["far"]["down"]["lost"] + carried["far"]["up"]["lost"] > 0
+
+
+def publish_and_follow(
+    kafka: KafkaSettings, outside: tuple[str, int], regions: dict[str, Region], directory: Path
+) -> tuple[list[Manifest], Followed, float, dict[str, set[tuple[str, int]]]]:
+    """Publish at the pace of the near region until every region serves the head.
+
+    Returns the manifests, what was said, the seconds from the first delta on, and whom each region talked to.
+    """
+    run = RunSettings(run_id="regions")
+    settings = PublishSettings(anchor_every=1000, anchor_bytes_ratio=1000.0)
+    store = StoreSettings(root=str(directory / "store"))
+    followed = Followed()
+    remotes: dict[str, set[tuple[str, int]]] = {name: set() for name in regions}
+    config = {
+        "bootstrap": f"{outside[0]}:{outside[1]}", "topic_prefix": kafka.topic_prefix, "run_id": run.run_id,
+        "directory": str(directory / "staging"), "regions": {n: region.holder.pid for n, region in regions.items()},
+    }  # fmt: skip
+
+    def all_serve(version: int, names: set[str]) -> bool:
+        for name, region in regions.items():
+            remotes[name] |= region.remote_addresses()
+        return all(followed.serving(name) == version for name in names)
+
+    with (
+        WeightPublisher.open(kafka, run, store, settings, base_model=directory / "base") as publisher,
+        LogReader(kafka, [Topic.ACKS, Topic.STALENESS]) as log,
+    ):
+        bits = weights(None, 0)
+        manifests = [publisher.publish(0, {"w": bits})]
+        with followers(config) as process:
+            until(lambda: all_serve(0, set(regions)), log, followed, process)
+            begun = time.monotonic()
+            version = 0
+            while version < VERSIONS or (version < MOST_VERSIONS and not max(followed.lags["thin"])):
+                version += 1
+                bits = weights(bits, version)
+                manifests.append(publisher.publish(version, {"w": bits}, learning_rate=1e-6))
+                until(partial(all_serve, version, {"near"}), log, followed, process)
+            until(partial(all_serve, version, set(regions)), log, followed, process)
+            elapsed = time.monotonic() - begun
+            for located in log.read_to_end():
+                followed.observe(located.record)
+    return manifests, followed, elapsed, remotes
+
+
+PACKETS = st.lists(st.tuples(st.integers(1, 1500), st.floats(0, 0.1)), max_size=60)
+
+
+@given(
+    packets=PACKETS, delay_ms=st.floats(0, 50), rate=st.sampled_from([0.0, 1e5, 1e7]), loss=st.sampled_from([0, 0.3])
+)
+def test_a_link_keeps_order_delay_and_rate(packets, delay_ms, rate, loss):
+    shape = LinkShape(delay_ms=delay_ms, loss=loss, bits_per_second=rate)
+    direction, again = Direction(shape, seed=3), Direction(shape, seed=3)
+    now, offered, left = 0.0, {}, []
+    for number, (size, gap) in enumerate(packets):
+        now += gap
+        packet = number.to_bytes(4, "little") + bytes(size)
+        offered[packet] = now
+        left += [(sent, now) for sent in direction.due(now)]
+        direction.offer(packet, now)
+        again.offer(packet, now)
+    end = now + 1e6
+    left += [(sent, end) for sent in direction.due(end)]
+    assert [sent for sent, _ in left] == again.due(end)
+    assert [sent for sent, _ in left] == sorted(dict(left), key=lambda packet: packet[:4][::-1])
+    assert all(at >= offered[sent] + delay_ms / 1e3 for sent, at in left)
+    counts = direction.counts
+    assert counts.packets + counts.lost + counts.overflowed == len(packets)
+    assert loss or not counts.lost
+
+
+def test_a_full_queue_drops_what_comes():
+    direction = Direction(LinkShape(bits_per_second=8e3, queue_ms=100), seed=0)
+    for _ in range(10):
+        direction.offer(bytes(50), 0.0)
+    assert (direction.counts.overflowed, len(direction.due(10.0))) == (7, 3)
+    assert direction.next_at() is None
+
+
+def test_a_thousand_packets_take_as_long_as_the_rate_says():
+    direction = Direction(LinkShape(bits_per_second=1e6, queue_ms=1e6, delay_ms=30), seed=0)
+    for _ in range(1000):
+        direction.offer(bytes(1250), 0.0)
+    seconds = []
+    while (at := direction.next_at()) is not None:
+        seconds.append(at)
+        direction.due(at)
+    assert seconds[0] == pytest.approx(0.04) and seconds[-1] == pytest.approx(10.03)
