@@ -65,9 +65,11 @@ class ShardedPublisher:
 
     Args:
         base_model: directory whose configuration and tokenizer anchors take over; the first rank reads it.
+        settings: without skip-deltas, which are not made from ranks.
         shards_per_rank: shards that a rank splits its tensors over, each with chunks in order in one partition.
 
-    Raises RankFailedError when the log cannot be read or has a version twice, RanksLostError.
+    Raises ValueError for settings that cannot be met, RankFailedError when the log cannot be read or has a version with
+    different weights twice, RanksLostError.
     """
 
     def __init__(
@@ -82,6 +84,10 @@ class ShardedPublisher:
         settings: PublishSettings,
         shards_per_rank: int = 1,
     ) -> None:
+        if settings.skips or shards_per_rank < 1:
+            raise ValueError(
+                f"ranks make no skip-deltas, and at least one shard each: {settings.skips=}, {shards_per_rank=}"
+            )
         self._producer = producer
         self._ranks = ranks
         self._kafka, self._run, self._store = kafka, run, store

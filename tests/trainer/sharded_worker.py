@@ -40,7 +40,7 @@ from tidemill.trainer.sharded_view import local_parts
 
 CHAIN_LENGTH = 5
 SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9)
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 3.0
 LARGE_TENSORS, LARGE_SHAPE = 32, (1024, 2048)
 TRAINED_VERSIONS = 4
@@ -101,8 +101,9 @@ def advance(model: nn.Module, version: int) -> None:
         generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(f"{name}/{version}".encode()))
         change = 1e-3 * torch.randn(weight.shape, generator=generator)
         if isinstance(weight, DTensor):
-            rows = -(-weight.shape[0] // weight.device_mesh.size())
-            first = weight.device_mesh.get_local_rank() * rows
+            mesh = weight.device_mesh
+            rows = -(-weight.shape[0] // mesh.size(mesh.ndim - 1))
+            first = mesh.get_local_rank(mesh.ndim - 1) * rows
             weight.to_local().add_(change[first : first + rows])
         else:
             weight.add_(change)
@@ -165,8 +166,10 @@ class Worker:
                 found[str(size)] = list(self._publish_chain(publisher, first_weights().sharded(mesh)))
         return found
 
-    def _publish_chain(self, publisher: ShardedPublisher, model: nn.Module) -> Iterator[str]:
-        for version in range(CHAIN_LENGTH):
+    def _publish_chain(
+        self, publisher: ShardedPublisher, model: nn.Module, length: int = CHAIN_LENGTH
+    ) -> Iterator[str]:
+        for version in range(length):
             if version:
                 advance(model, version)
             yield publisher.publish(mark(version), self.parts(model)).fingerprint
@@ -174,6 +177,14 @@ class Worker:
     def parts(self, model: nn.Module) -> dict[str, Any]:
         """This rank's parts."""
         return local_parts(model, first=self.rank == 0)
+
+    def replicated(self) -> dict[str, Any]:
+        """Every rank holds the whole model: a mesh that copies over its first dimension and shards over its second."""
+        ranks = [[rank] for rank in range(dist.get_world_size())]
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards"))
+        publisher, model = self.publisher("replicated"), first_weights().sharded(mesh)
+        held = sum(part.bits.size for part in self.parts(model).values())
+        return {"held": held, "versions": list(self._publish_chain(publisher, model, 2))}
 
     def failing(self) -> dict[str, Any]:
         """One rank fails, in each way that one can; then the same version is published."""

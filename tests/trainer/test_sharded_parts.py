@@ -16,10 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from tidemill.kernels.fingerprint import ZERO
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer.anchor import AnchorError, read_anchor
+from tidemill.trainer.publication.config import PublishSettings
 from tidemill.trainer.serving_view import serving_view, tensor_infos
 from tidemill.trainer.sharded_anchor import write_sharded_anchor
 from tidemill.trainer.sharded_deal import deal
+from tidemill.trainer.sharded_publish import ShardedPublisher
 from tidemill.trainer.sharded_ranks import RankFailedError, Ranks, open_ranks
 from tidemill.trainer.sharded_report import CoverageError, RankReport, merged_tensors, part_infos
 from tidemill.trainer.sharded_view import PlacementError, TensorPart, local_parts
@@ -179,6 +182,16 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
     with pytest.raises(RankFailedError, match="rank 0: KeyError: 'here'") as raised:
         call(ranks, broken)
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(("skips", "shards"), [((8,), 1), ((), 0)])
+def test_settings_that_ranks_cannot_meet_are_refused(ranks, tmp_path, skips, shards):
+    settings = PublishSettings(skips=skips)
+    with pytest.raises(ValueError, match="ranks make no skip-deltas, and at least one shard each"):
+        ShardedPublisher(
+            None, ranks, KafkaSettings(), RunSettings(), StoreSettings(),
+            base_model=tmp_path, settings=settings, shards_per_rank=shards,
+        )  # fmt: skip
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def jobs(kafka, tmp_path_factory):
         (out / "job.json").write_text(json.dumps(asdict(job)))
         return out, torchrun(n_ranks, out)
 
-    two, status = run(2, "failing", "hanging", "training", "killed")
+    two, status = run(2, "replicated", "failing", "hanging", "training", "killed")
     assert status, "torchrun did not notice that a rank was killed"
     killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
     three, status = run(3, "chain", "memory", "resumed")
@@ -95,7 +95,7 @@ def torchrun(n_ranks, out):
             stdout=output,
             stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=400,
+            timeout=500,
             check=False,
         )
     print((out / "output").read_text()[:20000])
@@ -189,6 +189,12 @@ def assert_anchor(manifest, view, n_ranks):
 def test_every_rank_learns_the_same_versions(jobs):
     assert jobs.found("chain", 2) == {"3": expected_fingerprints()}
     assert jobs.found("chain", 0) == {str(size): expected_fingerprints() for size in (1, 2, 3)}
+
+
+def test_of_copies_one_is_published(jobs):
+    held = [jobs.found("replicated", rank)["held"] for rank in (0, 1)]
+    assert held == [sum(bits.size for bits in next(expected_views()).values()), 0]
+    assert jobs.found("replicated")["versions"] == expected_fingerprints()[:2]
 
 
 def test_no_rank_holds_the_whole_state(jobs):
