@@ -10,6 +10,7 @@ Keeps true:
 
 from __future__ import annotations
 
+import asyncio
 import os
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -33,6 +34,9 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     """`AsyncLLM` whose weights have a version. Build it with `start`."""
 
     version: int
+    epoch: int = 0
+    """Times that the weights were written: a version that is served again after a roll-back has another salt, because
+    requests that were admitted under the first one went on under other weights."""
     kv_policy: KvPolicy
 
     @classmethod
@@ -68,23 +72,25 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return await self.engine_core.call_utility_async(method, *arguments)
 
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
-        """Write the changed elements and serve `version` from the next engine step on. Raises on a refused write."""
-        indices = b"".join(change.indices.astype("<i8", copy=False).tobytes() for change in changes)
-        bits = b"".join(change.bits.astype("<u2", copy=False).tobytes() for change in changes)
-        names, counts = [change.name for change in changes], [len(change.indices) for change in changes]
-        report = await self._call("tidemill_apply", names, counts, indices, bits, version, self._recompute)
-        self.version = version
-        return _applied(report)
+        """Write the changed elements and serve `version` from the next engine step on. Raises on a refused write.
+
+        Everything but the stores happens while tokens flow.
+        """
+        packed = await asyncio.to_thread(_packed, changes)
+        return await self._commit(await self._call("tidemill_stage", *packed), version)
 
     async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite every tensor from a checkpoint directory and serve `version`."""
-        report = await self._call("tidemill_load", str(directory), version, self._recompute)
-        self.version = version
-        return _applied(report)
+        """Overwrite every tensor from a checkpoint directory, read while tokens flow, and serve `version`."""
+        return await self._commit(await self._call("tidemill_stage_checkpoint", str(directory)), version)
+
+    async def _commit(self, staged: Mapping[str, float], version: int) -> Applied:
+        report = await self._call("tidemill_commit", version, self._recompute)
+        self.version, self.epoch = version, self.epoch + 1
+        return _applied({**staged, **report})
 
     async def undo(self) -> None:
         """Take the last `apply` back."""
-        self.version = int(await self._call("tidemill_undo"))
+        self.version, self.epoch = int(await self._call("tidemill_undo")), self.epoch + 1
 
     async def prove(self) -> Proof:
         """Fingerprint the live tensors while tokens flow. Nothing may be applied meanwhile."""
@@ -106,11 +112,17 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         if sampling_params.seed is not None:
             # On a CPU a seeded request that is prefilled in two pieces ends the engine core (vLLM 0.32).
             raise VLLMValidationError("this replica takes no per-request seeds: leave `seed` out", parameter="seed")
-        salted = {**prompt, "cache_salt": f"version-{self.version}"}
+        salted = {**prompt, "cache_salt": f"version-{self.version}-{self.epoch}"}
         outputs: AsyncGenerator[RequestOutput, None] = super().generate(salted, sampling_params, *rest, **options)
         return outputs
 
 
 def _applied(report: Mapping[str, float]) -> Applied:
     times = (report["apply_ms"], report["pause_ms"], report["decode_step_ms"])
-    return Applied(*times, requests_in_flight=int(report["requests_in_flight"]))
+    return Applied(*times, int(report["requests_in_flight"]), report["stage_ms"])
+
+
+def _packed(changes: Sequence[ElementChange]) -> tuple[list[str], list[int], bytes, bytes]:
+    indices = b"".join(change.indices.astype("<i8", copy=False).tobytes() for change in changes)
+    bits = b"".join(change.bits.tobytes() for change in changes)
+    return [change.name for change in changes], [len(change.indices) for change in changes], indices, bits

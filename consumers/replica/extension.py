@@ -3,12 +3,13 @@
 vLLM imports this module (as `worker_extension_cls`) in the process of its engine core, before the model is loaded. It
 
 - turns off the packing of linear weights: oneDNN and the AMX kernels keep a private copy, so that a later write to the
-  parameter would change nothing that is computed;
+  parameter would change nothing that is computed. Experts stay packed, in an order that `experts` learns;
 - adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that writing the
   elements and stamping the version in ONE call is atomic for every request without pausing the scheduler: the route
   through `pause_generation` does the same with four calls and a fixed 20 ms sleep. It needs the worker in the engine
   core's own process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and no asynchronous scheduling, both of which it checks;
-- proves a version in a thread while tokens flow. The first proof runs at start, so that compiled kernels are warm.
+- stages a version and proves it in threads while tokens flow. Between two steps nothing happens but the stores: what
+  goes where, and what an undo would write, is worked out before.
 
 Arguments are plain lists and bytes, which vLLM's message encoding carries without copies of its own.
 """
@@ -19,6 +20,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,11 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.environment import PARENT_VARIABLE
+from tidemill.consumers.replica.experts import orders_of_experts
 from tidemill.consumers.replica.linear import unpacked_linear
-from tidemill.consumers.replica.live_weights import ElementChange, LiveWeights, NotRepresentableError, Overwritten
+from tidemill.consumers.replica.live_weights import ElementChange, LiveWeights, NotRepresentableError, Write
 from tidemill.consumers.replica.step_clock import StepClock
-from tidemill.consumers.replica.weight_map import TensorSpec, UnsupportedModelError, record_map
+from tidemill.consumers.replica.weight_map import Bits, TensorSpec, UnsupportedModelError, record_map
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +52,7 @@ class ReplicaExtension:
         """Record the map for checkpoint tensors (name, shape, dtype); returns their names."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
-        self._tidemill = LiveWeights(model, record_map(model, specs))
+        self._tidemill = LiveWeights(model, record_map(model, specs, orders_of_experts(model)), specs)
         return self._tidemill.names
 
     def tidemill_live(self) -> LiveWeights:
@@ -58,7 +61,7 @@ class ReplicaExtension:
 
 
 class _Update:
-    """State of the replica inside one engine core: the live weights, the last update's undo, the step clock."""
+    """State of the replica inside one engine core: the live weights, what is staged, the last update, its clock."""
 
     def __init__(self, core: EngineCore) -> None:
         if not isinstance(core.model_executor, UniProcExecutor) or core.batch_queue is not None:
@@ -67,51 +70,105 @@ class _Update:
             )
         self.live: LiveWeights = core.collective_rpc("tidemill_live")[0]
         self.clock = StepClock()
+        self.stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-stage")
         self.prover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-proof")
-        self.undo: tuple[str, list[Overwritten]] | None = None
+        self.staged: Write | dict[str, Bits] | None = None
+        self.undo: tuple[str, Write] | None = None
 
 
 def _install(core: EngineCore, tensors: list[Any], version: int) -> list[str]:
     """Map the checkpoint's tensors and take over: the engine holds `version`, unproved."""
     names: list[str] = core.collective_rpc("tidemill_map", args=(tensors,))[0]
-    core.tidemill_state = _Update(core)
+    core.tidemill_state = update = _Update(core)
+    update.live.warm()
     core.set_weight_version(str(version))
     return names
 
 
-def _apply(
-    core: EngineCore, names: list[str], counts: list[int], indices: bytes, bits: bytes, version: int, recompute: bool
-) -> dict[str, float]:
-    """Write a version's changed elements and stamp the version. Between steps, whole or not at all.
+def _stage(
+    core: EngineCore, names: list[str], counts: list[int], indices: bytes, bits: bytes
+) -> Future[dict[str, float]]:
+    """Prepare a write in a thread, while the engine goes on; it replaces what was staged before.
 
     Args:
         core: the engine core.
         names: tensors that change.
         counts: number of changed elements of each.
         indices: i8[sum(counts)], flat indices within each tensor, little-endian.
-        bits: u2[sum(counts)], the new bf16 patterns.
+        bits: the new patterns, counts[k] of them in the width of tensor k's type, little-endian.
+
+    Returns:
+        stage_ms.
+    """
+    update: _Update = core.tidemill_state
+
+    def prepare() -> Write:
+        return update.live.prepare(_unpack(update.live, names, counts, indices, bits))
+
+    return _in_background(update, prepare)
+
+
+def _stage_checkpoint(core: EngineCore, directory: str) -> Future[dict[str, float]]:
+    """Read every tensor of a checkpoint directory in a thread, like `_stage`."""
+    update: _Update = core.tidemill_state
+
+    def read() -> dict[str, Bits]:
+        reader = AnchorReader(Path(directory))
+        whole = {name: reader.bits(name) for name in update.live.names}
+        update.live.check_whole(whole)
+        return whole
+
+    return _in_background(update, read)
+
+
+def _in_background(update: _Update, make: Callable[[], Write | dict[str, Bits]]) -> Future[dict[str, float]]:
+    update.staged = None
+
+    def run() -> dict[str, float]:
+        started = time.monotonic()
+        update.staged = make()
+        return {"stage_ms": 1e3 * (time.monotonic() - started)}
+
+    return update.stager.submit(run)
+
+
+def _unpack(live: LiveWeights, names: list[str], counts: list[int], indices: bytes, bits: bytes) -> list[ElementChange]:
+    changes, index_at, bits_at = [], 0, 0
+    for name, count in zip(names, counts, strict=True):
+        pattern = live.pattern_type(name)
+        where = np.frombuffer(indices, "<i8", count, index_at)
+        changes.append(ElementChange(name, where, np.frombuffer(bits, pattern, count, bits_at)))
+        index_at, bits_at = index_at + 8 * count, bits_at + pattern.itemsize * count
+    return changes
+
+
+def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, float]:
+    """Write what was staged and stamp its version. Between steps, whole or not at all.
+
+    Args:
+        core: the engine core.
         version: the version that the engine then serves.
         recompute: drop the keys and values of running requests too.
 
     Returns:
         apply_ms, pause_ms (how long the engine's loop was held), decode_step_ms (the engine's own median time between
         steps over the last seconds), requests_in_flight.
+
+    Raises:
+        ValueError: nothing is staged, or not for the weights as they are; nothing was written.
     """
     begun = time.monotonic()
     update: _Update = core.tidemill_state
-    changes = _unpack(names, counts, indices, bits)
-    started = time.monotonic()
-    undo = update.live.write(changes)
-    update.undo = (core.get_weight_version(), undo)
-    apply_ms = 1e3 * (time.monotonic() - started)
-    return _stamp(core, version, recompute, begun, apply_ms)
-
-
-def _unpack(names: list[str], counts: list[int], indices: bytes, bits: bytes) -> list[ElementChange]:
-    ends = np.cumsum(counts)[:-1]
-    all_indices = np.split(np.frombuffer(indices, dtype="<i8"), ends)
-    all_bits = np.split(np.frombuffer(bits, dtype="<u2"), ends)
-    return [ElementChange(*one) for one in zip(names, all_indices, all_bits, strict=True)]
+    staged, update.staged = update.staged, None
+    if staged is None:
+        raise ValueError("nothing is staged that could be written")
+    if isinstance(staged, Write):
+        update.live.commit(staged)
+        update.undo = (core.get_weight_version(), staged)
+    else:
+        update.live.write_all(staged)
+        update.undo = None
+    return _stamp(core, version, recompute, begun, 1e3 * (time.monotonic() - begun))
 
 
 def _stamp(core: EngineCore, version: int, recompute: bool, begun: float, apply_ms: float) -> dict[str, float]:
@@ -132,23 +189,11 @@ def _undo(core: EngineCore) -> str:
     update: _Update = core.tidemill_state
     if update.undo is None:
         raise ValueError("there is no update to undo")
-    version, overwritten = update.undo
-    update.live.restore(overwritten)
+    version, write = update.undo
+    update.live.take_back(write)
     update.undo = None
     core.set_weight_version(version)
     return version
-
-
-def _load(core: EngineCore, directory: str, version: int, recompute: bool) -> dict[str, float]:
-    """Overwrite every tensor from a checkpoint directory and stamp its version, between steps."""
-    begun = time.monotonic()
-    update: _Update = core.tidemill_state
-    reader = AnchorReader(Path(directory))
-    whole = {name: reader.bits(name) for name in update.live.names}
-    started = time.monotonic()
-    update.live.write_all(whole)
-    update.undo = None
-    return _stamp(core, version, recompute, begun, 1e3 * (time.monotonic() - started))
 
 
 def _prove(core: EngineCore) -> Future[dict[str, Any]]:
@@ -214,9 +259,10 @@ def _extend_engine() -> None:
 _vllm_step = EngineCore.step
 _METHODS = {
     "tidemill_install": _install,
-    "tidemill_apply": _apply,
+    "tidemill_stage": _stage,
+    "tidemill_stage_checkpoint": _stage_checkpoint,
+    "tidemill_commit": _commit,
     "tidemill_undo": _undo,
-    "tidemill_load": _load,
     "tidemill_prove": _prove,
     "step": _timed_step,
 }

@@ -1,7 +1,9 @@
 """Reads and writes the engine's live parameters in checkpoint coordinates, bit for bit.
 
-Keeps true: a write either happens whole or not at all (everything is checked before the first element is touched), and
-what is read back is what the next forward pass uses, because both go through the parameters' own storage.
+A write has two halves. `prepare` checks everything, works out what goes where and notes what is there now; it touches
+no parameter and may run while tokens flow. `commit` only stores elements in their places, and `take_back` is as quick.
+Keeps true: a write happens whole or not at all, and only onto what it was prepared for; what is read back is what the
+next forward pass uses, because both go through the parameters' own storage.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tidemill.consumers.replica.weight_map import Bits, Indices, Run, UnsupportedModelError
+from tidemill.consumers.replica import places
+from tidemill.consumers.replica.places import Elements, Layout, Places
+from tidemill.consumers.replica.weight_map import Bits, Indices, TensorSpec, UnsupportedModelError
 
 _PIECE = 1 << 20
 """Elements read back at once: bounds the memory of a proof to a few MiB."""
 
+_VIEWS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+"""By an element's width: torch's integer that numpy knows too, and the pattern's type."""
+
 
 class NotRepresentableError(ValueError):
-    """A live fp32 element has bits below bf16: it cannot be any version's value."""
+    """A live element has bits that the checkpoint's type does not have: it cannot be any version's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,122 +36,173 @@ class ElementChange:
 
     name: str
     indices: Indices
-    """i8[n], flat and unique, in checkpoint coordinates."""
+    """i8[n], flat and unique, in any order, in checkpoint coordinates."""
     bits: Bits
-    """u2[n]."""
+    """uN[n], the tensor's own patterns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Overwritten:
-    """What elements of a parameter's storage held before a write, whatever it was."""
+class Patch:
+    """Elements of one parameter's storage, uN[n] each: where, what a write puts there, what it replaces."""
 
     parameter: str
-    places: Indices
-    elements: npt.NDArray[Any]
+    places: Places
+    new: Elements
+    old: Elements
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A prepared write, which fits the weights as they were after `after` writes."""
+
+    patches: tuple[Patch, ...]
+    after: int
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements that it writes."""
+        return sum(patch.places.size for patch in self.patches)
 
 
 class LiveWeights:
-    """The live storage of a model behind its recorded map."""
+    """The live storage of a model behind its recorded map.
 
-    def __init__(self, model: torch.nn.Module, runs: Mapping[str, tuple[Run, ...]]) -> None:
-        self._runs = dict(runs)
+    Args:
+        model: the engine's model.
+        layouts: where each checkpoint tensor lies.
+        tensors: the checkpoint's tensors.
+    """
+
+    def __init__(self, model: torch.nn.Module, layouts: Mapping[str, Layout], tensors: Sequence[TensorSpec]) -> None:
         parameters = dict(model.named_parameters())
-        used = {run.parameter for tensor_runs in runs.values() for run in tensor_runs}
+        used = {layout.parameter for layout in layouts.values()}
+        self._layouts = dict(layouts)
         self._storage = {name: _element_bits(name, parameters[name]) for name in used}
+        self._patterns = {spec.name: _pattern_type(spec) for spec in tensors}
+        self._writes = 0
+        for name, layout in layouts.items():
+            _check_layout(name, layout, self._storage[layout.parameter])
 
     @property
     def names(self) -> list[str]:
         """Checkpoint tensors, in the checkpoint's order."""
-        return list(self._runs)
+        return list(self._layouts)
 
     def length(self, name: str) -> int:
-        """Number of elements of a checkpoint tensor."""
-        return sum(run.length for run in self._runs[name])
+        """Number of elements of a checkpoint tensor. Raises ValueError for one that is not served."""
+        if name not in self._layouts:
+            raise ValueError(f"the engine serves no tensor {name}")
+        return self._layouts[name].length
 
-    def write(self, changes: Sequence[ElementChange]) -> list[Overwritten]:
-        """Overwrite elements and return what they held, for `restore`.
+    def pattern_type(self, name: str) -> np.dtype[Any]:
+        """The unsigned integer of a tensor's patterns. Raises ValueError for one that is not served."""
+        self.length(name)
+        return self._patterns[name]
+
+    def prepare(self, changes: Sequence[ElementChange]) -> Write:
+        """Work out a write of some elements; nothing is written, and nothing may be written meanwhile.
 
         Raises:
-            ValueError: a name, an index or a length is wrong; nothing was written.
+            ValueError: a name, an index, a length or a width is wrong.
         """
+        after = self._writes
+        by_parameter: dict[str, list[ElementChange]] = {}
         for change in changes:
             self._check(change)
-        held = [self._overwrite(change) for change in changes]
-        return [piece for pieces in held for piece in pieces]
+            by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
+        return Write(tuple(self._patch(parameter, found) for parameter, found in by_parameter.items()), after)
 
-    def restore(self, overwritten: Sequence[Overwritten]) -> None:
-        """Take a `write` back, in the reverse order."""
-        for piece in reversed(overwritten):
-            self._storage[piece.parameter][piece.places] = piece.elements
+    def commit(self, write: Write) -> None:
+        """Write what was prepared. Raises ValueError, before it writes, when something else was written since."""
+        if write.after != self._writes:
+            raise ValueError("the weights were changed after this write was prepared: prepare it again")
+        self._writes += 1
+        for patch in write.patches:
+            places.scatter(self._storage[patch.parameter], patch.places, patch.new)
+
+    def take_back(self, write: Write) -> None:
+        """Write back what `write` replaced. Raises ValueError when it was not the last one."""
+        if write.after != self._writes - 1:
+            raise ValueError("this write was not the last one: it cannot be taken back")
+        self._writes += 1
+        for patch in write.patches:
+            places.scatter(self._storage[patch.parameter], patch.places, patch.old)
+
+    def warm(self) -> None:
+        """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
+        changes = [
+            ElementChange(name, np.empty(0, dtype=np.int64), np.empty(0, dtype=self._patterns[name]))
+            for name in self.names
+        ]
+        self.commit(self.prepare(changes))
+
+    def check_whole(self, whole: Mapping[str, Bits]) -> None:
+        """Raises ValueError unless `write_all` can write these tensors."""
+        for name, bits in whole.items():
+            if bits.shape != (self.length(name),) or bits.dtype != self.pattern_type(name):
+                wanted = f"{self.length(name)} {self.pattern_type(name)}"
+                raise ValueError(f"{name} has {wanted} patterns, the new value has {bits.shape} {bits.dtype}")
 
     def write_all(self, whole: Mapping[str, Bits]) -> None:
-        """Overwrite tensors entirely with u2[n] each. Raises ValueError for a wrong length, before any write."""
+        """Overwrite tensors entirely with uN[n] each. Raises ValueError like `check_whole`, before any write."""
+        self.check_whole(whole)
+        self._writes += 1
         for name, bits in whole.items():
-            if bits.shape != (self.length(name),):
-                raise ValueError(f"{name} has {self.length(name)} elements, the new value has {bits.shape}")
-        for name, bits in whole.items():
-            for run in self._runs[name]:
-                storage = self._storage[run.parameter]
-                source = bits[run.source : run.source + run.length]
-                storage[run.target : run.target + run.length] = _from_bf16(source, storage.dtype)
+            layout = self._layouts[name]
+            for run in layout.runs:
+                part = bits[run.source : run.source + run.length]
+                places.write(layout, run, part, self._storage[layout.parameter])
 
     def pieces(self, name: str) -> Iterator[tuple[int, Bits]]:
-        """Read a tensor back as (start, u2[n]) pieces, in order.
+        """Read a tensor back as (start, uN[n]) pieces, in order.
 
         Raises:
-            NotRepresentableError: an element is not a bf16 value.
+            NotRepresentableError: an element is no value of the checkpoint's type.
         """
-        for run in self._runs[name]:
-            for offset in range(0, run.length, _PIECE):
-                n = min(_PIECE, run.length - offset)
-                start = run.target + offset
-                yield run.source + offset, _to_bf16(self._storage[run.parameter][start : start + n], name)
+        layout = self._layouts[name]
+        storage = self._storage[layout.parameter]
+        for run in layout.runs:
+            for begin in range(0, run.length, _PIECE):
+                bits = np.empty(min(_PIECE, run.length - begin), dtype=self._patterns[name])
+                if not places.read(layout, run, begin, storage, bits):
+                    raise NotRepresentableError(f"a live element of {name} is no value of the checkpoint's type")
+                yield run.source + begin, bits
 
     def _check(self, change: ElementChange) -> None:
-        if change.name not in self._runs:
-            raise ValueError(f"the engine serves no tensor {change.name}")
+        length = self.length(change.name)
         if change.indices.shape != change.bits.shape or change.indices.ndim != 1:
             raise ValueError(f"{change.name}: {change.indices.shape} indices for {change.bits.shape} values")
-        if len(change.indices) and not 0 <= change.indices.min() <= change.indices.max() < self.length(change.name):
-            raise ValueError(f"{change.name}: an index is outside its {self.length(change.name)} elements")
+        if change.bits.dtype != self._patterns[change.name]:
+            raise ValueError(f"{change.name}: patterns are {self._patterns[change.name]}, not {change.bits.dtype}")
+        if len(change.indices) and not 0 <= change.indices.min() <= change.indices.max() < length:
+            raise ValueError(f"{change.name}: an index is outside its {length} elements")
 
-    def _overwrite(self, change: ElementChange) -> list[Overwritten]:
-        held = []
-        for run, chosen, places in self._locate(change.name, change.indices):
-            storage = self._storage[run.parameter]
-            held.append(Overwritten(run.parameter, places, storage[places]))
-            storage[places] = _from_bf16(change.bits[chosen], storage.dtype)
-        return held
-
-    def _locate(self, name: str, indices: Indices) -> Iterator[tuple[Run, Any, Indices]]:
-        runs = self._runs[name]
-        if len(runs) == 1:
-            yield runs[0], slice(None), indices - runs[0].source + runs[0].target
-            return
-        for run in runs:
-            chosen = np.flatnonzero((indices >= run.source) & (indices < run.source + run.length))
-            yield run, chosen, indices[chosen] - run.source + run.target
+    def _patch(self, parameter: str, changes: Sequence[ElementChange]) -> Patch:
+        storage = self._storage[parameter]
+        ends = np.cumsum([len(change.indices) for change in changes])
+        where = np.empty(ends[-1], dtype=np.uint32 if storage.size <= 1 << 32 else np.uint64)
+        new, old = np.empty(ends[-1], dtype=storage.dtype), np.empty(ends[-1], dtype=storage.dtype)
+        for change, end in zip(changes, ends, strict=True):
+            part, layout = slice(end - len(change.indices), end), self._layouts[change.name]
+            places.find(layout, change.indices, where[part])
+            places.widen(layout, change.bits, new[part])
+        places.gather(storage, where, old)
+        return Patch(parameter, where, new, old)
 
 
-def _element_bits(name: str, parameter: torch.nn.Parameter) -> npt.NDArray[Any]:
-    views = {torch.float32: (torch.int32, np.uint32), torch.bfloat16: (torch.int16, np.uint16)}
-    if parameter.dtype not in views or parameter.device.type != "cpu":
-        raise UnsupportedModelError(f"{name} is {parameter.dtype} on {parameter.device}: serve float32 or bfloat16")
+def _element_bits(name: str, parameter: torch.nn.Parameter) -> Elements:
+    if parameter.element_size() not in _VIEWS or parameter.device.type != "cpu":
+        raise UnsupportedModelError(f"{name} is {parameter.dtype} on {parameter.device}: not readable bit for bit")
     whole = torch.empty(0, dtype=parameter.dtype).set_(parameter.data.untyped_storage())
-    as_int, as_bits = views[parameter.dtype]
-    return whole.view(as_int).numpy().view(as_bits)
+    as_int, as_bits = _VIEWS[parameter.element_size()]
+    bits: Elements = whole.view(as_int).numpy().view(as_bits)
+    return bits
 
 
-def _to_bf16(elements: npt.NDArray[Any], name: str) -> Bits:
-    if elements.dtype == np.uint16:
-        return np.ascontiguousarray(elements)
-    halves = np.ascontiguousarray(elements).astype("<u4", copy=False).view("<u2").reshape(-1, 2)
-    if np.bitwise_or.reduce(halves[:, 0], initial=np.uint16(0)):
-        raise NotRepresentableError(f"a live element of {name} is not a bf16 value")
-    return np.ascontiguousarray(halves[:, 1])
+def _pattern_type(spec: TensorSpec) -> np.dtype[Any]:
+    return np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1])
 
 
-def _from_bf16(bits: Bits, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    if dtype == np.uint16:
-        return bits
-    return bits.astype(np.uint32) << np.uint32(16)
+def _check_layout(name: str, layout: Layout, storage: Elements) -> None:
+    if layout.last >= storage.size or (layout.order.size and storage.size % layout.order.size):
+        raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")

@@ -16,6 +16,8 @@ class Applied:
     decode_step_ms: float
     """The engine's own median time between steps over the last seconds; 0 when idle."""
     requests_in_flight: int
+    stage_ms: float = 0.0
+    """How long the write was prepared in the engine core before it was held, while tokens flowed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@ A serving engine fuses, pads and ties checkpoint tensors. Instead of guessing ho
 `load_weights` once on meta tensors (no memory) and notes each copy that it would make. What holds afterwards:
 
 - every element of every checkpoint tensor has exactly one place in the engine, or the map is refused;
-- every parameter of the engine is fed by the checkpoint (rows that only pad the vocabulary excepted).
+- every parameter of the engine is fed by the checkpoint (rows and columns that only pad it excepted);
+- the engine's type holds every value of the checkpoint's type, or the map is refused.
 
-Bits are the checkpoint's: bf16 as u2. An fp32 engine holds bf16 bits in the upper half of each element.
+Where the engine reorders what was loaded (`experts`), the order is part of the place. Bits are the checkpoint's own
+patterns; an fp32 engine holds bf16 bits in the upper half of each element.
 """
 
 from __future__ import annotations
@@ -20,8 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Bits = npt.NDArray[np.uint16]
+from tidemill.consumers.replica.places import Layout, Run
+
+Bits = npt.NDArray[np.unsignedinteger[Any]]
+"""Bit patterns of the checkpoint's type: u1, u2 or u4."""
+
 Indices = npt.NDArray[np.int64]
+
+_SHIFTS = {("bfloat16", "float32"): 16}
+"""By how many bits a pattern is moved up to be the same value in a wider type."""
 
 
 class UnsupportedModelError(ValueError):
@@ -43,16 +52,6 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements [source, source + length) of a tensor lie at [target, target + length) of a parameter's storage."""
-
-    source: int
-    length: int
-    parameter: str
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Copy:
     """One copy that the loader asked for: where from and where to, in elements and strides."""
 
@@ -64,33 +63,46 @@ class _Copy:
     source_stride: tuple[int, ...]
 
 
-def record_map(model: torch.nn.Module, tensors: Sequence[TensorSpec]) -> dict[str, tuple[Run, ...]]:
-    """Map each checkpoint tensor to runs of the model's parameters.
+def record_map(
+    model: torch.nn.Module, tensors: Sequence[TensorSpec], orders: Mapping[str, Indices]
+) -> dict[str, Layout]:
+    """Map each checkpoint tensor to a parameter of the model.
 
     Args:
         model: the engine's model, its `load_weights` taking an iterable of (name, tensor).
         tensors: every tensor of the checkpoint.
+        orders: parameters that the engine reordered after loading, as `experts.orders_of_experts` finds them.
 
     Raises:
-        UnsupportedModelError: a weight is packed, permuted or strided, or a tensor or parameter has no counterpart.
+        UnsupportedModelError: a weight is packed away, lies in an order that is not known or in a type that cannot
+            hold it, or a tensor or parameter has no counterpart.
     """
-    _refuse_experts(model)
-    owners = _owners(model)
-    runs: dict[str, tuple[Run, ...]] = {}
+    owners, parameters = _owners(model), dict(model.named_parameters())
+    layouts: dict[str, Layout] = {}
     for spec in tensors:
         copies = _record_copies(model, spec, owners)
-        runs[spec.name] = _runs_of(spec, copies)
-    _check_parameters(model, runs)
-    return runs
+        parameter = _only_parameter(spec, copies)
+        shift = _shift(spec, parameter, parameters[parameter])
+        layouts[spec.name] = Layout.of(parameter, _runs_of(spec, copies), orders.get(parameter), shift)
+    _check_parameters(owners, layouts)
+    return layouts
 
 
-def _refuse_experts(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if ".experts." in name or parameter.ndim > 2:
-            raise UnsupportedModelError(
-                f"parameter {name} holds mixture-of-experts weights, which a CPU engine keeps in a permuted order: "
-                "this replica serves dense models only"
-            )
+def _only_parameter(spec: TensorSpec, copies: Iterable[_Copy]) -> str:
+    found = sorted({copy.parameter for copy in copies})
+    if len(found) != 1:
+        raise UnsupportedModelError(f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}")
+    return found[0]
+
+
+def _shift(spec: TensorSpec, name: str, parameter: torch.Tensor) -> int:
+    held = str(parameter.dtype).removeprefix("torch.")
+    if held != spec.dtype and (spec.dtype, held) not in _SHIFTS:
+        raise UnsupportedModelError(
+            f"{spec.name} is {spec.dtype}, the engine holds it as {held} in {name}, which is another value for some "
+            "patterns: serve bfloat16 tensors in a float32 engine, or every tensor in the engine's own dtype"
+        )
+    return _SHIFTS.get((spec.dtype, held), 0)
 
 
 def _owners(model: torch.nn.Module) -> dict[int, str]:
@@ -154,11 +166,25 @@ def _runs_of(spec: TensorSpec, copies: Iterable[_Copy]) -> tuple[Run, ...]:
 
 
 def _run_of(spec: TensorSpec, copy: _Copy) -> Run:
-    dense = _dense_stride(copy.shape)
-    strides = (copy.target_stride, copy.source_stride)
-    if not all(_same_layout(copy.shape, stride, dense) for stride in strides):
+    length = int(np.prod(copy.shape, dtype=np.int64))
+    row, pitch = _rows(copy.shape, copy.target_stride)
+    if row == 0 or not _same_layout(copy.shape, copy.source_stride, _dense_stride(copy.shape)):
         raise UnsupportedModelError(f"{spec.name} lies in {copy.parameter} with gaps or in another order: not mapped")
-    return Run(copy.source, int(np.prod(copy.shape, dtype=np.int64)), copy.parameter, copy.target)
+    return Run(copy.source, length, copy.target, row, pitch)
+
+
+def _rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
+    """Length and distance of the rows that an array consists of, (0, 0) when it does not consist of equal rows."""
+    dense = _dense_stride(shape)
+    if _same_layout(shape, stride, dense):
+        length = int(np.prod(shape, dtype=np.int64))
+        return length, length
+    for axis in range(len(shape) - 1, 0, -1):
+        row, pitch = dense[axis - 1], stride[axis - 1]
+        leading = tuple(pitch * inner for inner in _dense_stride(shape[:axis]))
+        if _same_layout(shape, stride, leading + dense[axis:]) and pitch >= row:
+            return row, pitch
+    return 0, 0
 
 
 def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -173,8 +199,7 @@ def _same_layout(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[i
     return all(size == 1 or a == b for size, a, b in zip(shape, stride, dense, strict=False))
 
 
-def _check_parameters(model: torch.nn.Module, runs: Mapping[str, tuple[Run, ...]]) -> None:
-    fed = {run.parameter for tensor_runs in runs.values() for run in tensor_runs}
-    unfed = sorted(set(_owners(model).values()) - fed)
+def _check_parameters(owners: Mapping[int, str], layouts: Mapping[str, Layout]) -> None:
+    unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values()})
     if unfed:
         raise UnsupportedModelError(f"the checkpoint names no tensor for the engine's {', '.join(unfed)}")

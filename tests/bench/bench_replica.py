@@ -1,23 +1,37 @@
 """What a weight update costs a replica, in one run on one machine: one JSON line a figure.
 
-    python tests/bench/bench_replica.py [--versions 60] [--hidden 256] [--layers 4] [--requests 32]
+    python tests/bench/bench_replica.py [--parameters 100e6] [--density 0.01] [--versions 20] [--requests 8]
 
-A real vLLM engine core decodes many requests; between its steps versions are applied in place as deltas of 1 % of the
-elements, then the same versions as full writes, then by vLLM's own `reload_weights`. No Kafka is needed.
+A replica's engine (AsyncLLM, its core a process of its own, fp32) decodes requests without end. Meanwhile versions of
+a random bf16 Qwen3 arrive as encoded deltas and go the replica's way: decoded and checked against a mirror, staged in
+the engine core, written between two steps, proved. The same weights are then written in full, and reloaded from
+safetensors by vLLM's own `reload_weights`. No Kafka is needed. "cpu" beside a figure is the share of it that a busy
+machine does not inflate.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+
+from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
+from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
+from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.live_weights import ElementChange
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 
 _PATH = Path(__file__).parents[1] / "consumers" / "replica_driver.py"
 _SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
@@ -26,75 +40,215 @@ driver: Any = importlib.util.module_from_spec(_SPEC)
 sys.modules[_SPEC.name] = driver
 _SPEC.loader.exec_module(driver)
 
+LAYERS, VOCABULARY = 12, 8192
 
-def say(figure: str, values: list[float], **more: Any) -> None:
-    """Print one figure's p50 and p95 in milliseconds."""
-    p50, p95 = np.percentile(values, [50, 95])
-    print(json.dumps({"figure": figure, "unit": "ms", "p50": round(p50, 3), "p95": round(p95, 3), **more}), flush=True)
+
+@dataclass
+class Figures:
+    """Milliseconds by figure, printed at the end."""
+
+    shape: dict[str, Any]
+    values: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, figure: str, milliseconds: float) -> None:
+        """Note one value."""
+        self.values.setdefault(figure, []).append(milliseconds)
+
+    def timed(self, figure: str, call: Callable[[], Any]) -> Any:
+        """Note how long a call takes."""
+        begun = time.perf_counter()
+        result = call()
+        self.add(figure, 1e3 * (time.perf_counter() - begun))
+        return result
+
+    def say(self) -> None:
+        """Print p50 and p95 of each figure, and the ratios."""
+        for figure, values in self.values.items():
+            p50, p95 = np.percentile(values, [50, 95])
+            line = {"figure": figure, "unit": "ms", "p50": round(p50, 3), "p95": round(p95, 3), "n": len(values)}
+            print(json.dumps({**line, **self.shape}), flush=True)
+        pause = np.median(self.values["pause of a delta"])
+        for other in ("engine step", "pause of a full write", "vLLM's reload_weights from safetensors"):
+            ratio = round(float(pause / np.median(self.values[other])), 4)
+            print(json.dumps({"figure": f"pause of a delta / {other}", "p50": ratio, **self.shape}), flush=True)
 
 
 class Load:
-    """Keeps a number of requests running in an engine."""
+    """Keeps a number of requests running, and knows the longest time that one of them waited for a token."""
 
     def __init__(self, engine: Any, requests: int) -> None:
+        self._engine = engine
+        self._tasks = [asyncio.create_task(self._request(n)) for n in range(requests)]
+        self.tokens, self.longest_ms = 0, 0.0
+
+    async def _request(self, number: int) -> None:
         from vllm import SamplingParams
 
-        self.engine, self.requests, self.started = engine, requests, 0
-        self.parameters = SamplingParams(temperature=1.0, max_tokens=64, logprobs=0, ignore_eos=True)
+        sampling = SamplingParams(temperature=1.0, max_tokens=128, logprobs=0, ignore_eos=True)
+        for turn in range(1 << 30):
+            prompt = {"prompt_token_ids": [(7 * number + 3 * i + turn) % 190 + 5 for i in range(16)]}
+            last = time.perf_counter()
+            async for _ in self._engine.generate(prompt, sampling, f"{number}-{turn}"):
+                now = time.perf_counter()
+                self.longest_ms = max(self.longest_ms, 1e3 * (now - last))
+                self.tokens, last = self.tokens + 1, now
 
-    def step(self) -> float:
-        """One engine step; its milliseconds."""
-        while self.engine.engine.get_num_unfinished_requests() < self.requests:
-            self.started += 1
-            prompt = [(7 * self.started + 3 * i) % 190 + 5 for i in range(40)]
-            self.engine.engine.add_request(str(self.started), {"prompt_token_ids": prompt}, self.parameters)
-        begun = time.perf_counter()
-        self.engine.engine.step()
-        return 1e3 * (time.perf_counter() - begun)
+    async def until(self, tokens: int) -> None:
+        """Wait until so many more tokens have been sampled."""
+        wanted = self.tokens + tokens
+        while self.tokens < wanted:
+            await asyncio.wait(self._tasks, timeout=0.01, return_when=asyncio.FIRST_EXCEPTION)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+
+    def close(self) -> None:
+        """End the requests."""
+        for task in self._tasks:
+            task.cancel()
 
 
-def measure(arguments: argparse.Namespace, root: Path) -> None:
+class Chain:
+    """Versions of a checkpoint: what a trainer encodes, and the mirror that a replica checks it against."""
+
+    def __init__(self, base: Path, density: float) -> None:
+        self._specs, self._density = AnchorReader(base).specs(), density
+        self._mirror = {spec.name: AnchorReader(base).bits(spec.name) for spec in self._specs}
+        self._random = np.random.default_rng(0)
+        self.fingerprint = self.computed()
+        self.version = 0
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of a version."""
+        return sum(bits.size for bits in self._mirror.values())
+
+    def computed(self) -> Any:
+        """The mirror's fingerprint, from its elements."""
+        found = (fingerprint(bits, TensorKey.of(name)) for name, bits in self._mirror.items())
+        return sum(found, start=ZERO)
+
+    def encode(self) -> list[bytes]:
+        """The next version as a delta: a share of the elements, by one step of the last place."""
+        self.version += 1
+        changes = (TensorChange(s.name, s.dtype, *self._step(self._mirror[s.name])) for s in self._specs)
+        return list(encode_delta(self.version, self.version - 1, changes))
+
+    def _step(self, bits: Any) -> tuple[Any, Any]:
+        return bits, bits ^ (self._random.random(bits.size, dtype=np.float32) < self._density).astype(np.uint16)
+
+    def decode(self, pieces: list[bytes]) -> list[Any]:
+        """The checked changes of a delta."""
+        blocks = decode_delta(pieces, self.version, self.version - 1)
+        return [change for block in blocks if (change := resolve(block, self._mirror[block.name])) is not None]
+
+    def commit(self, changes: list[Any]) -> None:
+        """The mirror becomes the version."""
+        for change in changes:
+            apply_change(change, self._mirror[change.name])
+            self.fingerprint += change.target - change.base
+
+    def save(self, directory: Path) -> Path:
+        """The version as safetensors."""
+        save_checkpoint(directory, [(spec, self._mirror[spec.name]) for spec in self._specs])
+        return directory
+
+
+async def follow(engine: Any, chain: Chain, load: Load, figures: Figures, measured: bool) -> None:
+    """Bring one version to the engine, the replica's way."""
+    notes = figures if measured else Figures({})
+    pieces = await asyncio.to_thread(notes.timed, "encode, in the trainer", chain.encode)
+    load.longest_ms = 0.0
+    begun = time.perf_counter()
+    changes = await asyncio.to_thread(notes.timed, "decode and check, while tokens flow", lambda: chain.decode(pieces))
+    called = time.perf_counter()
+    applied = await engine.apply(
+        [ElementChange(change.name, change.indices, change.new_bits) for change in changes], chain.version
+    )
+    ended = time.perf_counter()
+    notes.add("transfer and staging, while tokens flow", 1e3 * (ended - called) - applied.pause_ms)
+    notes.add("staging in the engine core", applied.stage_ms)
+    notes.add("pause of a delta", applied.pause_ms)
+    notes.add("apply", applied.apply_ms)
+    notes.add("engine step", applied.decode_step_ms)
+    notes.add("step to served, without a network", notes.values["encode, in the trainer"][-1] + 1e3 * (ended - begun))
+    await load.until(2 * applied.requests_in_flight)
+    notes.add("longest wait for a token, the update within", load.longest_ms)
+    proof = await engine.prove()
+    await asyncio.to_thread(chain.commit, changes)
+    assert proof.total == chain.fingerprint.hex(), proof.damage
+    notes.add("proof, while tokens flow", proof.proof_ms)
+    sizes = {"delta_bytes": sum(map(len, pieces)), "changed": sum(change.indices.size for change in changes)}
+    figures.shape.update(sizes)
+
+
+async def measure(arguments: argparse.Namespace, root: Path) -> None:
     """Print every figure."""
-    size = {"hidden_size": arguments.hidden, "num_hidden_layers": arguments.layers}
-    base = driver.make_checkpoint(root / "base", **size)
-    engine = driver.InProcess(base, "float32")
-    load = Load(engine, arguments.requests)
-    old = driver.view_of(base)
-    n_elements = sum(bits.size for bits in old.values())
-    shape = {"elements": n_elements, "requests": arguments.requests, "versions": arguments.versions}
-    decode = [load.step() for _ in range(arguments.versions * 4)][arguments.versions :]
-    say("engine step", decode, **shape)
-    pauses, proofs, fulls, reloads = [], [], [], []
-    for version in range(1, arguments.versions + 1):
-        new = driver.nudged(old, version)
-        load.step()
-        pauses.append(engine.apply(old, new, version)["pause_ms"])
-        proofs.append(engine.prove()["proof_ms"])
-        old = new
-    say("pause of a delta of 1 %", pauses, **shape)
-    say("proof, while tokens flow", proofs, **shape)
-    whole = driver.save_view(old, base, root / "whole")
-    for version in range(arguments.versions):
-        load.step()
-        fulls.append(engine.core.tidemill_load(str(whole), version, False)["pause_ms"])
-        load.step()
+    from tidemill.consumers.replica.engine import ReplicaEngine
+    from tidemill.consumers.replica.server import server_arguments
+
+    base = make_model(int(arguments.parameters), root / "base")
+    settings = ReplicaSettings(kv_cache_mb=256, max_model_len=256, max_num_seqs=arguments.requests)
+    specs = AnchorReader(base).specs()
+    engine = await ReplicaEngine.start(server_arguments(str(base), settings), specs, 0, KvPolicy.STALE)
+    try:
+        chain = Chain(base, arguments.density)
+        figures = Figures({"elements": chain.n_elements, "requests": arguments.requests})
+        load = Load(engine, arguments.requests)
+        await load.until(4 * arguments.requests)
+        for number in range(arguments.versions + 1):
+            await follow(engine, chain, load, figures, measured=number > 0)
+        assert chain.fingerprint == chain.computed()
+        await rewrite(engine, chain, load, figures, chain.save(root / "whole"), arguments.rewrites)
+        load.close()
+        figures.shape["rss_mb"] = _rss_mb()
+        figures.say()
+    finally:
+        engine.shutdown()
+
+
+async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole: Path, times: int) -> None:
+    """Write the last version in full, ours and vLLM's way."""
+    for _ in range(times):
+        applied = await engine.load(whole, chain.version)
+        figures.add("pause of a full write", applied.pause_ms)
+        figures.add("reading for a full write, while tokens flow", applied.stage_ms)
+        await load.until(2 * applied.requests_in_flight)
         begun = time.perf_counter()
-        engine.core.collective_rpc("reload_weights", kwargs={"weights_path": str(whole)})
-        reloads.append(1e3 * (time.perf_counter() - begun))
-    say("full write of the same weights", fulls, **shape)
-    say("vLLM's reload_weights of the same weights", reloads, **shape)
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(whole)})
+        figures.add("vLLM's reload_weights from safetensors", 1e3 * (time.perf_counter() - begun))
+        await load.until(2 * applied.requests_in_flight)
+    proof = await engine.prove()
+    assert proof.total == chain.fingerprint.hex(), proof.damage
+
+
+def make_model(parameters: int, directory: Path) -> Path:
+    """A random Qwen3 with at least so many parameters, tied, its hidden size a multiple of 64."""
+    hidden = next(h for h in range(64, 1 << 14, 64) if 13 * LAYERS * h * h + VOCABULARY * h >= parameters)
+    size = {"hidden_size": hidden, "num_hidden_layers": LAYERS, "intermediate_size": 3 * hidden}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+    path: Path = driver.make_checkpoint(directory, vocabulary=VOCABULARY, **size, **heads)
+    return path
+
+
+def _rss_mb() -> dict[str, int]:
+    """Resident memory of the server and of its engine core."""
+    server = psutil.Process()
+    (core,) = server.children()
+    return {"server": server.memory_info().rss >> 20, "core": core.memory_info().rss >> 20}
 
 
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description="Pause of a weight update beside the engine's step and a full reload.")
-    parser.add_argument("--versions", type=int, default=60)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--requests", type=int, default=32)
-    driver.prepare_environment(1)
+    parser.add_argument("--parameters", type=float, default=100e6)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--rewrites", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=8)
+    prepare_environment(1)
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
-        measure(parser.parse_args(), Path(name))
+        asyncio.run(measure(parser.parse_args(), Path(name)))
 
 
 if __name__ == "__main__":

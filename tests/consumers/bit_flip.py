@@ -39,11 +39,13 @@ def install() -> None:
 
 def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
     """Flip one bit of the live element that checkpoint element `index` of tensor `name` lies in."""
+    from tidemill.consumers.replica import places
+
     live = core.tidemill_state.live
-    for run, _, places in live._locate(name, np.array([index])):
-        if places.size:
-            storage = live._storage[run.parameter]
-            storage[places] ^= storage.dtype.type(1 << bit)
+    layout, place = live._layouts[name], np.empty(1, dtype=np.uint64)
+    places.find(layout, np.array([index]), place)
+    storage = live._storage[layout.parameter]
+    storage[place] ^= storage.dtype.type(1 << bit)
 
 
 async def flip(engine: Any, name: str, index: int, bit: int) -> None:

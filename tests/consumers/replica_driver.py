@@ -1,10 +1,9 @@
-"""Helpers of the replica's tests: a tiny checkpoint, versions published without a Kafka, and two programs.
+"""Helpers of the replica's tests: a tiny checkpoint, versions published without a Kafka, and a program.
 
     python replica_driver.py serve CONFIG   one engine with its HTTP server and its subscriber; records come on standard
                                             input, acknowledgements leave on standard output, a base64 line each
-    python replica_driver.py engines DIR    engines driven in process; prints what the tests compare as one JSON line
 
-The programs are processes of their own because vLLM reads its environment at import.
+A process of its own because vLLM reads its environment at import.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200
 
     torch.manual_seed(seed)
     size = {"hidden_size": 128, "num_hidden_layers": 2, **size}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = Qwen3Config(
-        **size, vocab_size=vocabulary, intermediate_size=2 * size["hidden_size"], num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        **{**heads, "intermediate_size": 2 * size["hidden_size"], **size}, vocab_size=vocabulary,
+        max_position_embeddings=512, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():
@@ -234,139 +233,16 @@ async def _obey(line: str, running: Any, log: MemoryLog) -> None:
         print("observed", flush=True)
 
 
-class InProcess:
-    """One vLLM engine in this process, its engine core's methods at hand."""
-
-    def __init__(self, directory: Path, dtype: str) -> None:
-        from vllm import EngineArgs, LLMEngine
-
-        from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
-
-        hide_llvmlite_from_kernel_search()
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(directory), dtype=dtype, enforce_eager=True, max_model_len=128, block_size=32,
-                kv_cache_memory_bytes=16 << 20, disable_log_stats=True,
-                worker_extension_cls="tidemill.consumers.replica.extension.ReplicaExtension",
-            )
-        )  # fmt: skip
-        self.core = self.engine.engine_core.engine_core
-        specs = [(s.name, list(s.shape), s.dtype) for s in AnchorReader(directory).specs()]
-        self.core.tidemill_install(specs, 0)
-
-    def apply(self, old: ServingView, new: ServingView, version: int) -> dict[str, float]:
-        """Write the difference of two views; the engine core's report."""
-        names, counts, indices, bits = [], [], b"", b""
-        for name in new:
-            changed = np.flatnonzero(old[name].reshape(-1) != new[name].reshape(-1))
-            names.append(name)
-            counts.append(len(changed))
-            indices += changed.astype("<i8").tobytes()
-            bits += new[name].reshape(-1)[changed].tobytes()
-        return self.core.tidemill_apply(names, counts, indices, bits, version, False)
-
-    def prove(self) -> dict[str, Any]:
-        """The report of the proof."""
-        return self.core.tidemill_prove().result()
-
-    def greedy(self) -> list[list[tuple[int, float]]]:
-        """Tokens and logprobs of a few greedy completions."""
-        from vllm import SamplingParams
-
-        for n in range(4):
-            prompt = {"prompt_token_ids": [(7 * n + 3 * i) % 190 + 5 for i in range(12 + n)]}
-            self.engine.add_request(str(n), prompt, SamplingParams(temperature=0, max_tokens=12, logprobs=0))
-        done = {}
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                if output.finished:
-                    chosen = output.outputs[0]
-                    pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
-                    done[int(output.request_id)] = [(token, entry[token].logprob) for token, entry in pairs]
-        return [done[n] for n in sorted(done)]
-
-    def weight_sizes(self) -> dict[str, int]:
-        """Elements of every parameter: 0 where the engine packed it away."""
-        model = self.core.model_executor.driver_worker.worker.model_runner.model
-        return {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-
-def compare_engines(root: Path, tied: bool, dtype: str) -> dict[str, Any]:
-    """An engine brought from A to B by a delta, and one loaded with B."""
-    a = make_checkpoint(root / "a", tied=tied)
-    old = view_of(a)
-    new = nudged(old, seed=1)
-    b = save_view(new, a, root / "b")
-    moved, fresh = InProcess(a, dtype), InProcess(b, dtype)
-    before = moved.greedy()
-    moved.apply(old, new, 1)
-    result = {
-        "expected": total_fingerprint(tensor_infos(new)).hex(),
-        "moved": moved.prove(), "fresh": fresh.prove(),
-        "before": before, "moved_greedy": moved.greedy(), "fresh_greedy": fresh.greedy(),
-        "sizes": moved.weight_sizes(),
-    }  # fmt: skip
-    moved.core.tidemill_undo()
-    result["undone"] = moved.prove()["total"]
-    result["original"] = total_fingerprint(tensor_infos(old)).hex()
-    result["whole"] = _whole(moved, b)
-    result["damage"] = _damage(fresh)
-    return result
-
-
-def _whole(engine: InProcess, directory: Path) -> str:
-    engine.core.tidemill_load(str(directory), 2, False)
-    return engine.prove()["total"]
-
-
-def _damage(engine: InProcess) -> dict[str, Any]:
-    """Flip the lowest bit of one live element: not a bf16 value in an fp32 engine, another one in a bf16 engine."""
-    model = engine.core.model_executor.driver_worker.worker.model_runner.model
-    parameter = next(p for n, p in model.named_parameters() if n.endswith("down_proj.weight"))
-    width = torch.int32 if parameter.dtype is torch.float32 else torch.int16
-    parameter.data.view(width)[3, 5] ^= 1
-    return engine.prove()
-
-
 def save_view(view: ServingView, base: Path, directory: Path) -> Path:
     """A checkpoint directory with these weights."""
     write_anchor(str(directory), base, view)
     return directory
 
 
-def refusal_of_experts(directory: Path) -> str:
-    """What an engine with a mixture of experts says to being mapped."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from tidemill.consumers.replica.weight_map import UnsupportedModelError
-
-    make_checkpoint(directory)
-    config = Qwen3MoeConfig(
-        vocab_size=200, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    try:
-        InProcess(directory, "float32")
-    except UnsupportedModelError as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
     """See the module's docstring."""
     prepare_environment(1)
-    command, argument = sys.argv[1:3]
-    if command == "serve":
-        asyncio.run(serve(json.loads(argument)))
-        return
-    results = {}
-    for tied, dtype in ((True, "float32"), (False, "float32"), (False, "bfloat16")):
-        name = f"{'tied' if tied else 'untied'}-{dtype}"
-        results[name] = compare_engines(Path(argument) / name, tied, dtype)
-    results["experts"] = refusal_of_experts(Path(argument) / "experts")
-    print(json.dumps(results), flush=True)
+    asyncio.run(serve(json.loads(sys.argv[2])))
 
 
 if __name__ == "__main__":

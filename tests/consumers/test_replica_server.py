@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tidemill.schemas.records import AckStatus, WeightAck
+from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, WeightAck
 
 _PATH = Path(__file__).with_name("replica_driver.py")
 _SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
@@ -91,6 +91,10 @@ class Served:
             self.tell(driver.to_line(record))
         return manifest
 
+    def decide(self, verdict, version=None):
+        """Hand the replica a gate decision."""
+        self.tell(driver.to_line(GateDecision("test", "main", verdict, version, "reward fell", "ada", {}, 0)))
+
     def complete(self, **changes):
         return self.http.post("/v1/completions", json={**BODY, "max_tokens": 8, **changes})
 
@@ -158,6 +162,34 @@ def test_a_prefix_computed_by_older_weights_is_not_reused(served):
     assert salted != pytest.approx(old, abs=1e-3)
     # A request for prompt logprobs computes its whole prompt anew.
     assert salted == pytest.approx(logprobs(prompt_logprobs=0), abs=1e-5)
+
+
+def test_a_roll_back_meets_no_prefix_that_newer_weights_computed(served):
+    """A request that began under the older version went on under a newer one: what it left in the cache is of both."""
+    served.send(anchor=True)
+    assert served.ack().status in (AckStatus.PROVED, AckStatus.ANCHORED)
+    older, answers = served.version, []
+    running = threading.Thread(target=lambda: answers.append(served.complete(max_tokens=400, temperature=0).json()))
+    running.start()
+    served.send(fraction=0.2)
+    assert served.ack().status is AckStatus.PROVED
+    running.join(60)
+    (choice,) = answers[0]["choices"]
+    assert [span[0] for span in choice["weight_versions"]] == [older, older + 1]
+    served.decide(GateVerdict.ROLL_BACK, older)
+    back = served.ack()
+    assert (back.status, back.serving_version, back.reason) == (
+        AckStatus.ANCHORED, older, f"rolled back to version {older} by ada: reward fell"
+    )  # fmt: skip
+
+    def logprobs(**changes):
+        prompt = [*BODY["prompt"], *choice["token_ids"]]
+        return served.complete(prompt=prompt, temperature=0, **changes).json()["choices"][0]["logprobs"]
+
+    # A request for prompt logprobs computes its whole prompt anew.
+    assert logprobs()["token_logprobs"] == pytest.approx(logprobs(prompt_logprobs=0)["token_logprobs"][-8:], abs=1e-4)
+    served.decide(GateVerdict.RELEASE)
+    assert served.ack().serving_version == served.version
 
 
 def test_a_corrupt_chunk_is_refused_and_the_next_anchor_heals_it(served):

@@ -1,0 +1,297 @@
+"""Real vLLM engines driven in this process, and what the tests compare of them.
+
+    python engine_driver.py DIR [KIND...]     brings engines of every kind from a version A to a version B and prints
+                                              what is compared as one JSON line
+
+A process of its own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
+from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.weight_map import TensorSpec
+from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+
+_SPEC = importlib.util.spec_from_file_location("replica_driver", Path(__file__).with_name("replica_driver.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+driver: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = driver
+_SPEC.loader.exec_module(driver)
+
+View = dict[str, np.ndarray]
+"""Tensor name -> bit patterns in its shape."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model and the dtype that an engine serves it in."""
+
+    dtype: str
+    tied: bool = False
+    intermediate: int = 0
+    """Of each of four experts; 0 for a dense model."""
+    norms: str = "bfloat16"
+    """Dtype of the norms' weights in the checkpoint."""
+
+
+KINDS = {
+    "dense tied float32": Kind("float32", tied=True),
+    "dense untied float32": Kind("float32"),
+    "dense tied bfloat16": Kind("bfloat16", tied=True),
+    "dense untied bfloat16": Kind("bfloat16"),
+    "dense float32 with float32 norms": Kind("float32", norms="float32"),
+    "experts untied float32, padded": Kind("float32", intermediate=48),
+    "experts tied bfloat16": Kind("bfloat16", tied=True, intermediate=64),
+}
+"""Each has 200 words, which the engine pads to 256 rows; 48 is padded to 64 columns."""
+
+
+def make_model(kind: Kind, directory: Path) -> Path:
+    """A tiny random checkpoint of a kind."""
+    driver.make_checkpoint(directory, tied=kind.tied)
+    if kind.intermediate:
+        _make_experts(kind, directory)
+    specs = AnchorReader(directory).specs()
+    tensors = [_recast(spec, kind, directory) for spec in specs]
+    save_checkpoint(directory, tensors)
+    return directory
+
+
+def _make_experts(kind: Kind, directory: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=64, moe_intermediate_size=kind.intermediate,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=512, tie_word_embeddings=kind.tied,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+    model.to(torch.bfloat16).save_pretrained(directory)
+
+
+def _recast(spec: TensorSpec, kind: Kind, directory: Path) -> tuple[TensorSpec, np.ndarray]:
+    bits = AnchorReader(directory).bits(spec.name)
+    if kind.norms == "bfloat16" or not spec.name.endswith("norm.weight"):
+        return spec, bits
+    # Low bits that bf16 does not have, so that a conversion on the way would be seen.
+    low = np.random.default_rng(5).integers(1, 1 << 16, bits.size).astype(np.uint32)
+    return TensorSpec(spec.name, spec.shape, "float32"), (bits.astype(np.uint32) << 16) | low
+
+
+def save_view(view: View, base: Path, directory: Path) -> Path:
+    """A checkpoint with these weights and the types, configuration and tokenizer of `base`."""
+    directory.mkdir()
+    for file in base.iterdir():
+        if file.suffix != ".safetensors":
+            (directory / file.name).write_bytes(file.read_bytes())
+    save_checkpoint(directory, [(spec, view[spec.name].reshape(-1)) for spec in AnchorReader(base).specs()])
+    return directory
+
+
+def total(view: View) -> str:
+    """Fingerprint of a whole version, hexadecimal."""
+    return sum((fingerprint(bits, TensorKey.of(name)) for name, bits in view.items()), start=ZERO).hex()
+
+
+class InProcess:
+    """One vLLM engine in this process, its engine core's methods at hand."""
+
+    def __init__(self, directory: Path, dtype: str, **options: Any) -> None:
+        from vllm import EngineArgs, LLMEngine
+
+        from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+
+        hide_llvmlite_from_kernel_search()
+        options = {"max_model_len": 128, "kv_cache_memory_bytes": 16 << 20, **options}
+        self.engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=str(directory), dtype=dtype, enforce_eager=True, block_size=32, disable_log_stats=True,
+                worker_extension_cls="tidemill.consumers.replica.extension.ReplicaExtension", **options,
+            )
+        )  # fmt: skip
+        self.core = self.engine.engine_core.engine_core
+        self.install(AnchorReader(directory).specs())
+
+    def install(self, specs: list[TensorSpec]) -> None:
+        """Map these tensors."""
+        self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0)
+
+    def stage(self, changes: list[tuple[str, np.ndarray, np.ndarray]]) -> dict[str, float]:
+        """Prepare (name, indices, bits) changes, as `ReplicaEngine.apply` does."""
+        names, indices, bits = zip(*changes, strict=True)
+        return self.core.tidemill_stage(
+            list(names), [len(one) for one in indices], b"".join(one.tobytes() for one in indices),
+            b"".join(one.tobytes() for one in bits),
+        ).result()  # fmt: skip
+
+    def commit(self, version: int) -> dict[str, float]:
+        """Write what is staged; the engine core's report."""
+        return self.core.tidemill_commit(version, False)
+
+    def apply(self, old: View, new: View, version: int) -> dict[str, float]:
+        """Write the difference of two views, its elements in no order."""
+        random, changes = np.random.default_rng(version), []
+        for name in new:
+            changed = random.permutation(np.flatnonzero(old[name].reshape(-1) != new[name].reshape(-1)))
+            changes.append((name, changed, new[name].reshape(-1)[changed]))
+        self.stage(changes)
+        return self.commit(version)
+
+    def load(self, directory: Path, version: int) -> dict[str, float]:
+        """Write a whole checkpoint."""
+        self.core.tidemill_stage_checkpoint(str(directory)).result()
+        return self.commit(version)
+
+    def prove(self) -> dict[str, Any]:
+        """The report of the proof."""
+        return self.core.tidemill_prove().result()
+
+    def greedy(self) -> list[list[tuple[int, float]]]:
+        """Tokens and logprobs of a few greedy completions of `prompts`."""
+        from vllm import SamplingParams
+
+        for n, prompt in enumerate(prompts()):
+            sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+            self.engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling)
+        done = {}
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                if output.finished:
+                    chosen = output.outputs[0]
+                    pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
+                    done[int(output.request_id)] = [(token, entry[token].logprob) for token, entry in pairs]
+        self.engine.reset_prefix_cache()
+        return [done[n] for n in sorted(done)]
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The engine's own model."""
+        return self.core.model_executor.driver_worker.worker.model_runner.model
+
+
+def prompts() -> list[list[int]]:
+    """The prompts that engines are compared on."""
+    return [[(7 * n + 3 * i) % 190 + 5 for i in range(12 + n)] for n in range(4)]
+
+
+def logprobs_of(directory: Path, completions: list[list[tuple[int, float]]]) -> list[list[float]]:
+    """What transformers gives the tokens of completions, computed in float32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found = []
+    for prompt, completion in zip(prompts(), completions, strict=True):
+        tokens = torch.tensor([token for token, _ in completion])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        found.append(torch.log_softmax(logits, -1)[torch.arange(len(tokens)), tokens].tolist())
+    return found
+
+
+def distance(completions: list[list[tuple[int, float]]], logprobs: list[list[float]]) -> float:
+    """Mean absolute difference of logprobs."""
+    served = [[logprob for _, logprob in completion] for completion in completions]
+    return float(np.abs(np.array(served) - np.array(logprobs)).mean())
+
+
+def compare(kind: Kind, root: Path) -> dict[str, Any]:
+    """An engine brought from A to B by a delta, an engine loaded with B, and transformers."""
+    a = make_model(kind, root / "a")
+    old = driver.view_of(a)
+    new = driver.nudged(old, seed=1, fraction=0.2)
+    b = save_view(new, a, root / "b")
+    moved, fresh = InProcess(a, kind.dtype), InProcess(b, kind.dtype)
+    before = moved.greedy()
+    moved.apply(old, new, 1)
+    after = moved.greedy()
+    result = {
+        "original": total(old), "expected": total(new), "moved": moved.prove(), "fresh": fresh.prove(),
+        "before": before, "moved_greedy": after, "fresh_greedy": fresh.greedy(),
+        "distance": distance(after, logprobs_of(b, after)), "distance_to_old": distance(after, logprobs_of(a, after)),
+        "sizes": {name: parameter.numel() for name, parameter in moved.model.named_parameters()},
+    }  # fmt: skip
+    moved.core.tidemill_undo()
+    result["undone"] = moved.prove()["total"]
+    result["undone_greedy"] = moved.greedy()
+    moved.load(b, 2)
+    result["whole"], result["whole_greedy"] = moved.prove()["total"], moved.greedy()
+    result["damage"] = _damage(fresh)
+    if kind.intermediate:
+        result |= _fused(moved, b)
+    if kind.intermediate % 32 == 0 < kind.intermediate:
+        result |= _reloaded(moved, b)
+    return result
+
+
+def _damage(engine: InProcess) -> dict[str, Any]:
+    """Flip the lowest bit of one live element: no bf16 value in an fp32 engine, another value in a bf16 engine."""
+    from bit_flip import flip_bit  # beside this script
+
+    (name,) = [name for name in engine.core.tidemill_state.live.names if name.endswith("1.self_attn.o_proj.weight")]
+    flip_bit(engine.core, name, 261, 0)
+    return engine.prove()
+
+
+def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
+    """The same engine under the names that transformers has in memory, where the experts of a layer are one tensor."""
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(b, dtype=torch.bfloat16).state_dict()
+    fused = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in state.items()}
+    if "lm_head.weight" not in AnchorReader(b).names:
+        del fused["lm_head.weight"]
+    engine.install([TensorSpec(name, bits.shape, "bfloat16") for name, bits in fused.items()])
+    changed = driver.nudged(fused, seed=3)
+    engine.apply(fused, changed, 3)
+    return {"fused": engine.prove()["total"], "fused_expected": total(changed), "fused_names": list(fused)}
+
+
+def _reloaded(engine: InProcess, b: Path) -> dict[str, Any]:
+    """What vLLM's own reload makes of packed experts, and how a whole write heals it."""
+    engine.install(AnchorReader(b).specs())
+    engine.core.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
+    result = {"reloaded": engine.prove()["total"], "reloaded_greedy": engine.greedy()}
+    engine.load(b, 4)
+    return result | {"healed": engine.prove()["total"], "healed_greedy": engine.greedy()}
+
+
+def refusal(directory: Path) -> str:
+    """What a bf16 engine says to a checkpoint with float32 norms."""
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    try:
+        InProcess(make_model(Kind("bfloat16", norms="float32"), directory), "bfloat16")
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """See the module's docstring."""
+    prepare_environment(1)
+    root = Path(sys.argv[1])
+    wanted = sys.argv[2:] or list(KINDS)
+    results: dict[str, Any] = {name: compare(KINDS[name], root / name.replace(" ", "-")) for name in wanted}
+    results["refusal"] = refusal(root / "refusal")
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

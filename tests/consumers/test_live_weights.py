@@ -1,0 +1,253 @@
+"""Live weights over plain parameters: what is written in checkpoint coordinates lies where the loader would put it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.consumers.replica import places
+from tidemill.consumers.replica.live_weights import ElementChange, LiveWeights, NotRepresentableError
+from tidemill.consumers.replica.places import Layout, Run
+from tidemill.consumers.replica.weight_map import TensorSpec, UnsupportedModelError, record_map
+
+HIDDEN, ROWS, EXPERTS, INNER, PADDED = 4, 6, 3, 5, 8
+
+
+class Fused(torch.nn.Module):
+    """Loads as a serving engine does: fused rows, padded rows, padded columns, several matrices in one parameter."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(8, HIDDEN, dtype=dtype))
+        self.qkv = torch.nn.Parameter(torch.zeros(2 * ROWS, HIDDEN, dtype=dtype))
+        self.w2 = torch.nn.Parameter(torch.zeros(EXPERTS, HIDDEN, PADDED, dtype=dtype))
+        self.norm = torch.nn.Parameter(torch.zeros(HIDDEN, dtype=dtype))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name == "embed":
+                self.embed.data[: tensor.shape[0]].copy_(tensor)
+            elif name in "qk":
+                self.qkv.data["qk".index(name) * ROWS :][:ROWS].copy_(tensor)
+            elif name == "down":
+                for expert in range(EXPERTS):
+                    self.w2.data[expert].narrow(1, 0, INNER).copy_(tensor[expert])
+            elif name == "turned":
+                self.norm.data.copy_(tensor.t()[0])
+            elif name == "cast":
+                self.norm.data.copy_(tensor.to(torch.float64))
+            else:
+                getattr(self, name).data.copy_(tensor)
+
+
+SPECS = [
+    TensorSpec("embed", (7, HIDDEN), "bfloat16"),
+    TensorSpec("q", (ROWS, HIDDEN), "bfloat16"),
+    TensorSpec("k", (ROWS, HIDDEN), "bfloat16"),
+    TensorSpec("down", (EXPERTS, HIDDEN, INNER), "bfloat16"),
+    TensorSpec("norm", (HIDDEN,), "float32"),
+]
+ORDER = np.random.default_rng(3).permutation(HIDDEN * PADDED)
+"""How the fake engine reorders each expert after loading."""
+
+
+def reordered(model):
+    """What the engine does after loading: element i of an expert goes to ORDER[i]."""
+    flat = model.w2.data.reshape(EXPERTS, -1)
+    packed = torch.empty_like(flat)
+    packed[:, torch.from_numpy(ORDER)] = flat
+    model.w2.data = packed.reshape(model.w2.shape)
+    return model
+
+
+def loaded(values, dtype=torch.float32):
+    """A fresh engine with these patterns."""
+    model = Fused(dtype)
+    for spec in SPECS:
+        if spec.name in values:
+            signed = values[spec.name].view(f"<i{values[spec.name].itemsize}")
+            tensor = torch.from_numpy(signed.copy()).view(getattr(torch, spec.dtype)).reshape(spec.shape)
+            model.load_weights([(spec.name, tensor)])
+    return reordered(model)
+
+
+def live_of(model, specs=SPECS):
+    return LiveWeights(model, record_map(model, specs, {"w2": ORDER}), specs)
+
+
+def random_values(seed, specs=SPECS):
+    random = np.random.default_rng(seed)
+    widths = {"bfloat16": np.uint16, "float32": np.uint32}
+    values = {spec.name: random.integers(0, 1 << 32, spec.n_elements).astype(widths[spec.dtype]) for spec in specs}
+    # Loading converts, and a conversion may change the bits of a NaN.
+    for bits in values.values():
+        bits &= bits.dtype.type(~(1 << (8 * bits.itemsize - 2)) & ((1 << 8 * bits.itemsize) - 1))
+    return values
+
+
+def read_back(live):
+    return {name: np.concatenate([bits for _, bits in live.pieces(name)]) for name in live.names}
+
+
+def same_storage(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def difference(old, new, seed):
+    random, changes = np.random.default_rng(seed), []
+    for name in new:
+        changed = random.permutation(np.flatnonzero(old[name] != new[name]))
+        for part in np.array_split(changed, 3):
+            changes.append(ElementChange(name, part, new[name][part]))
+    return changes
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+def test_a_write_makes_what_the_loader_would_have_made_and_can_be_taken_back(seed, density):
+    old, other = random_values(seed), random_values(seed + 1)
+    chosen = np.random.default_rng(seed)
+    new = {name: np.where(chosen.random(old[name].size) < density, other[name], old[name]) for name in old}
+    model = loaded(old)
+    live = live_of(model)
+    assert all(np.array_equal(read_back(live)[name], old[name]) for name in old)
+    write = live.prepare(difference(old, new, seed))
+    assert same_storage(model, loaded(old))
+    live.commit(write)
+    assert same_storage(model, loaded(new))
+    assert all(np.array_equal(read_back(live)[name], new[name]) for name in old)
+    live.take_back(write)
+    assert same_storage(model, loaded(old))
+
+
+def test_every_pattern_goes_through_nans_included():
+    live = live_of(loaded({}))
+    values = {name: random_values(9)[name] | 0x7F81 for name in live.names}
+    live.write_all(values)
+    assert all(np.array_equal(read_back(live)[name], values[name]) for name in values)
+
+
+def test_a_whole_write_is_a_fresh_load():
+    new = random_values(4)
+    model = loaded(random_values(1))
+    live_of(model).write_all(new)
+    assert same_storage(model, loaded(new))
+
+
+def test_a_bf16_engine_holds_bf16_bits():
+    specs = [spec for spec in SPECS if spec.dtype == "bfloat16"] + [TensorSpec("norm", (HIDDEN,), "bfloat16")]
+    model = reordered(Fused(torch.bfloat16))
+    live, values = live_of(model, specs), random_values(2, specs)
+    live.write_all(values)
+    assert all(np.array_equal(read_back(live)[name], values[name]) for name in values)
+    assert np.array_equal(model.norm.data.view(torch.int16).numpy().view(np.uint16), values["norm"])
+
+
+def test_the_lowest_bit_of_a_bf16_value_in_an_fp32_engine_is_seen():
+    model = loaded(random_values(1))
+    live = live_of(model)
+    model.qkv.data.view(torch.int32)[3, 1] ^= 1
+    with pytest.raises(NotRepresentableError, match="q is no value"):
+        list(live.pieces("q"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ElementChange("unknown", np.array([0]), np.array([1], np.uint16)),
+        ElementChange("q", np.array([ROWS * HIDDEN]), np.array([1], np.uint16)),
+        ElementChange("q", np.array([-1]), np.array([1], np.uint16)),
+        ElementChange("q", np.array([0, 1]), np.array([1], np.uint16)),
+        ElementChange("q", np.array([0]), np.array([1], np.uint32)),
+        ElementChange("norm", np.array([0]), np.array([1], np.uint16)),
+    ],
+)
+def test_a_wrong_change_is_refused_and_nothing_is_written(change):
+    model = loaded(random_values(1))
+    good = ElementChange("k", np.array([0]), np.array([1], np.uint16))
+    with pytest.raises(ValueError, match=change.name):
+        live_of(model).prepare([good, change])
+    assert same_storage(model, loaded(random_values(1)))
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3, np.uint16), np.zeros(ROWS * HIDDEN, np.uint32)])
+def test_a_wrong_whole_value_is_refused_and_nothing_is_written(wrong):
+    model = loaded(random_values(1))
+    with pytest.raises(ValueError, match="q has 24 uint16 patterns"):
+        live_of(model).write_all({"k": random_values(5)["k"], "q": wrong})
+    assert same_storage(model, loaded(random_values(1)))
+
+
+def test_a_write_fits_only_the_weights_that_it_was_prepared_for():
+    live = live_of(loaded(random_values(1)))
+    first, second = (live.prepare([ElementChange("q", np.array([k]), np.array([k], np.uint16))]) for k in (0, 1))
+    live.commit(first)
+    with pytest.raises(ValueError, match="prepare it again"):
+        live.commit(second)
+    live.write_all({"q": random_values(6)["q"]})
+    with pytest.raises(ValueError, match="not the last one"):
+        live.take_back(first)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "why"),
+    [
+        (TensorSpec("norm", (HIDDEN,), "float32"), torch.bfloat16, "norm is float32, the engine holds it as bfloat16"),
+        (TensorSpec("norm", (HIDDEN,), "float16"), torch.float32, "norm is float16, the engine holds it as float32"),
+        (TensorSpec("turned", (HIDDEN, 1), "bfloat16"), torch.float32, ""),
+        (TensorSpec("turned", (HIDDEN, 2), "bfloat16"), torch.float32, "turned lies in norm with gaps"),
+        (TensorSpec("cast", (HIDDEN,), "bfloat16"), torch.float32, "changes the values or shape of cast"),
+        (TensorSpec("embed", (9, HIDDEN), "bfloat16"), torch.float32, "changes the values or shape of embed"),
+        (TensorSpec("nowhere", (1,), "bfloat16"), torch.float32, "no place for checkpoint tensor nowhere"),
+    ],
+)
+def test_what_cannot_be_mapped_exactly_is_refused_with_the_reason(spec, dtype, why):
+    model = Fused(dtype)
+    for name in list(dict(model.named_parameters())):
+        if name not in ("norm", "embed" if spec.name == "embed" else "norm"):
+            delattr(model, name)
+    others = [TensorSpec("norm", (HIDDEN,), "bfloat16")] if spec.name in ("embed", "nowhere") else []
+    if not why:
+        assert record_map(model, [spec], {})
+        return
+    with pytest.raises(UnsupportedModelError, match=why):
+        record_map(model, [*others, spec], {})
+
+
+def test_a_parameter_that_no_tensor_feeds_is_refused():
+    with pytest.raises(UnsupportedModelError, match="names no tensor for the engine's norm"):
+        record_map(Fused(), SPECS[:-1], {})
+
+
+def test_a_packed_away_parameter_is_refused():
+    model = Fused()
+    model.qkv.data = torch.empty(0)
+    with pytest.raises(UnsupportedModelError, match="packed qkv out of reach"):
+        record_map(model, SPECS, {})
+
+
+def test_a_layout_beyond_its_parameter_is_refused():
+    layout = Layout.of("norm", [Run(0, HIDDEN, 1, HIDDEN, HIDDEN)], None, 0)
+    assert layout.last == HIDDEN
+    with pytest.raises(UnsupportedModelError, match="does not fit"):
+        LiveWeights(Fused(), {"norm": layout}, [SPECS[-1]])
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 7), st.integers(0, 2**32))
+def test_a_layout_visits_each_of_its_places_once(rows, row, gap, target, seed):
+    pitch, length = row + gap, rows * row
+    block = 2 * (target + rows * pitch)
+    order = np.random.default_rng(seed).permutation(block)
+    layout = Layout.of(
+        "p", [Run(0, length, target, row, pitch), Run(length, length, block + target, row, pitch)], order, 0
+    )
+    found = np.empty(2 * length, np.uint32)
+    places.find(layout, np.arange(2 * length), found)
+    loaded_at = target + np.arange(length) // row * pitch + np.arange(length) % row
+    assert found.tolist() == [*order[loaded_at], *(block + order[loaded_at])]
+    storage = np.arange(2 * block, dtype=np.uint32)
+    for run, expected in zip(layout.runs, (order[loaded_at], block + order[loaded_at]), strict=True):
+        bits = np.empty(length - length // 2, np.uint32)
+        assert places.read(layout, run, length // 2, storage, bits)
+        assert bits.tolist() == expected[length // 2 :].tolist()
+    assert found.max() <= layout.last
