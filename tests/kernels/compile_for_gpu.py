@@ -1,0 +1,64 @@
+"""Compile every kernel, as its launcher launches it, for an H100, without one; print the kernels' names.
+
+`JITFunction.run` is replaced: it compiles for the target and does not launch. Counts are then filled with ones, so that
+the launchers go on to what depends on them.
+"""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tidemill.kernels import triton_compact, triton_fingerprint, triton_move, triton_split
+from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.fingerprint import TensorKey
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    torch.uint32: "*u32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_only(self, *arguments, grid, warmup, **options):
+    """What `kernel[grid](...)` does here: compile for `TARGET`."""
+    given = dict(zip(self.arg_names, arguments, strict=False)) | options
+    signature, constants = {}, {}
+    for parameter in self.params:
+        value = given[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+        else:
+            signature[parameter.name] = parameter.annotation_type
+    made = triton.compile(ASTSource(self, signature, constexprs=constants), target=TARGET)
+    assert made.asm["cubin"]
+    print(self.fn.__name__, flush=True)
+    for value in given.values():
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int32:
+            value.fill_(1)
+
+
+def launch_all(name: str) -> None:
+    """Launch every kernel on tensors of an element type."""
+    kind, key, places = BY_NAME[name], TensorKey.of("w"), torch.arange(100)
+    bits = torch.zeros(10_000, dtype={8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[kind.width])
+    at = triton_move.take(bits, places)
+    triton_compact.compare_and_compact(bits, bits)
+    triton_move.scatter(bits, places, at)
+    triton_fingerprint.fingerprint(bits, key)
+    triton_fingerprint.fingerprint_at(at, key, places)
+    triton_fingerprint.fingerprint_change(key, places, at, at)
+    table, active = torch.zeros(kind.exponents, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
+    triton_split.split_classes(kind, bits, at, places, table, active, classes=5)
+    triton_split.count_exponents(kind, bits)
+
+
+if __name__ == "__main__":
+    JITFunction.run = compile_only
+    launch_all("bfloat16")

@@ -1,0 +1,206 @@
+"""Which kernels run where; a fallback is loud, forbidden in strict mode, and gives the same bytes."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from tidemill.kernels import backend, classes, fingerprint
+from tidemill.kernels.backend import Choice, KernelUnavailableError, Mode, backend_for, choose, mode_of
+from tidemill.kernels.backend_cpu import CpuBackend
+from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorAsArray, TensorToDevice
+from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.fingerprint import TensorKey
+
+KEY = TensorKey.of("w")
+BF16 = BY_NAME["bfloat16"]
+OLD = np.arange(1000, dtype=np.uint16)
+NEW = np.where(OLD % 7 == 0, OLD + 3, OLD).astype(np.uint16)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in the CPU's memory that says it is on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+def on_gpu(bits):
+    return torch.from_numpy(bits.copy()).as_subclass(OnGpu)
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch):
+    """No mode from outside, no earlier warning or probe."""
+    monkeypatch.delenv(backend.ENVIRONMENT, raising=False)
+    remembered = backend._warn_of_fallback, backend.triton_obstacle
+    for cached in remembered:
+        cached.cache_clear()
+    yield
+    for cached in remembered:
+        cached.cache_clear()
+
+
+def broken():
+    return "no driver"
+
+
+def works():
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpu", "obstacle", "expected"),
+    [
+        (Mode.AUTO, False, broken, Choice.CPU),
+        (Mode.AUTO, True, works, Choice.TRITON),
+        (Mode.AUTO, True, broken, Choice.FALLBACK),
+        (Mode.STRICT, False, broken, Choice.CPU),
+        (Mode.STRICT, True, works, Choice.TRITON),
+        (Mode.CPU, True, works, Choice.CPU),
+        (Mode.TRITON, False, works, Choice.TRITON),
+    ],
+)
+def test_choice(mode, gpu, obstacle, expected):
+    assert choose(mode, gpu, obstacle) is expected
+
+
+@pytest.mark.parametrize(("mode", "gpu"), [(Mode.STRICT, True), (Mode.TRITON, True), (Mode.TRITON, False)])
+def test_what_is_asked_for_and_cannot_run_is_an_error(mode, gpu):
+    with pytest.raises(KernelUnavailableError, match=f"{mode}.*no driver"):
+        choose(mode, gpu, broken)
+
+
+def test_triton_is_not_probed_where_it_is_not_wanted():
+    def probed():
+        raise AssertionError("probed")
+
+    assert choose(Mode.AUTO, False, probed) is Choice.CPU
+    assert choose(Mode.CPU, True, probed) is Choice.CPU
+
+
+def test_modes():
+    assert mode_of(None) is mode_of("") is Mode.AUTO
+    assert mode_of(None, strict=True) is Mode.STRICT
+    assert mode_of("cpu", strict=True) is Mode.CPU
+    with pytest.raises(ValueError, match="'gpu'; it may be auto, strict, cpu, triton"):
+        mode_of("gpu")
+
+
+def test_numpy_arrays_have_the_compiled_loops():
+    assert type(backend_for(OLD)) is CpuBackend
+    assert backend_for(OLD) is backend_for(NEW, strict=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_strict_refuses_a_gpu_tensor_without_a_gpu(monkeypatch):
+    with pytest.raises(KernelUnavailableError, match="finds no GPU"):
+        backend_for(on_gpu(OLD), strict=True)
+    monkeypatch.setenv(backend.ENVIRONMENT, "strict")
+    with pytest.raises(KernelUnavailableError, match="TRITON_INTERPRET"):
+        backend.fingerprint(on_gpu(OLD), KEY)
+    monkeypatch.setenv(backend.ENVIRONMENT, "triton")
+    with pytest.raises(KernelUnavailableError, match="cannot run"):
+        backend_for(OLD)
+
+
+def test_a_kernel_that_fails_is_an_obstacle_with_its_reason(monkeypatch):
+    runtime = pytest.importorskip("tidemill.kernels.triton_runtime")
+    from tidemill.kernels import triton_fingerprint
+
+    def failing(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(runtime, "INTERPRETED", True)
+    monkeypatch.setattr(triton_fingerprint, "fingerprint", failing)
+    assert "RuntimeError: no compiler" in backend.triton_obstacle()
+
+
+def test_a_kernel_that_is_wrong_is_an_obstacle(monkeypatch):
+    runtime = pytest.importorskip("tidemill.kernels.triton_runtime")
+    from tidemill.kernels import triton_fingerprint
+
+    monkeypatch.setattr(runtime, "INTERPRETED", True)
+    monkeypatch.setattr(triton_fingerprint, "fingerprint", lambda *_: fingerprint.ZERO)
+    assert "wrong result" in backend.triton_obstacle()
+
+
+def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog):
+    monkeypatch.setattr(backend, "triton_obstacle", broken)
+    held = on_gpu(OLD)
+    with caplog.at_level(logging.WARNING):
+        assert backend.fingerprint(held, KEY) == fingerprint.fingerprint(OLD, KEY)
+        places = changed_indices(OLD, NEW)
+        backend.scatter(held, on_gpu(places), on_gpu(NEW[places]))
+    assert torch.equal(held.as_subclass(torch.Tensor), torch.from_numpy(NEW))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "cuda:0" in record.message
+    assert "no driver" in record.message
+
+
+def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv(backend.ENVIRONMENT, "cpu")
+    with caplog.at_level(logging.WARNING):
+        assert backend.fingerprint(on_gpu(OLD), KEY) == fingerprint.fingerprint(OLD, KEY)
+    assert not caplog.records
+
+
+MOVED = {
+    "tensors of the CPU": (MovingBackend(CpuBackend(), TensorAsArray()), torch.from_numpy, lambda made: made.numpy()),
+    "arrays as tensors and back": (
+        MovingBackend(MovingBackend(CpuBackend(), TensorAsArray()), ArrayAsTensor("cpu")),
+        lambda array: array,
+        lambda made: made,
+    ),
+    "tensors to another device": (
+        MovingBackend(MovingBackend(CpuBackend(), TensorAsArray()), TensorToDevice("cpu")),
+        torch.from_numpy,
+        lambda made: made.numpy(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_arrays_have_the_same_results(name):
+    kernels, there, back = MOVED[name]
+    places = changed_indices(OLD, NEW)
+    old, new, at = there(OLD.copy()), there(NEW), there(places)
+    np.testing.assert_array_equal(back(kernels.compare_and_compact(old, new)), places)
+    new_at = kernels.take(new, at)
+    np.testing.assert_array_equal(back(new_at), NEW[places])
+    table, active = np.repeat(np.arange(8, dtype=np.uint8), 32), classes.all_active(OLD.size)
+    found = kernels.split_classes(BF16, old, new_at, at, table, active)
+    expected = classes.split_classes(BF16, OLD, NEW[places], places, table, active)
+    for part in ("counts", "gaps", "steps"):
+        np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
+    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), classes.count_exponents(BF16, OLD))
+    assert kernels.fingerprint(old, KEY, 5) == fingerprint.fingerprint(OLD, KEY, 5)
+    assert kernels.fingerprint_at(new_at, KEY, at) == fingerprint.fingerprint_at(NEW[places], KEY, places)
+    change = fingerprint.fingerprint_change(KEY, places, OLD[places], NEW[places])
+    assert kernels.fingerprint_change(KEY, at, kernels.take(old, at), new_at) == change
+    kernels.scatter(old, at, new_at)
+    np.testing.assert_array_equal(back(old), NEW)
+
+
+def test_a_tensor_of_any_type_is_its_patterns():
+    values = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    assert backend.fingerprint(values, KEY) == fingerprint.fingerprint(values.view(torch.uint16).numpy(), KEY)
+    backend.scatter(values, torch.tensor([3]), torch.tensor([float("nan")], dtype=torch.bfloat16))
+    assert torch.isnan(values).nonzero().tolist() == [[3]]
+
+
+def test_misfits_are_refused():
+    with pytest.raises(ValueError, match="2 patterns"):
+        backend.scatter(OLD.copy(), np.zeros(3, np.int64), np.zeros(2, np.uint16))
+    with pytest.raises(ValueError, match="uint8"):
+        backend.scatter(OLD.copy(), np.zeros(2, np.int64), np.zeros(2, np.uint8))
+    with pytest.raises(ValueError, match="not contiguous"):
+        backend.fingerprint(torch.zeros(4, 4)[:, 1], KEY)
+    with pytest.raises(TypeError, match="complex128"):
+        backend.fingerprint(torch.zeros(4, dtype=torch.complex128), KEY)

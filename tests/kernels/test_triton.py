@@ -1,0 +1,50 @@
+"""Triton's kernels are right, in the interpreter, and compile for a GPU; both need a process of their own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+SECONDS = 400
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+@pytest.mark.timeout(SECONDS + 20)
+def test_kernels_equal_their_twins_in_the_interpreter():
+    pytest.importorskip("triton", reason="PyTorch came without Triton")
+    options = ("-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib", "--durations=5")
+    done = run("-m", "pytest", *options, str(FOLDER / "triton_cases.py"), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.timeout(SECONDS + 20)
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
+    """The interpreter takes programs that the compiler does not; the compiler needs no GPU."""
+    pytest.importorskip("triton", reason="PyTorch came without Triton")
+    done = run(str(FOLDER / "compile_for_gpu.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    compiled = set(done.stdout.split())
+    assert {
+        "mark_changes",
+        "write_indices",
+        "sum_range",
+        "sum_chosen",
+        "gather_patterns",
+        "scatter_patterns",
+    } <= compiled
+    assert {"count_rows", "rank_changed", "count_changed", "place_changed", "write_gaps", "count_patterns"} <= compiled

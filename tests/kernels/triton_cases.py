@@ -1,0 +1,324 @@
+"""Triton's kernels in Triton's interpreter: the same bytes as their twins on the CPU.
+
+Not collected with the other tests: triton has to be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this
+file in a process of its own. Inputs lie inside larger arrays full of other values, so that a kernel that reads past an
+edge makes another result, and one that writes past it is seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tidemill.kernels import (
+    classes,
+    fingerprint,
+    triton_compact,
+    triton_fingerprint,
+    triton_move,
+    triton_runtime,
+    triton_split,
+)
+from tidemill.kernels.backend import Mode, backend_for, choose, triton_obstacle
+from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.delta import TensorChange, decode_delta, encode_delta, resolve
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
+from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.reference import fingerprint_reference
+
+BF16 = BY_NAME["bfloat16"]
+KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
+PAD = 4096
+TILE = 64
+"""Elements of a tile of two-byte patterns in `compact`."""
+TILING = triton_split.SplitTiling(row=16, rows=16, ranked=64, placed=64)
+TYPES = [kind for kind in ELEMENT_TYPES if kind.name in {"bfloat16", "float32", "float8_e4m3fn", "int8", "uint8"}]
+FEW = settings(
+    max_examples=8, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+SPECIAL_BF16 = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0xFFFF, 0x0001, 0x8001, 0x007F, 0x3F80]
+
+
+def inside(array, fill):
+    """The array as a tensor in the middle of a larger one, otherwise full of `fill`."""
+    whole = np.full(array.size + 2 * PAD, fill, array.dtype)
+    whole[PAD : PAD + array.size] = array
+    return torch.from_numpy(whole)[PAD : PAD + array.size]
+
+
+def step_of(kind, n, density, seed):
+    """Old and new patterns of which about `density` differ, and where."""
+    generator = np.random.default_rng(seed)
+    old = generator.integers(0, 1 << kind.width, n, dtype=kind.bits)
+    other = generator.integers(0, 1 << kind.width, n, dtype=kind.bits)
+    new = np.where(generator.random(n) < density, other, old)
+    if density == 1:
+        new = old ^ kind.bits.type(1)
+    return old, new, np.flatnonzero(old != new)
+
+
+def compare(old, new, module=triton_compact, tile=TILE):
+    return module.compare_and_compact(inside(old, 1), inside(new, 2), tile * old.itemsize).numpy()
+
+
+EDGES = [0, 1, TILE - 1, TILE, TILE + 1, 3 * TILE, 5 * TILE + 7]
+DENSITIES = [0, 0.02, 0.5, 1]
+
+
+@pytest.mark.parametrize("n", EDGES)
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "uint8"])
+def test_compact_at_the_edges_of_a_tile(name, n):
+    for density in DENSITIES:
+        old, new, indices = step_of(BY_NAME[name], n, density, n)
+        np.testing.assert_array_equal(compare(old, new), indices)
+        np.testing.assert_array_equal(changed_indices(old, new), indices)
+
+
+def test_compact_of_several_programs_that_write():
+    old, new, indices = step_of(BF16, 3 * 32 * triton_compact.WORDS_WRITTEN + 5, 0.01, 1)
+    found = triton_compact.compare_and_compact(inside(old, 1), inside(new, 2)).numpy()
+    np.testing.assert_array_equal(found, indices)
+
+
+def test_compact_sees_patterns_and_not_values():
+    """NaN payloads and the sign of zero differ; a NaN equals itself."""
+    old = np.repeat(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
+    new = np.tile(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
+    as_bf16 = [torch.from_numpy(bits).view(torch.bfloat16) for bits in (old, new)]
+    np.testing.assert_array_equal(triton_compact.compare_and_compact(*as_bf16).numpy(), np.flatnonzero(old != new))
+
+
+@FEW
+@given(st.sampled_from(TYPES), st.integers(0, 400), st.sampled_from(DENSITIES), st.integers(0, 99))
+def test_gather_and_scatter(kind, n, density, seed):
+    old, new, indices = step_of(kind, n, density, seed)
+    places, held = inside(indices, 0), inside(old, 3)
+    np.testing.assert_array_equal(triton_move.take(held, places).numpy(), old[indices])
+    triton_move.scatter(held, places, inside(new[indices], 9))
+    np.testing.assert_array_equal(held.numpy(), new)
+    around = torch.as_strided(held, (n + 2 * PAD,), (1,), 0).numpy()
+    assert set(around[:PAD]) | set(around[PAD + n :]) == {3}
+
+
+def test_a_place_outside_the_tensor_is_never_written():
+    held = inside(np.zeros(10, np.uint16), 3)
+    triton_move.scatter(held, torch.tensor([-1, 2, 10, 1 << 40]), torch.full((4,), 7, dtype=torch.uint16))
+    assert held.tolist() == [0, 0, 7, 0, 0, 0, 0, 0, 0, 0]
+    assert torch.as_strided(held, (12,), (1,), PAD - 1).tolist() == [3, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "uint8"])
+def test_fingerprint_of_a_range(name, n):
+    bits, _, _ = step_of(BY_NAME[name], n, 0, n)
+    for start in (0, (1 << 40) + 3):
+        expected = fingerprint.fingerprint(bits, KEY, start)
+        assert expected == fingerprint_reference(bits, KEY, np.arange(start, start + n))
+        for programs in (1, 3):
+            assert triton_fingerprint.fingerprint(inside(bits, 5), KEY, start, programs) == expected
+
+
+@pytest.mark.parametrize("lanes", [(0, 0), (1, 2**64 - 1), (2**63, 2**31), (2**32, 2**63 - 1)])
+def test_fingerprint_with_keys_of_every_width(lanes):
+    bits, _, _ = step_of(BF16, 1030, 0, 8)
+    key = TensorKey(*lanes)
+    assert triton_fingerprint.fingerprint(torch.from_numpy(bits), key) == fingerprint.fingerprint(bits, key)
+
+
+@FEW
+@given(st.sampled_from(TYPES), st.integers(0, 1500), st.sampled_from(DENSITIES), st.integers(0, 2**45))
+def test_fingerprint_of_a_change_and_of_chosen_elements(kind, n, density, start):
+    old, new, indices = step_of(kind, n, density, n)
+    places, old_at, new_at = indices + start, old[indices], new[indices]
+    rows = inside(places, 1), inside(old_at, 2), inside(new_at, 3)
+    change = triton_fingerprint.fingerprint_change(KEY, *rows)
+    assert change == fingerprint.fingerprint_change(KEY, places, old_at, new_at)
+    assert triton_fingerprint.fingerprint_at(rows[2], KEY, rows[0]) == fingerprint.fingerprint_at(new_at, KEY, places)
+
+
+def random_table(kind, generator, limit=6):
+    """Classes as the codec chooses them: ascending from 0, without holes."""
+    drawn = np.sort(generator.integers(0, limit, kind.exponents))
+    return np.unique(drawn, return_inverse=True)[1].astype(np.uint8)
+
+
+def assert_split(kind, old, new, indices, table, active, module=triton_split):
+    expected = classes.split_classes(kind, old, new[indices], indices, table, active)
+    rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), torch.tensor(table), torch.tensor(active)
+    found = module.split_classes(kind, *rows, int(table[-1]) + 1, TILING)
+    for name in ("counts", "gaps", "steps"):
+        np.testing.assert_array_equal(getattr(found, name).numpy(), getattr(expected, name), err_msg=name)
+
+
+@FEW
+@given(
+    st.sampled_from(TYPES),
+    st.sampled_from([1, 15, 255, 256, 257, 600]),
+    st.sampled_from([0, 0.02, 0.3, 1]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_split(kind, n, density, all_active, seed):
+    old, new, indices = step_of(kind, n, density, seed)
+    generator = np.random.default_rng(seed)
+    active = classes.all_active(n) if all_active else (generator.random(classes.segments(n)) < 0.5).astype(np.uint8)
+    active[indices // classes.SEGMENT] = 1
+    assert_split(kind, old, new, indices, random_table(kind, generator), active)
+
+
+def test_split_with_the_tiling_of_a_gpu():
+    old, new, indices = step_of(BF16, 2 * 4096 + 100, 0.02, 5)
+    table, active = random_table(BF16, np.random.default_rng(5), classes.MAX_CLASSES), classes.all_active(old.size)
+    expected = classes.split_classes(BF16, old, new[indices], indices, table, active)
+    rows = (torch.tensor(array) for array in (old, new[indices], indices, table, active))
+    found = triton_split.split_classes(BF16, *rows, int(table[-1]) + 1)
+    np.testing.assert_array_equal(found.gaps.numpy(), expected.gaps)
+    np.testing.assert_array_equal(found.steps.numpy(), expected.steps)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_split_between_special_patterns(kind):
+    """From each to each of the zeros, the ends of the range, and what lies beside the sign."""
+    sign = 1 << (kind.width - 1)
+    ends = np.array([0, 1, sign - 1, sign, sign + 1, 2 * sign - 1, 3 * sign // 2], kind.bits)
+    old, new = np.repeat(ends, ends.size), np.tile(ends, ends.size)
+    table = random_table(kind, np.random.default_rng(1))
+    assert_split(kind, old, new, np.flatnonzero(old != new), table, classes.all_active(old.size))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("n", [0, 2047, 2049])
+def test_count_exponents(kind, n):
+    bits, _, _ = step_of(kind, n, 0, n)
+    found = triton_split.count_exponents(kind, inside(bits, 1)).numpy()
+    np.testing.assert_array_equal(found, classes.count_exponents(kind, bits))
+
+
+def test_rows_that_do_not_fit_are_refused():
+    short, long = torch.zeros(3, dtype=torch.uint16), torch.zeros(4, dtype=torch.uint16)
+    places = torch.arange(4)
+    for call in (
+        lambda: triton_compact.compare_and_compact(short, long),
+        lambda: triton_compact.compare_and_compact(short, torch.zeros(3, dtype=torch.uint8)),
+        lambda: triton_compact.compare_and_compact(torch.zeros(4, 4)[:, 1], torch.zeros(4, 4)[:, 1]),
+        lambda: triton_move.scatter(long, places, short),
+        lambda: triton_move.scatter(long, places.int(), long),
+        lambda: triton_move.scatter(long, places, torch.zeros(4, dtype=torch.uint8)),
+        lambda: triton_fingerprint.fingerprint(short, KEY, -1),
+        lambda: triton_fingerprint.fingerprint_at(short, KEY, places),
+        lambda: triton_fingerprint.fingerprint_change(KEY, places, short, long),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            call()
+
+
+# A wrong kernel must not pass: each of these edits of a kernel's source makes it wrong at an edge.
+MUTATIONS = {
+    "whole tile one element too early": (triton_compact, "left >= TILE:", "left >= TILE - 1:"),
+    "edge of the compared tile": (triton_compact, "inside = lanes < left", "inside = lanes <= left"),
+    "order of the bits": (triton_compact, "(lanes % 32)", "(31 - lanes % 32)"),
+    "edge of the written words": (triton_compact, "mask=at < n_words", "mask=at < n_words - 1"),
+    "last tile of the fingerprint": (triton_fingerprint, "inside = lanes < n -", "inside = lanes <= n -"),
+    "edge of the chosen elements": (triton_fingerprint, "inside = at < n\n", "inside = at <= n\n"),
+    "last tile of chosen elements": (triton_fingerprint, "(n + TILE - 1) // TILE", "n // TILE"),
+    "edge of the scattered elements": (triton_move, "inside = at < n\n", "inside = at <= n\n"),
+    "element counted before itself": (triton_split, "lane[None, :] < (index", "lane[None, :] <= (index"),
+    "inactive segments counted": (triton_split, "counts = tl.where(active, counts, 0)", "counts = counts + 0"),
+    "edge of the counted rows": (triton_split, "inside = lanes < left", "inside = lanes < left - 20"),
+    "gap of the first of a class": (triton_split, "tl.where(first, rank,", "tl.where(at == 0, rank,"),
+    "fold of a step down": (triton_split, "- step) << 1) | 1", "- step) << 1) | 0"),
+    "sign and magnitude": (triton_split, "negative, (1 << BITS) - 1,", "negative, 1 << (BITS - 1),"),
+}
+
+
+def differs(module):
+    """Whether the kernels of a module give anything but what their twins give."""
+    check = {
+        triton_compact: compact_is_right,
+        triton_fingerprint: fingerprints_are_right,
+        triton_move: scatter_is_right,
+    }
+    plain = {original.__name__.rpartition("_")[2]: test for original, test in check.items()}
+    return not plain.get(module.__name__.rpartition("_")[2], split_is_right)(module)
+
+
+def compact_is_right(module):
+    steps = [step_of(BF16, n, 0.3, 1) for n in (5 * TILE - 1, 5 * TILE + 7)]
+    return all(np.array_equal(compare(old, new, module), indices) for old, new, indices in steps)
+
+
+def fingerprints_are_right(module):
+    old, new, indices = step_of(BF16, 327, 0.3, 1)
+    rows = inside(indices, 1), inside(old[indices], 2), inside(new[indices], 3)
+    change = fingerprint.fingerprint_change(KEY, indices, old[indices], new[indices])
+    whole = module.fingerprint(inside(old, 5), KEY) == fingerprint.fingerprint(old, KEY)
+    return whole and module.fingerprint_change(KEY, *rows) == change
+
+
+def scatter_is_right(module):
+    old, new, indices = step_of(BF16, 327, 0.3, 1)
+    held, untouched = inside(old, 3), np.flatnonzero(old == new)[0]
+    module.scatter(held, inside(indices, untouched), inside(new[indices], 9))
+    return np.array_equal(held.numpy(), new)
+
+
+def split_is_right(module):
+    old, new, indices = step_of(BF16, 327, 0.3, 1)
+    table, second = random_table(BF16, np.random.default_rng(2)), np.array([0, 1], np.uint8)
+    try:
+        assert_split(BF16, old, new, indices, table, classes.all_active(old.size), module)
+        assert_split(BF16, old, new, indices[indices >= classes.SEGMENT], table, second, module)
+    except AssertionError:
+        return False
+    return True
+
+
+def edited(module, old, new, folder):
+    source = Path(module.__file__).read_text("utf-8")
+    assert old in source, f"the kernel no longer says {old!r}"
+    path = folder / f"edited_{module.__name__.rpartition('.')[2]}.py"
+    path.write_text(source.replace(old, new), "utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.modules[path.stem] = made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("module", [triton_compact, triton_fingerprint, triton_move, triton_split])
+def test_the_right_kernels_do_not_differ(module):
+    assert not differs(module)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_kernel_is_found(name, tmp_path):
+    module, old, new = MUTATIONS[name]
+    assert differs(edited(module, old, new, tmp_path))
+
+
+def test_the_interpreter_is_what_runs():
+    assert triton_runtime.INTERPRETED
+    assert triton_obstacle() is None
+    assert choose(Mode.TRITON, False, triton_obstacle).name == "TRITON"
+
+
+@pytest.mark.parametrize("density", [0.01, 1])
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_deltas_have_the_same_bytes(kind, density, monkeypatch):
+    old, new, _ = step_of(kind, 5000, density, 3)
+    change = TensorChange("w", kind.name, old, new)
+    streams = {}
+    for mode in ("cpu", "triton"):
+        monkeypatch.setenv("TIDEMILL_KERNELS", mode)
+        assert ("Moving" in type(backend_for(old)).__name__) == (mode == "triton")
+        streams[mode] = b"".join(encode_delta(2, 1, [change]))
+        (block,) = decode_delta([streams[mode]], 2, 1)
+        resolved = resolve(block, old)
+        np.testing.assert_array_equal(resolved.new_bits, new[resolved.indices])
+    assert streams["triton"] == streams["cpu"]
