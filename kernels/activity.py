@@ -15,13 +15,14 @@ from tidemill.kernels.information import BIT, choice_cost, log2
 from tidemill.kernels.wire import Reader, varint
 
 ALL, BITS, FRAME = 0, 1, 2
+SEGMENT_SHIFT = SEGMENT.bit_length() - 1
 FIXED_COST = 300 * BIT
 
 
 def find_active(indices: Indices, n_elements: int) -> Active:
     """The segments with changes, or all, whichever is cheaper, for ascending `indices` (i8[changed]) in the block."""
     active = np.zeros(segments(n_elements), np.uint8)
-    active[indices // SEGMENT] = 1
+    active[indices >> SEGMENT_SHIFT] = 1
     n_active = int(active.sum())
     saved = indices.size * (log2(active.size) - log2(n_active))
     return active if saved > choice_cost(active.size, n_active) + FIXED_COST else all_active(n_elements)

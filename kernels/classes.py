@@ -39,6 +39,8 @@ Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 
 MAX_CLASSES = 32
 SEGMENT = 256
+LANES = 4
+"""Counters of each class that take turns, so that none waits for itself."""
 ZERO, ONE = np.uint64(0), np.uint64(1)
 NEVER = np.uint64(1 << 62)
 """More elements than any class has left."""
@@ -192,7 +194,7 @@ def _split(
     for index in indices:
         counts[table[(np.uint64(old[np.uint64(index)]) >> shift) & mask]] += 1
     place = _starts(counts)
-    gap = np.zeros(counts.size, np.uint64)
+    gap = np.zeros(LANES * MAX_CLASSES, np.uint32)
     size = np.uint64(old.size)
     at, changed = ZERO, np.uint64(indices.size)
     for segment in range(active.size):
@@ -202,15 +204,23 @@ def _split(
         last = min(i + np.uint64(SEGMENT), size)
         while i < last:
             stop = min(np.uint64(indices[at]), last) if at < changed else last
+            while i + np.uint64(LANES) <= stop:
+                for lane in range(LANES):
+                    which = table[(np.uint64(old[i + np.uint64(lane)]) >> shift) & mask]
+                    gap[np.uint64(which) + np.uint64(lane * MAX_CLASSES)] += 1
+                i += np.uint64(LANES)
             while i < stop:
-                gap[table[(np.uint64(old[i]) >> shift) & mask]] += ONE
+                gap[table[(np.uint64(old[i]) >> shift) & mask]] += 1
                 i += ONE
             if i < last:
                 before = np.uint64(old[i])
                 which = table[(before >> shift) & mask]
-                gaps[place[which]] = gap[which]
+                between = np.uint32(0)
+                for lane in range(LANES):
+                    between += gap[np.uint64(which) + np.uint64(lane * MAX_CLASSES)]
+                    gap[np.uint64(which) + np.uint64(lane * MAX_CLASSES)] = 0
+                gaps[place[which]] = between
                 steps[place[which]] = _folded(before, np.uint64(new_at[at]), form)
-                gap[which] = ZERO
                 place[which] += ONE
                 at += ONE
                 i += ONE

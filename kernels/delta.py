@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
+from tidemill.kernels.backend import AnyArray, backend_for, flat_rows
 from tidemill.kernels.block import NAME_LIMIT, BlockHeader, EncodedBlock, write_block
-from tidemill.kernels.compare import changed_indices
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
-from tidemill.kernels.elements import DeltaError, ElementType, element_type, flat_bits
-from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey, fingerprint, fingerprint_change
-from tidemill.kernels.payload import pack, unpack
+from tidemill.kernels.elements import DeltaError, ElementType, element_type
+from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey, fingerprint_change
+from tidemill.kernels.payload import Changes, pack, unpack
 from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
 
 __all__ = [
@@ -51,8 +53,8 @@ class TensorChange(NamedTuple):
     name: str
     dtype: str
     """Name of the element type (`kernels.elements`), for instance "bfloat16"."""
-    old_bits: Bits
-    new_bits: Bits
+    old_bits: AnyArray
+    new_bits: AnyArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +81,8 @@ class BlockChange:
 def encode_tensor(
     name: str,
     dtype: str,
-    old_bits: Bits,
-    new_bits: Bits,
+    old_bits: AnyArray,
+    new_bits: AnyArray,
     *,
     start: int = 0,
     total: int | None = None,
@@ -90,7 +92,7 @@ def encode_tensor(
 
     With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that begins at
     flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the tensor's
-    first element, whatever the part.
+    first element, whatever the part. PyTorch tensors on a GPU are compared and split there, as `kernels.backend` says.
 
     Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
     """
@@ -99,11 +101,11 @@ def encode_tensor(
         raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
     if not 0 < len(name.encode()) <= NAME_LIMIT:
         raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
-    old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
-    total = start + old.size if total is None else total
-    if start < 0 or start + old.size > total:
-        raise DeltaError(f"{name}: {old.size} elements at {start} leave their tensor of {total}")
-    for first, last in _cuts(start, old.size, settings.block_elements):
+    old, new = flat_rows(old_bits, kind), flat_rows(new_bits, kind)
+    total = start + len(old) if total is None else total
+    if start < 0 or start + len(old) > total:
+        raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")
+    for first, last in _cuts(start, len(old), settings.block_elements):
         span = slice(first - start, last - start)
         block = _encode_block(name, kind, total, first, old[span], new[span], settings)
         if block is not None:
@@ -124,7 +126,7 @@ def encode_delta(
     yield writer.trailer()
 
 
-def resolve(block: EncodedBlock, bits: Bits, offset: int | None = None) -> BlockChange | None:
+def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> BlockChange | None:
     """What a block changes in the weights `bits` (uN, any shape), or None where its target is there already.
 
     `bits` is the whole tensor, or, with `offset`, the local part of it that begins at flat element `offset` and holds
@@ -134,34 +136,34 @@ def resolve(block: EncodedBlock, bits: Bits, offset: int | None = None) -> Block
     when the weights are neither the block's base nor its target, or when its new patterns would not make its target.
     """
     kind = element_type(block.dtype)
-    local = _local(block, flat_bits(bits, kind), offset)
-    key = TensorKey.of(block.name)
-    held = fingerprint(local, key, block.start)
+    local = _local(block, flat_rows(bits, kind), offset)
+    kernels, key = backend_for(local), TensorKey.of(block.name)
+    held = kernels.fingerprint(local, key, block.start)
     if held == block.target:
         return None
     if held != block.base:
         raise FingerprintMismatch(_mismatch(block, f"hold {held.hex()}, the delta was made from {block.base.hex()}"))
-    indices, old_bits, new_bits = unpack(block.encoding, block.payload, kind, local, block.changed, block.start)
-    made = held + fingerprint_change(key, indices, old_bits, new_bits)
+    changes = unpack(block.encoding, block.payload, kind, kernels.host(local), block.changed, block.start)
+    made = held + fingerprint_change(key, *changes)
     if made != block.target:
         raise FingerprintMismatch(_mismatch(block, f"would become {made.hex()}, not {block.target.hex()}"))
     return BlockChange(
-        block.name, block.dtype, block.start, block.n, indices, old_bits, new_bits, block.base, block.target
-    )
+        block.name, block.dtype, block.start, block.n, *changes, block.base, block.target
+    )  # fmt: skip
 
 
-def apply_change(change: BlockChange, bits: Bits, offset: int = 0) -> None:
+def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
     """Write a change into `bits` (uN, contiguous), in place: the tensor, or its part that begins at `offset`.
 
     Raises DeltaError when `bits` is not contiguous or does not hold the change's range.
     """
-    if not bits.flags.c_contiguous:
+    if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
         raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
-    if bits.dtype != change.new_bits.dtype or not offset <= change.start <= offset + bits.size - change.n:
-        raise DeltaError(
-            f"{change.name}: {bits.size} elements ({bits.dtype}) at {offset} do not hold {change.n} at {change.start}"
-        )
-    bits.reshape(-1)[change.indices - offset] = change.new_bits
+    flat = flat_rows(bits, element_type(change.dtype))
+    if not offset <= change.start <= offset + len(flat) - change.n:
+        raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
+    kernels = backend_for(flat)
+    kernels.scatter(flat, kernels.beside(change.indices - offset, flat), kernels.beside(change.new_bits, flat))
 
 
 def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -173,13 +175,13 @@ def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int
         first = last
 
 
-def _local(block: EncodedBlock, flat: Bits, offset: int | None) -> Bits:
+def _local(block: EncodedBlock, flat: AnyArray, offset: int | None) -> AnyArray:
     """The block's elements within `flat`, which begins at `offset`, or is the whole tensor."""
-    if offset is None and flat.size != block.tensor_elements:
-        raise DeltaError(f"{block.name}: {flat.size} elements here, {block.tensor_elements} where the delta was made")
+    if offset is None and len(flat) != block.tensor_elements:
+        raise DeltaError(f"{block.name}: {len(flat)} elements here, {block.tensor_elements} where the delta was made")
     first = block.start - (offset or 0)
-    if first < 0 or first + block.n > flat.size:
-        raise DeltaError(f"{block.name}: {flat.size} elements at {offset} do not hold {block.n} at {block.start}")
+    if first < 0 or first + block.n > len(flat):
+        raise DeltaError(f"{block.name}: {len(flat)} elements at {offset} do not hold {block.n} at {block.start}")
     return flat[first : first + block.n]
 
 
@@ -188,16 +190,17 @@ def _mismatch(block: EncodedBlock, what: str) -> str:
 
 
 def _encode_block(
-    name: str, kind: ElementType, total: int, start: int, old: Bits, new: Bits, settings: CodecSettings
+    name: str, kind: ElementType, total: int, start: int, old: AnyArray, new: AnyArray, settings: CodecSettings
 ) -> bytes | None:
-    indices = changed_indices(old, new)
-    if not indices.size:
+    kernels, key = backend_for(old), TensorKey.of(name)
+    indices = kernels.compare_and_compact(old, new)
+    if not len(indices):
         return None
-    key = TensorKey.of(name)
-    base = fingerprint(old, key, start)
-    target = base + fingerprint_change(key, indices + start, old[indices], new[indices])
-    encoding, payload = pack(kind, old, new, indices, settings.coder)
+    base = kernels.fingerprint(old, key, start)
+    old_at, new_at = kernels.take(old, indices), kernels.take(new, indices)
+    target = base + kernels.fingerprint_change(key, indices + start, old_at, new_at)
+    encoding, payload = pack(kind, old, new, Changes(indices, old_at, new_at), settings.coder)
     header = BlockHeader(
-        encoding, kind, 0, total, start, old.size, indices.size, 0, base, target, settings.digest, b""
+        encoding, kind, 0, total, start, len(old), len(indices), 0, base, target, settings.digest, b""
     )  # fmt: skip
     return write_block(header, name.encode(), payload)

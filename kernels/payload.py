@@ -12,11 +12,13 @@ new patterns are the right ones is for the block's fingerprints to say.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tidemill.kernels.activity import find_active, read_active, write_active
+from tidemill.kernels.backend import AnyArray, backend_for
+from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.class_table import choose_table, read_table, write_table
 from tidemill.kernels.classes import (
     SEGMENT,
@@ -26,22 +28,29 @@ from tidemill.kernels.classes import (
     fold_steps,
     move,
     select_classes,
-    split_classes,
 )
 from tidemill.kernels.coders import CODERS, encode_streams
 from tidemill.kernels.elements import DeltaError, ElementType
-from tidemill.kernels.fingerprint import Bits, Indices
+from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.settings import CoderChoice
 from tidemill.kernels.wire import Reader, varint
-
-Unpacked = tuple[Indices, Bits, Bits]
-"""Indices (i8[changed], each once), old and new patterns (uN[changed])."""
 
 RAW_SHARE = 4
 """Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""
 SAMPLE_RUN, SAMPLE_EVERY = 1 << 14, 8
 """Of large blocks the exponents of one run in so many are counted: the choice of classes needs no more."""
+
+
+class Changes(NamedTuple):
+    """Changed elements, where the block lies: numpy arrays or PyTorch tensors."""
+
+    indices: AnyArray
+    """i8[changed], each once."""
+    old: AnyArray
+    """uN[changed]"""
+    new: AnyArray
+    """uN[changed]"""
 
 
 class Encoding(IntEnum):
@@ -52,20 +61,25 @@ class Encoding(IntEnum):
     CLASSES = 3
 
 
-def pack(kind: ElementType, old: Bits, new: Bits, indices: Indices, coder: CoderChoice) -> tuple[Encoding, bytes]:
-    """Encode the step from `old` to `new` (uN[n], contiguous), which differ at `indices` (i8[changed], ascending)."""
-    new_at = new[indices]
-    constant = _pack_constant(kind, old, new, indices, new_at)
+def pack(
+    kind: ElementType, old: AnyArray, new: AnyArray, changes: Changes, coder: CoderChoice
+) -> tuple[Encoding, bytes]:
+    """Encode the step from `old` to `new` (uN[n], contiguous), which differ by `changes`, in ascending order.
+
+    Of tensors on a GPU only what changed comes to the host, unless nearly all did.
+    """
+    kernels = backend_for(old)
+    constant = _pack_constant(kernels, kind, old, new, kernels.host(changes.new))
     if constant is not None:
         return Encoding.CONSTANT, constant
-    classes = _pack_classes(kind, old, new_at, indices, coder)
-    if len(classes) * RAW_SHARE < new.nbytes:
+    classes = _pack_classes(kernels, kind, old, changes, coder)
+    if len(classes) * RAW_SHARE < len(new) * kind.bits.itemsize:
         return Encoding.CLASSES, classes
-    raw = _pack_raw(new, kind)
+    raw = _pack_raw(kernels.host(new), kind)
     return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
 
-def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Unpacked:
+def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Changes:
     """What a payload changes in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
 
     Raises DeltaError when the payload does not change exactly `n_changed` elements of it.
@@ -81,7 +95,7 @@ def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_c
     indices = np.flatnonzero(old != new)
     if indices.size != n_changed:
         raise DeltaError(f"the payload changes {indices.size} elements where the block's header says {n_changed}")
-    return indices + start, old[indices], new[indices]
+    return Changes(indices + start, old[indices], new[indices])
 
 
 def payload_limit(n_block: int, kind: ElementType) -> int:
@@ -90,12 +104,16 @@ def payload_limit(n_block: int, kind: ElementType) -> int:
     return unpacked + unpacked // 128 + 512
 
 
-def _pack_constant(kind: ElementType, old: Bits, new: Bits, indices: Indices, new_at: Bits) -> bytes | None:
+def _pack_constant(
+    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new: AnyArray, new_at: Bits
+) -> bytes | None:
     """The block as one pattern or one step, or None where it is neither."""
-    if new[0] == new_at[0] == new_at[-1] and np.all(new == new[0]):
-        return b"\0" + int(new[0]).to_bytes(4, "little")
-    if indices.size != old.size:
+    same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
+    if same and np.all(kernels.host(new) == new_at[0]):
+        return b"\0" + int(new_at[0]).to_bytes(4, "little")
+    if len(new_at) != len(old):
         return None
+    old, new = kernels.host(old), kernels.host(new)
     ends = fold_steps(kind, old[[0, -1]], new[[0, -1]])
     if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new):
         return None
@@ -110,16 +128,19 @@ def _unpack_constant(payload: memoryview, kind: ElementType, old: Bits) -> Bits:
     return move(kind, old, value) if form else np.full(old.size, value, kind.bits)
 
 
-def _pack_classes(kind: ElementType, old: Bits, new_at: Bits, indices: Indices, coder: CoderChoice) -> bytes:
-    active = find_active(indices, old.size)
-    table = choose_table(_exponents(kind, old, active), count_exponents(kind, old[indices]))
-    streams = split_classes(kind, old, new_at, indices, table, active)
+def _pack_classes(
+    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, changes: Changes, coder: CoderChoice
+) -> bytes:
+    active = find_active(kernels.host(changes.indices), len(old))
+    changed = kernels.count_exponents(kind, changes.old)
+    table = choose_table(_exponents(kernels, kind, old, active), changed)
+    streams = kernels.split_classes(kind, old, changes.new, changes.indices, table, active)
     code, coded = encode_streams(streams, coder)
     counts = b"".join(varint(count) for count in streams.counts.tolist())
     return b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
 
 
-def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Unpacked:
+def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Changes:
     source = Reader(payload)
     code = source.byte()
     if code not in CODERS:
@@ -132,22 +153,22 @@ def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed
     streams = CODERS[code].decode(source.rest(), counts, old.size)
     if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
         raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
-    return select_classes(kind, old, streams, table, active, start)
+    return Changes(*select_classes(kind, old, streams, table, active, start))
 
 
-def _exponents(kind: ElementType, old: Bits, active: Active) -> Counts:
+def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, active: Active) -> Counts:
     """How often each exponent occurs in the active segments, of large blocks about."""
     if not active.all():
-        whole = old.size // SEGMENT
-        inside = old[: whole * SEGMENT].reshape(-1, SEGMENT)[active[:whole] == 1].reshape(-1)
+        whole = len(old) // SEGMENT
+        inside = kernels.host(old)[: whole * SEGMENT].reshape(-1, SEGMENT)[active[:whole] == 1].reshape(-1)
         return count_exponents(kind, inside)
-    if kind.exponents == 1 or old.size < 8 * SAMPLE_RUN * SAMPLE_EVERY:
-        return count_exponents(kind, old)
-    runs = range(0, old.size, SAMPLE_RUN * SAMPLE_EVERY)
-    return SAMPLE_EVERY * sum(
-        (count_exponents(kind, old[first : first + SAMPLE_RUN]) for first in runs),
-        start=np.zeros(kind.exponents, np.int64),
-    )
+    if kind.exponents == 1 or len(old) < 8 * SAMPLE_RUN * SAMPLE_EVERY:
+        return kernels.count_exponents(kind, old)
+    stride = SAMPLE_RUN * SAMPLE_EVERY
+    whole = len(old) // stride * stride
+    sample = old[:whole].reshape(-1, stride)[:, :SAMPLE_RUN].reshape(-1)
+    last = old[whole : whole + SAMPLE_RUN]
+    return SAMPLE_EVERY * (kernels.count_exponents(kind, sample) + kernels.count_exponents(kind, last))
 
 
 def _pack_raw(new: Bits, kind: ElementType) -> bytes:

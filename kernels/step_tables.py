@@ -92,16 +92,22 @@ def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
 
 
 def _cost(counts: Counts) -> int:
-    return min(_costs(counts))
+    return int(min(_costs(counts)))
 
 
+@compiled
 def _costs(counts: Counts) -> tuple[int, int]:
     """Cost of a table and of all that it codes, without and with directions."""
-    plain, directed = _trimmed(counts.reshape(-1, 2).sum(axis=1)), _trimmed(counts)
-    fixed = TABLE_BITS * BIT
+    plain = np.zeros(counts.size // 2, np.int64)
+    plain_size, directed_size, total = 0, 0, 0
+    for kind in range(counts.size):
+        if counts[kind]:
+            plain[kind >> 1] += counts[kind]
+            plain_size, directed_size = (kind >> 1) + 1, kind + 1
+            total += counts[kind]
     return (
-        fixed + kind_cost(plain) + (int(counts.sum()) + LEVEL_BITS * plain.size) * BIT,
-        fixed + kind_cost(directed) + LEVEL_BITS * directed.size * BIT,
+        kind_cost(plain[:plain_size]) + (TABLE_BITS + LEVEL_BITS * plain_size + total) * BIT,
+        kind_cost(counts[:directed_size]) + (TABLE_BITS + LEVEL_BITS * directed_size) * BIT,
     )
 
 
