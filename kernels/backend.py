@@ -25,7 +25,7 @@ import numpy as np
 from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.backend_cpu import CpuBackend
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
-from tidemill.kernels.elements import ElementType
+from tidemill.kernels.elements import DeltaError, ElementType, flat_bits
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 from tidemill.kernels.fingerprint import fingerprint as fingerprint_on_cpu
 
@@ -99,6 +99,20 @@ def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
     if choice is Choice.TRITON:
         return _triton_backend(on_gpu, is_numpy)
     return _cpu_backend_of_tensors()
+
+
+def flat_rows(bits: AnyArray, kind: ElementType) -> AnyArray:
+    """The patterns of an element type as one row, of the kind of array that they are.
+
+    Raises DeltaError when they are not of the type's width, or a tensor that is not contiguous.
+    """
+    if isinstance(bits, np.ndarray):
+        return flat_bits(bits, kind)
+    if bits.element_size() != kind.bits.itemsize:
+        raise DeltaError(f"a {kind.name} tensor has {kind.bits} bit patterns, got {bits.dtype}")
+    if not bits.is_contiguous():
+        raise DeltaError(f"a {kind.name} tensor of shape {tuple(bits.shape)} is not contiguous")
+    return bits.detach().view(-1)
 
 
 def compare_and_compact(old: AnyArray, new: AnyArray) -> AnyArray:

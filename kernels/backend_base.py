@@ -8,7 +8,9 @@ to the host: they are numpy arrays everywhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy.typing as npt
 
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
 from tidemill.kernels.elements import ElementType
@@ -19,6 +21,14 @@ Array = TypeVar("Array")
 
 class KernelBackend(ABC, Generic[Array]):
     """One way to run the kernels. Raises ValueError for arrays that do not fit each other."""
+
+    @abstractmethod
+    def host(self, array: Array) -> npt.NDArray[Any]:
+        """Patterns or indices as a numpy array; the same memory where that is the CPU's, else a copy."""
+
+    @abstractmethod
+    def beside(self, array: npt.NDArray[Any], other: Array) -> Array:
+        """The inverse of `host`: patterns or indices where `other` lies."""
 
     @abstractmethod
     def compare_and_compact(self, old: Array, new: Array) -> Array:

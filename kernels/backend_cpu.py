@@ -19,6 +19,14 @@ Row = npt.NDArray[Any]
 class CpuBackend(KernelBackend[Row]):
     """Numpy arrays in, numpy arrays out, one thread, without the interpreter lock."""
 
+    def host(self, array: Row) -> Row:
+        """See `KernelBackend`."""
+        return array
+
+    def beside(self, array: Row, other: Row) -> Row:
+        """See `KernelBackend`."""
+        return array
+
     def compare_and_compact(self, old: Row, new: Row) -> Row:
         """See `KernelBackend`."""
         return changed_indices(old, new)

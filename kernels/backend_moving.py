@@ -102,6 +102,14 @@ class MovingBackend(KernelBackend[Array], Generic[Array, Inner]):
         self.inner = inner
         self._move = movement
 
+    def host(self, array: Array) -> npt.NDArray[Any]:
+        """See `KernelBackend`."""
+        return self.inner.host(self._move.there(array))
+
+    def beside(self, array: npt.NDArray[Any], other: Array) -> Array:
+        """See `KernelBackend`."""
+        return self._move.back(self.inner.beside(array, self._move.there(other)), other)
+
     def compare_and_compact(self, old: Array, new: Array) -> Array:
         """See `KernelBackend`."""
         return self._move.back(self.inner.compare_and_compact(*self._there(old, new)), old)

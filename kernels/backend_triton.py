@@ -13,10 +13,19 @@ from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
 from tidemill.kernels.elements import ElementType
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
+from tidemill.kernels.tensor_rows import flat_row
 
 
 class TritonBackend(KernelBackend[torch.Tensor]):
     """PyTorch tensors of any 1, 2 or 4 byte type in, tensors of their patterns out, on the same device."""
+
+    def host(self, array: torch.Tensor) -> npt.NDArray[Any]:
+        """See `KernelBackend`."""
+        return _host(flat_row(array))
+
+    def beside(self, array: npt.NDArray[Any], other: torch.Tensor) -> torch.Tensor:
+        """See `KernelBackend`."""
+        return torch.from_numpy(array).to(other.device)
 
     def compare_and_compact(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """See `KernelBackend`."""
