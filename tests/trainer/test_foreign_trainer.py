@@ -1,0 +1,124 @@
+"""A trainer of somebody else's, through the publisher alone: replicas follow it and prove every version."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.consumers.replica_driver import make_checkpoint
+from tests.consumers.replica_support import ArrayReplica
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import AckStatus, Manifest, WeightAck
+
+TRAINER = Path(__file__).with_name("foreign_trainer.py")
+RUN_ID = "foreign"
+STEPS = 6
+REPLICA = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)
+from tidemill.consumers.replica import ReplicaSettings, run
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+kafka, store = json.loads(sys.argv[1])
+settings = ReplicaSettings(replica_id="replica-f", port=0, kv_cache_mb=32)
+run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), StoreSettings(**store), settings)
+"""
+
+
+class Foreign:
+    """A foreign trainer's model, its text, and where it publishes."""
+
+    def __init__(self, kafka: KafkaSettings, root: Path) -> None:
+        self.kafka, self.root = kafka, root
+        self.model = make_checkpoint(root / "model")
+        (root / "text").write_text(" ".join(f"t{(7 * i + i * i) % 190 + 5}" for i in range(4000)))
+
+    def train(self, steps: int) -> list[str]:
+        """Run the trainer to its end; what it printed."""
+        words = {
+            "model": self.model, "text": self.root / "text", "bootstrap": self.kafka.bootstrap, "run-id": RUN_ID,
+            "store": self.root / "store", "steps": steps, "topic-prefix": self.kafka.topic_prefix,
+        }  # fmt: skip
+        command = [sys.executable, str(TRAINER), *(str(part) for k, v in words.items() for part in (f"--{k}", v))]
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout.splitlines()
+
+    def manifests(self) -> list[Manifest]:
+        """Every manifest, in log order."""
+        with LogReader(self.kafka, [Topic.MANIFESTS]) as reader:
+            found = [located.record for located in reader.read_to_end()]
+        return [record for record in found if isinstance(record, Manifest)]
+
+    def acks(self, version: int, deadline_s: float = 240.0) -> list[WeightAck]:
+        """What the replica said up to its proof of a version."""
+        found: list[WeightAck] = []
+        end = time.monotonic() + deadline_s
+        with LogReader(self.kafka, [Topic.ACKS]) as reader:
+            while time.monotonic() < end:
+                found += [located.record for located in reader.poll(0.2, 1)]
+                if found and found[-1].serving_version == version:
+                    return found
+        raise TimeoutError(f"no acknowledgement of version {version}: {found[-3:]}")
+
+
+@pytest.fixture(scope="module")
+def foreign(kafka, tmp_path_factory) -> Foreign:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"foreign{os.getpid()}.")
+    create_topics(settings)
+    return Foreign(settings, tmp_path_factory.mktemp("foreign"))
+
+
+def test_it_is_small_and_knows_the_publisher_alone():
+    source = TRAINER.read_text("utf-8")
+    assert len(source.splitlines()) < 100
+    modules = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
+    ours = {module for module in modules if module.startswith("tidemill")}
+    assert ours == {"tidemill.schemas.config", "tidemill.trainer.publish"}
+
+
+@pytest.mark.timeout(900)
+def test_a_vllm_replica_and_a_plain_follower_prove_every_version(foreign, tmp_path):
+    """The trainer is started twice, as after a kill: the second time it finds its first versions published."""
+    assert len(foreign.train(1)) == 2
+    parts = json.dumps([foreign.kafka.model_dump(), {"root": str(foreign.root / "store")}])
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-c", REPLICA, parts]
+        replica = subprocess.Popen(command, stderr=log, stdout=log, env=dict(os.environ))
+    try:
+        assert foreign.acks(1)[0].status is AckStatus.ANCHORED
+        assert len(foreign.train(STEPS)) == STEPS + 1
+        acks = foreign.acks(STEPS)
+    finally:
+        replica.terminate()
+        replica.wait(60)
+    manifests = {manifest.version: manifest for manifest in foreign.manifests()}
+    assert list(manifests) == list(range(STEPS + 1)), "each published once"
+    assert all(ack.fingerprint == manifests[ack.serving_version].fingerprint for ack in acks)
+    assert {ack.status for ack in acks[1:]} == {AckStatus.PROVED}
+    assert all(0 < manifests[v].n_changed < manifests[v].n_elements for v in range(1, STEPS + 1))
+    follow(foreign, list(manifests.values()), tmp_path)
+
+
+def follow(foreign: Foreign, manifests: list[Manifest], directory: Path) -> None:
+    """Every version, one after the other, by the replica's own parts over an engine of plain arrays."""
+    local = replace(manifests[0].anchor, uri=manifests[0].anchor.uri.removeprefix("file://"))
+    with LogReader(foreign.kafka, [Topic.DELTAS], start="end") as chunks:
+        replica = ArrayReplica(replace(manifests[0], anchor=local), chunks, directory, timeout_s=60.0)
+        try:
+            for manifest in manifests[1:]:
+                said = replica.observe(manifest)
+                assert said == [(AckStatus.PROVED, manifest.version, manifest.version)]
+                assert replica.acks[-1].fingerprint == manifest.fingerprint
+        finally:
+            replica.close()
