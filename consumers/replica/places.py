@@ -155,7 +155,7 @@ def _read(
                 lost |= np.uint64(element & below)
                 bits[done + j] = element >> shift
         done += n
-    return lost != 0
+    return bool(lost != 0)
 
 
 @compiled

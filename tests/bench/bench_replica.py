@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
@@ -247,6 +248,8 @@ def main() -> None:
     parser.add_argument("--rewrites", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8)
     prepare_environment(1)
+    # The engine core is a fork of this process, and a fork that has lost its compute threads waits for them.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
         asyncio.run(measure(parser.parse_args(), Path(name)))
 
