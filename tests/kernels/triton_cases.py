@@ -26,9 +26,17 @@ from tidemill.kernels import (
     triton_runtime,
     triton_split,
 )
-from tidemill.kernels.backend import Mode, backend_for, choose, triton_obstacle
+from tidemill.kernels.backend import Mode, choose, triton_obstacle
 from tidemill.kernels.compare import changed_indices
-from tidemill.kernels.delta import TensorChange, decode_delta, encode_delta, resolve
+from tidemill.kernels.delta import (
+    DeltaError,
+    TensorChange,
+    apply_change,
+    decode_delta,
+    encode_delta,
+    encode_tensor,
+    resolve,
+)
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.reference import fingerprint_reference
@@ -308,17 +316,57 @@ def test_the_interpreter_is_what_runs():
     assert choose(Mode.TRITON, False, triton_obstacle).name == "TRITON"
 
 
-@pytest.mark.parametrize("density", [0.01, 1])
+KERNELS = {triton_compact: "compare_and_compact", triton_split: "split_classes", triton_fingerprint: "fingerprint"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernels that were called, by Triton."""
+    made = []
+    for module, name in KERNELS.items():
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, o=original, n=name, **k: made.append(n) or o(*a, **k))
+    return made
+
+
+def stream(kind, old, new, mode, monkeypatch):
+    monkeypatch.setenv("TIDEMILL_KERNELS", mode)
+    return b"".join(encode_delta(2, 1, [TensorChange("w", kind.name, old, new)]))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.5])
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
-def test_deltas_have_the_same_bytes(kind, density, monkeypatch):
-    old, new, _ = step_of(kind, 5000, density, 3)
-    change = TensorChange("w", kind.name, old, new)
-    streams = {}
-    for mode in ("cpu", "triton"):
-        monkeypatch.setenv("TIDEMILL_KERNELS", mode)
-        assert ("Moving" in type(backend_for(old)).__name__) == (mode == "triton")
-        streams[mode] = b"".join(encode_delta(2, 1, [change]))
-        (block,) = decode_delta([streams[mode]], 2, 1)
-        resolved = resolve(block, old)
-        np.testing.assert_array_equal(resolved.new_bits, new[resolved.indices])
-    assert streams["triton"] == streams["cpu"]
+def test_deltas_of_arrays_and_of_tensors_have_the_same_bytes(kind, density, monkeypatch, calls):
+    old, new, _ = step_of(kind, 3000, density, 3)
+    expected = stream(kind, old, new, "cpu", monkeypatch)
+    assert not calls
+    assert stream(kind, old, new, "triton", monkeypatch) == expected
+    assert set(calls) == set(KERNELS.values())
+    calls.clear()
+    tensors = torch.from_numpy(old), torch.from_numpy(new)
+    assert stream(kind, *tensors, "triton", monkeypatch) == expected
+    assert set(calls) == set(KERNELS.values())
+    assert stream(kind, *tensors, "auto", monkeypatch) == expected
+
+
+def test_a_delta_of_whole_blocks_is_made_and_applied_by_triton(monkeypatch):
+    """Enough elements for the exponents to be sampled, one changed segment, and bfloat16 tensors as they are."""
+    generator = np.random.default_rng(0)
+    old = generator.integers(0, 1 << 16, 1_100_000, dtype=np.uint16)
+    new = old.copy()
+    new[1000:1050] ^= 3
+    monkeypatch.setattr(triton_compact, "TILE_BYTES", 1 << 17)
+    held, target = (torch.from_numpy(bits.copy()).view(torch.bfloat16) for bits in (old, new))
+    expected = stream(BF16, old, new, "cpu", monkeypatch)
+    assert stream(BF16, held, target, "triton", monkeypatch) == expected
+    for block in decode_delta([expected], 2, 1):
+        apply_change(resolve(block, held), held)
+    np.testing.assert_array_equal(held.view(torch.uint16).numpy(), new)
+
+
+def test_tensors_that_are_no_row_or_of_another_width_are_refused(monkeypatch):
+    monkeypatch.setenv("TIDEMILL_KERNELS", "triton")
+    whole = torch.zeros(8, 8, dtype=torch.bfloat16)
+    for wrong in (whole.T[1:], whole.float()):
+        with pytest.raises(DeltaError):
+            list(encode_tensor("w", "bfloat16", wrong, wrong))

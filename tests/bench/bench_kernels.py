@@ -1,0 +1,302 @@
+"""Figures of the kernels, one JSON line each: `python tests/bench/bench_kernels.py`.
+
+With a GPU every kernel is first held against its twin on the CPU, byte for byte, and then timed beside `torch`'s copy
+of the same tensor in the same run. Without one the lines say so, and give the CPU twins beside numpy's copy.
+
+    bytes       what the kernel must at least move: `old` and `new` of a comparison, and the indices that it writes; a
+                copy reads and writes, so it moves twice its tensor
+    gb_s        those bytes for each second, the median of some runs; `dense_gb_s`: the tensor's own bytes
+    of_copy     gb_s over the copy's
+
+On a GPU a run is timed by events around some launches, after the caches were overwritten. A kernel that waits for its
+result, as the comparison does for its count, is timed with its wait. `split_classes` is timed with and without the way
+of its streams to the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.kernels.backend import CPU_BACKEND, triton_obstacle
+from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.class_table import choose_table
+from tidemill.kernels.classes import ClassTable, all_active
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tidemill.kernels.elements import BY_NAME, ElementType
+from tidemill.kernels.fingerprint import TensorKey
+
+KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
+INDEX_BYTES = 8
+STREAM_BYTES = 8
+"""A gap and a step."""
+CHECKED = 1_000_003
+"""Elements of the tensors that are compared with the CPU's results before anything is timed; no multiple of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A block before and after a step of training, on the host."""
+
+    kind: ElementType
+    old: np.ndarray
+    new: np.ndarray
+    indices: np.ndarray
+    table: ClassTable
+    active: np.ndarray
+
+    @property
+    def density(self) -> float:
+        """Share of the elements that changed."""
+        return len(self.indices) / len(self.old)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel on given arrays: what it moves at least, and what it does."""
+
+    name: str
+    n_bytes: int
+    run: Callable[[], Any]
+
+
+def report(figure: str, **values: object) -> None:
+    """Print one JSON line; numbers with four significant digits."""
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"figure": figure, **rounded}), flush=True)
+
+
+def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
+    """Patterns of Gaussian weights, of which about `density` move by a step up or down; small ones the more often."""
+    generator = np.random.default_rng(seed)
+    values = torch.from_numpy(generator.standard_normal(n, dtype=np.float32) * np.float32(0.02))
+    typed = values.to(getattr(torch, kind.name)) if kind.exponent_bits else (values * 1600).to(torch.int8)
+    old = typed.contiguous().view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[kind.bits.itemsize]).numpy()
+    # An update of one size crosses a rounding boundary with a chance that halves with each binade of the weight.
+    chance = 1 / np.maximum(np.abs(values.numpy()), np.float32(1e-6))
+    moved = generator.random(n, dtype=np.float32) < chance * (density / chance.mean())
+    up = generator.random(n, dtype=np.float32) < 0.5
+    new = np.where(moved, np.where(up, old + kind.bits.type(1), old - kind.bits.type(1)), old).astype(kind.bits)
+    indices = CPU_BACKEND.compare_and_compact(old, new)
+    counted = CPU_BACKEND.count_exponents(kind, old), CPU_BACKEND.count_exponents(kind, old[indices])
+    return Step(kind, old, new, indices, choose_table(*counted), all_active(n))
+
+
+def works(kernels: KernelBackend[Any], step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
+    """Every kernel on the arrays of a step, which `place` takes to where the backend works."""
+    old, new, indices = place(step.old), place(step.new), place(step.indices)
+    old_at, new_at, held = kernels.take(old, indices), kernels.take(new, indices), place(step.old.copy())
+    dense, n, size = step.old.nbytes, len(step.indices), step.kind.bits.itemsize
+    yield Work("compare_and_compact", 2 * dense + n * INDEX_BYTES, lambda: kernels.compare_and_compact(old, new))
+    yield Work("take", n * (INDEX_BYTES + 2 * size), lambda: kernels.take(new, indices))
+    yield Work("scatter", n * (INDEX_BYTES + 2 * size), lambda: kernels.scatter(held, indices, new_at))
+    yield Work("fingerprint", dense, lambda: kernels.fingerprint(old, KEY))
+    yield Work(
+        "fingerprint_change",
+        n * (INDEX_BYTES + 2 * size),
+        lambda: kernels.fingerprint_change(KEY, indices, old_at, new_at),
+    )
+    yield Work("fingerprint_at", n * (INDEX_BYTES + size), lambda: kernels.fingerprint_at(new_at, KEY, indices))
+    yield Work("count_exponents", dense, lambda: kernels.count_exponents(step.kind, old))
+    yield Work(
+        "split_classes",
+        dense + n * (INDEX_BYTES + size + STREAM_BYTES),
+        lambda: kernels.split_classes(step.kind, old, new_at, indices, step.table, step.active),
+    )
+
+
+def split_on_device(step: Step, place: Callable[[np.ndarray], Any]) -> Work:
+    """The class split without the way of its streams to the host."""
+    from tidemill.kernels import triton_split
+
+    arrays = [place(array) for array in (step.old, step.new[step.indices], step.indices, step.table, step.active)]
+    n_bytes = step.old.nbytes + len(step.indices) * (INDEX_BYTES + step.kind.bits.itemsize + STREAM_BYTES)
+    classes = int(step.table[-1]) + 1
+    return Work("split_on_device", n_bytes, lambda: triton_split.split_classes(step.kind, *arrays, classes))
+
+
+def same(array: np.ndarray) -> np.ndarray:
+    """Where the CPU's kernels work."""
+    return array
+
+
+def as_arrays(made: Any) -> list[np.ndarray]:
+    """What a kernel gave, as host arrays to compare."""
+    if made is None:
+        return []
+    if isinstance(made, torch.Tensor):
+        return [made.cpu().numpy()]
+    if isinstance(made, np.ndarray):
+        return [made]
+    if hasattr(made, "gaps"):
+        return [made.counts, made.gaps, made.steps]
+    return [np.array([made.lo, made.hi], np.uint64)]
+
+
+def check(kernels: KernelBackend[Any], step: Step, place: Callable[[np.ndarray], Any]) -> None:
+    """Compare every kernel with its twin on the CPU. Raises AssertionError."""
+    pairs = zip(works(kernels, step, place), works(CPU_BACKEND, step, same), strict=True)
+    for mine, twin in pairs:
+        for found, expected in zip(as_arrays(mine.run()), as_arrays(twin.run()), strict=True):
+            np.testing.assert_array_equal(found, expected, err_msg=f"{mine.name} of {step.kind.name}")
+    held, at = place(step.old.copy()), place(step.indices)
+    kernels.scatter(held, at, place(step.new[step.indices]))
+    np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"scatter of {step.kind.name}")
+
+
+def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
+    """A delta of tensors on the GPU has the bytes of one of numpy arrays, and applies there. Raises AssertionError."""
+    expected = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, step.old, step.new)]))
+    held = place(step.old)
+    found = list(encode_delta(1, 0, [TensorChange("w", step.kind.name, held, place(step.new))]))
+    assert found == expected, f"the delta of {step.kind.name} differs"
+    for block in decode_delta(found, 1, 0):
+        apply_change(resolve(block, held), held)
+    np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"apply of {step.kind.name}")
+
+
+def check_far_offsets(kernels: KernelBackend[Any]) -> None:
+    """Elements beyond 2**32 in a tensor of bytes: compared, written, and counted in the fingerprint."""
+    n = (1 << 32) + 4099
+    old, new = (torch.zeros(n, dtype=torch.uint8, device="cuda") for _ in range(2))
+    places = torch.tensor([0, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, n - 1], device="cuda")
+    patterns = torch.arange(1, 7, dtype=torch.uint8, device="cuda")
+    empty = kernels.fingerprint(old, KEY)
+    kernels.scatter(new, places, patterns)
+    np.testing.assert_array_equal(kernels.compare_and_compact(old, new).cpu().numpy(), places.cpu().numpy())
+    np.testing.assert_array_equal(kernels.take(new, places).cpu().numpy(), patterns.cpu().numpy())
+    change = CPU_BACKEND.fingerprint_change(KEY, places.cpu().numpy(), np.zeros(6, np.uint8), patterns.cpu().numpy())
+    assert kernels.fingerprint(new, KEY) - empty == change, "fingerprint beyond 2**32"
+
+
+def seconds_on_gpu(run: Callable[[], object], runs: int, repeat: int, scratch: torch.Tensor) -> float:
+    """Median time of one launch, after two to compile and to warm up; caches are overwritten before each timing."""
+    run()
+    run()
+    taken = []
+    for _ in range(runs):
+        scratch.zero_()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(repeat):
+            run()
+        last.record()
+        torch.cuda.synchronize()
+        taken.append(first.elapsed_time(last) / 1e3 / repeat)
+    return statistics.median(taken)
+
+
+def seconds_on_cpu(run: Callable[[], object], runs: int) -> float:
+    """Median processor time of a single-threaded run, after one to compile and to warm up."""
+    run()
+    taken = []
+    for _ in range(runs):
+        begin = time.process_time()
+        run()
+        taken.append(time.process_time() - begin)
+    return statistics.median(taken)
+
+
+def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable[[], object]], float]) -> None:
+    """Print the figure of the copy, which comes first, and each kernel's beside it."""
+    copy_speed = 0.0
+    for work in todo:
+        seconds = timed(work.run)
+        speed = work.n_bytes / seconds / 1e9
+        copy_speed = copy_speed or speed
+        report(
+            work.name,
+            device=device,
+            dtype=step.kind.name,
+            elements=len(step.old),
+            density=step.density,
+            bytes=work.n_bytes,
+            milliseconds=seconds * 1e3,
+            gb_s=speed,
+            dense_gb_s=step.old.nbytes / seconds / 1e9,
+            copy_gb_s=copy_speed,
+            of_copy=speed / copy_speed,
+        )
+
+
+def on_gpu(chosen: argparse.Namespace) -> None:
+    """Check and time Triton's kernels."""
+    from tidemill.kernels.backend_triton import TritonBackend
+
+    kernels, device = TritonBackend(), torch.cuda.get_device_name()
+    report("device", name=device, torch=torch.__version__, memory_gb=torch.cuda.mem_get_info()[1] / 1e9)
+
+    def place(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).cuda()
+
+    for name in chosen.dtypes:
+        for density in (0.0005, 0.01, 0.3):
+            step = make_step(BY_NAME[name], CHECKED, density, chosen.seed)
+            check(kernels, step, place)
+            check_stream(step, place)
+    report("equal_to_cpu", device=device, elements=CHECKED, dtypes=chosen.dtypes, equal=True)
+    if torch.cuda.mem_get_info()[0] > 24e9 and not chosen.near:
+        check_far_offsets(kernels)
+        report("equal_beyond_2**32", device=device, equal=True)
+    scratch = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+
+    def timed(run: Callable[[], object]) -> float:
+        return seconds_on_gpu(run, chosen.runs, chosen.repeat, scratch)
+
+    for name in chosen.dtypes:
+        for density in chosen.densities:
+            step = make_step(BY_NAME[name], chosen.elements, density, chosen.seed)
+            source, target = place(step.old), place(step.new)
+            copy = Work("torch_copy", 2 * step.old.nbytes, lambda t=target, s=source: t.copy_(s))
+            measure(device, [copy, *works(kernels, step, place), split_on_device(step, place)], step, timed)
+
+
+def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
+    """Time the compiled loops."""
+
+    def timed(run: Callable[[], object]) -> float:
+        return seconds_on_cpu(run, chosen.runs)
+
+    report("no_gpu", reason=reason, note="Triton's kernels are not timed; these are their twins on the CPU")
+    for name in chosen.dtypes:
+        for density in chosen.densities:
+            step = make_step(BY_NAME[name], chosen.elements, density, chosen.seed)
+            source, target = step.old, step.new.copy()
+            copy = Work("memcpy", 2 * step.old.nbytes, lambda t=target, s=source: np.copyto(t, s))
+            measure("cpu, 1 thread", [copy, *works(CPU_BACKEND, step, same)], step, timed)
+
+
+def main() -> None:
+    """Measure and print; exits with an error when a GPU is there and Triton does not run on it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, help="elements of a timed tensor (GPU: 2**27; CPU: 2**24)")
+    parser.add_argument("--densities", type=float, nargs="+", default=[0.003, 0.01, 0.06], help="shares that change")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float8_e4m3fn", "float32"], help="element types")
+    parser.add_argument("--runs", type=int, default=7, help="timed runs of each figure")
+    parser.add_argument("--repeat", type=int, default=3, help="launches of a run on a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--near", action="store_true", help="leave out the check of elements beyond 2**32")
+    chosen = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    chosen.elements = chosen.elements or (1 << 27 if gpu else 1 << 24)
+    obstacle = triton_obstacle()
+    if not gpu:
+        on_cpu(chosen, obstacle or "Triton runs in its interpreter")
+    elif obstacle is None:
+        on_gpu(chosen)
+    else:
+        sys.exit(f"a GPU is here, but Triton does not run: {obstacle}")
+
+
+if __name__ == "__main__":
+    main()
