@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,6 +134,7 @@ def test_dealing_needs_a_hand():
         deal({"w": 1}, 0)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1), max_size=5).map(sorted))
 def test_merged_parts_are_the_whole_wherever_they_were_cut(bounds):
     assert merged_tensors(reports(VIEW, bounds)) == tensor_infos(VIEW)
@@ -186,11 +187,11 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
 
 @pytest.mark.parametrize(("skips", "shards"), [((8,), 1), ((), 0)])
 def test_settings_that_ranks_cannot_meet_are_refused(ranks, tmp_path, skips, shards):
-    settings = PublishSettings(skips=skips)
+    publication = PublishSettings(skips=skips)
     with pytest.raises(ValueError, match="ranks make no skip-deltas, and at least one shard each"):
         ShardedPublisher(
             None, ranks, KafkaSettings(), RunSettings(), StoreSettings(),
-            base_model=tmp_path, settings=settings, shards_per_rank=shards,
+            base_model=tmp_path, settings=publication, shards_per_rank=shards,
         )  # fmt: skip
 
 

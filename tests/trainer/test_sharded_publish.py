@@ -81,6 +81,7 @@ def jobs(kafka, tmp_path_factory):
     two, status = run(2, "replicated", "failing", "hanging", "training", "killed")
     assert status, "torchrun did not notice that a rank was killed"
     killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
+    # Memory is measured after the chain, when every kernel is compiled and loaded.
     three, status = run(3, "chain", "memory", "resumed")
     assert status == 0
     return Jobs(settings, store, base, two, killed, three)
