@@ -57,6 +57,13 @@ def fetch_anchor(uri: str, staging: Path) -> Path:
         raise AnchorUnavailableError(f"anchor {uri}: the store failed: {error}") from error
 
 
+def discard_copy(uri: str, directory: Path) -> None:
+    """Remove what `fetch_anchor` copied; an anchor that is local itself stays."""
+    filesystem, _ = fsspec.core.url_to_fs(uri)
+    if not _is_local(filesystem):
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _is_local(filesystem: Any) -> bool:  # noqa: ANN401 - fsspec ships no types
     return "file" in _protocols(filesystem.protocol)
 

@@ -97,6 +97,8 @@ class Draft:
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
+        self.fresh = not mirror._specs
+        """Whether the mirror was empty before it."""
         self._before = (mirror.version, dict(mirror._specs), dict(mirror._fingerprints))
         self._held: list[_Held] = []
         self._steps = 0
@@ -176,7 +178,7 @@ class Draft:
         held = self._mirror._tensors.get(name)
         if held is None:
             self._mirror._tensors[name] = bits
-        elif held.dtype != bits.dtype or held.size != bits.size:
+        elif self._mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
             raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
         else:
             self._take_differences(name, held, bits)

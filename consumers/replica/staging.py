@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, fetch_anchor
+from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
 from tidemill.consumers.replica.decode import Decoder
 from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
 from tidemill.consumers.replica.lineage import Delta
@@ -74,8 +74,8 @@ class Staging:
             FetchTimeoutError: something did not arrive in time. The mirror is as it was after every error.
         """
         begun, fetch_ms = time.monotonic(), 0.0
-        fresh = mirror.version < 0
         draft = Draft(mirror)
+        fresh = draft.fresh
         try:
             anchor = self._load(draft, move)
             for delta in move.way.deltas:
@@ -111,9 +111,12 @@ class Staging:
         manifest = move.way.anchor
         if manifest is None or manifest.anchor is None:
             return None
+        fresh = draft.fresh
         try:
             directory = fetch_anchor(manifest.anchor.uri, self._directory)
             draft.load(directory, with_tensors(manifest))
+            if not fresh:
+                discard_copy(manifest.anchor.uri, directory)
         except (AnchorError, StoredObjectError) as error:
             raise RefusedAnchorError(manifest, str(error)) from error
         except (AnchorUnavailableError, StoreUnavailableError) as error:

@@ -18,6 +18,7 @@ from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.server import QueryServer, bind
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer
+from tidemill.schemas.records import LagCount, Staleness
 
 HOLDS_ENGINE = """
 import sys
@@ -95,6 +96,21 @@ def test_versions_and_replicas(answers):
     (replica,) = answers["replicas"]
     assert (replica["serving"], replica["last_status"], replica["proved"], replica["refused"]) == (1, "refused", 1, 1)
     assert replica["fingerprints_equal"] is True or replica["fingerprints_equal"] == 1
+
+
+def test_serving_lag_is_told_by_region_and_the_trainers_records_are_left_out(tmp_path: Path):
+    def lag(region: str, stage: str, version: int, behind: int) -> Staleness:
+        return Staleness("run", f"replica-{region}", region, stage, version, version, [LagCount(behind, 0)], 7)
+
+    records = [
+        lag("east", "train", 1, 9),
+        lag("east", "serve", 4, 2),
+        lag("east", "serve", 6, 0),
+        lag("w", "serve", 5, 1),
+    ]
+    found = table(ask(filled(tmp_path / "lags", records), "serving_lag_by_region"))
+    told = [(row["region"], row["last_serving"], row["last_lag"], row["mean_lag"], row["max_lag"]) for row in found]
+    assert told == [("east", 6, 0, 1.0, 2), ("w", 5, 1, 1.0, 1)]
 
 
 def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(answers):

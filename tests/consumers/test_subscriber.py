@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tests.consumers import replica_driver as driver
@@ -135,6 +136,17 @@ def test_an_anchor_that_differs_in_most_elements_is_written_whole(harness):
     harness.next(fraction=0.9)
     assert harness.observe(harness.next(anchor=True, fraction=0.9)) == [(ANCHORED, 2, 2)]
     assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
+
+
+def test_an_anchor_of_a_remote_store_is_copied_read_and_removed(harness):
+    harness.next()
+    manifest = harness.next(anchor=True)
+    remote = fsspec.filesystem("memory")
+    remote.put(manifest.anchor.uri, "/store/v2", recursive=True)
+    elsewhere = replace(manifest, anchor=replace(manifest.anchor, uri="memory://store/v2"))
+    assert harness.observe(elsewhere) == [(ANCHORED, 2, 2)] and harness.engine.holds(harness.view)
+    assert list((harness.directory / "staging").iterdir()) == []
+    assert Path(manifest.anchor.uri).exists()
 
 
 def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness):

@@ -1,0 +1,132 @@
+"""Replicas as processes on a real Kafka, and a trainer of a tiny model: what the role's tests and the soak share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.consumers import replica_driver as driver
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
+from tidemill.trainer.publish import WeightPublisher
+
+ROLE = """
+import json, logging, sys
+logging.basicConfig(level=logging.INFO)
+from tidemill.consumers.replica import ReplicaSettings, run
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+kafka, run_, store, replica = json.loads(sys.argv[1])
+run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), ReplicaSettings(**replica))
+"""
+
+
+class Trainer:
+    """Publishes versions of a tiny checkpoint as the trainer does, version 0 at once."""
+
+    def __init__(self, settings: KafkaSettings, root: Path, **publish: Any) -> None:
+        create_topics(settings)
+        base = driver.make_checkpoint(root / "base")
+        self.view, self.version = driver.view_of(base), 0
+        self.producer = RecordProducer(settings, "trainer")
+        store = StoreSettings(root=str(root / "store"))
+        self.publisher = WeightPublisher.open(settings, driver.RUN, store, base_model=base, **publish)
+        self.manifests = [self.publisher.publish(0, self.view)]
+
+    def step(self, fraction: float = 0.01) -> Manifest:
+        """Publish the next version."""
+        self.version += 1
+        self.view = driver.nudged(self.view, self.version, fraction)
+        self.manifests.append(self.publisher.publish(self.version, self.view, learning_rate=1e-5))
+        return self.manifests[-1]
+
+    def decide(self, verdict: GateVerdict, version: int | None = None) -> None:
+        """Write a gate decision."""
+        run, at = driver.RUN, int(time.time() * 1e6)
+        decision = GateDecision(run.run_id, run.branch, verdict, version, "reward fell", "ada", {}, at)
+        self.producer.send_acked(Topic.GATE, [(run.branch, decision)])
+
+
+class Acks:
+    """Every acknowledgement in the log, by replica, read as they come."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self._reader = LogReader(settings, [Topic.ACKS])
+        self.by_replica: dict[str, list[WeightAck]] = {}
+
+    def until(self, happened: Callable[[dict[str, list[WeightAck]]], bool], deadline_s: float = 120.0) -> None:
+        """Read until something happened. Raises TimeoutError."""
+        end = time.monotonic() + deadline_s
+        while not happened(self.by_replica):
+            if time.monotonic() > end:
+                last = {name: acks[-3:] for name, acks in self.by_replica.items()}
+                raise TimeoutError(f"it did not happen in {deadline_s:g} s; the last acknowledgements are {last}")
+            for located in self._reader.poll(0.2):
+                if isinstance(located.record, WeightAck):
+                    self.by_replica.setdefault(located.record.replica_id, []).append(located.record)
+
+    def until_serving(self, version: int, *replicas: str, deadline_s: float = 120.0) -> None:
+        """Read until the last word of each replica is that it serves `version`."""
+        self.until(
+            lambda acks: all(name in acks and acks[name][-1].serving_version == version for name in replicas),
+            deadline_s,
+        )
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._reader.close()
+
+
+class RoleProcess:
+    """One replica's process. Starts at once; its log file lies in `root` under its id."""
+
+    def __init__(self, settings: KafkaSettings, root: Path, replica_id: str, **replica: Any) -> None:
+        chosen = {"replica_id": replica_id, "port": 0, "kv_cache_mb": 16, "max_num_seqs": 16, **replica}
+        store = {"root": str(root / "store")}
+        parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), store, chosen]
+        self.replica_id, self._log = replica_id, root / f"{replica_id}.log"
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", ROLE, json.dumps(parts)], stderr=log, stdout=log, env=dict(os.environ)
+            )
+
+    def text(self) -> str:
+        """The end of its log."""
+        return self._log.read_text()[-4000:] if self._log.exists() else ""
+
+    def status(self) -> dict[str, Any]:
+        """What it says of itself over HTTP."""
+        address = [line.split()[-1] for line in self._log.read_text().splitlines() if "serving version" in line][-1]
+        answer: dict[str, Any] = httpx.get(f"{address}/tidemill/status", timeout=10).json()
+        return answer
+
+    def end(self) -> None:
+        """SIGTERM: everything below it ends with it. Raises AssertionError when it does not."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.text()
+        assert not psutil.wait_procs(children, timeout=20)[1]
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until its engine core is gone too."""
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            children = []
+        self.process.kill()
+        self.process.wait()
+        for child in psutil.wait_procs(children, timeout=20)[1]:
+            child.kill()
