@@ -5,13 +5,13 @@ For N elements of which n change, p = n / N, with H the entropy in bits and h th
     iid              N h(p) + n H(step)
     exponent class   sum over exponents e of the old patterns:  N_e h(n_e / N_e) + n_e H(step | e)
 
-A step is how many representable values lie from the old pattern to the new one, signed (`kernels.bounds.DeltaCounts`).
-The second model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types
-without an exponent (integers) have one class, and both models agree.
+A step is how many representable values lie from the old pattern to the new one, signed (`kernels.classes`). The second
+model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types without an
+exponent (integers) have one class, and both models agree.
 
 Both are fitted to the very change they measure. A codec must also send what is fitted here for nothing (p_e and the
 distributions of the steps), so on a small tensor it stays above; and a codec that knows more than the exponent may go
-below. Neither counts names, fingerprints or digests. Counting streams: memory does not depend on the elements counted.
+below. Neither counts names, fingerprints or digests. Counting streams: what is held is bounded by one part's changes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.kernels.classes import Values, count_exponents, fold_steps
+from tidemill.kernels.compare import changed_indices
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError, element_type, flat_bits
 from tidemill.kernels.fingerprint import Bits
@@ -77,12 +79,15 @@ class DeltaCounts:
 
     def count(self, old_bits: Bits, new_bits: Bits) -> None:
         """Count one tensor, or a part of one, before and after (uN, equal shapes). Raises DeltaError."""
-        old, new = flat_bits(old_bits, self.kind), flat_bits(new_bits, self.kind)
+        kind = self.kind
+        old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
         if old.size != new.size:
             raise DeltaError(f"{old.size} elements became {new.size}: a delta keeps shapes")
-        kind = self.kind
-        form = (kind.width, int(kind.order), self._leading, kind.mantissa_bits, kind.exponents - 1)
-        _count(old, new, form, self._elements, self._steps, self._used)
+        self._elements += count_exponents(kind, old)
+        changed = changed_indices(old, new)
+        before = old[changed]
+        exponents = (before >> before.dtype.type(kind.mantissa_bits)) & before.dtype.type(kind.exponents - 1)
+        _count(exponents, fold_steps(kind, before, new[changed]), self._leading, self._steps, self._used)
 
     def add(self, other: DeltaCounts) -> None:
         """Count what `other` has counted. Raises DeltaError for another element type."""
@@ -173,37 +178,14 @@ def _uncounted_bits(steps: Counts, leading: int) -> float:
 
 
 @compiled
-def _rank(pattern: np.int64, width: int, order: int) -> np.int64:
-    """A pattern's place among all patterns by value."""
-    sign = 1 << (width - 1)
-    if order == 0:
-        return (sign << 1) - 1 - pattern if pattern & sign else pattern | sign
-    return pattern ^ sign if order == 1 else pattern
-
-
-@compiled
-def _symbol(step: np.int64, width: int, leading: int) -> np.int64:
-    """The kind of a step: its sign, and its size less one or the leading bits of that and their place."""
-    half = 1 << (width - 1)
-    step = ((step + half) & ((half << 1) - 1)) - half
-    size = abs(step) - 1
-    below = 0
-    while size >> below >= 1 << leading:
-        below += 1
-    return 2 * ((below << (leading - 1)) + (size >> below)) + (step < 0)
-
-
-@compiled
-def _count(
-    old: Bits, new: Bits, form: tuple[int, int, int, int, int], elements: Counts, steps: Counts, used: Counts
-) -> None:
-    width, order, leading, mantissa_bits, mask = form
-    for i in range(old.size):
-        before = np.int64(old[i])
-        exponent = (before >> mantissa_bits) & mask
-        elements[exponent] += 1
-        if old[i] != new[i]:
-            step = _rank(np.int64(new[i]), width, order) - _rank(before, width, order)
-            symbol = _symbol(step, width, leading)
-            steps[exponent, symbol] += 1
-            used[exponent] = max(used[exponent], symbol + 1)
+def _count(exponents: Bits, folded: Values, leading: int, steps: Counts, used: Counts) -> None:
+    """Count steps by exponent and kind: a folded step's sign, and its length or the leading bits of that and place."""
+    for i in range(folded.size):
+        length, sign = np.int64(folded[i]) >> 1, np.int64(folded[i]) & 1
+        below = 0
+        while length >> below >= 1 << leading:
+            below += 1
+        kind = 2 * ((below << (leading - 1)) + (length >> below)) + sign
+        exponent = np.int64(exponents[i])
+        steps[exponent, kind] += 1
+        used[exponent] = max(used[exponent], kind + 1)
