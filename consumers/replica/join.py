@@ -118,7 +118,10 @@ def _checkpoint(move: Move, mirror: Mirror, anchor: Path | None, staging: Stagin
 
 
 def _say_waiting(settings: ReplicaSettings) -> bool:
-    logger.warning("%s waits for a manifest with an anchor: is the trainer running?", settings.replica_id)
+    logger.warning(
+        "%s waits for a version with an anchor that the gate lets it serve: is the trainer running?",
+        settings.replica_id,
+    )
     return True
 
 

@@ -11,7 +11,7 @@ from tidemill.schemas.records import AckStatus, GateVerdict
 FLOAT32, BFLOAT16 = REPLICAS = ("replica-float32", "replica-bfloat16")
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_replicas_of_both_compute_types_prove_the_same_chain(kafka, topic_prefix, tmp_path):
     settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     trainer, running = Trainer(settings, tmp_path), []
@@ -21,7 +21,7 @@ def test_replicas_of_both_compute_types_prove_the_same_chain(kafka, topic_prefix
         for name in REPLICAS:
             dtype = name.removeprefix("replica-")
             running.append(RoleProcess(settings, tmp_path, name, dtype=dtype, region=dtype))
-        acks.until_serving(1, *REPLICAS, deadline_s=300)
+        acks.until_serving(1, *REPLICAS, deadline_s=600)
         _check_joined(acks)
         _follow(trainer, acks)
         _roll_back(trainer, acks)

@@ -59,6 +59,11 @@ def test_every_version_is_applied_proved_and_acknowledged(harness):
     assert harness.engine.holds(harness.view)
 
 
+def test_a_version_that_changes_nothing_is_proved_too(harness):
+    same = driver.publish(harness.log, 1, harness.view, harness.view)
+    assert harness.observe(same) == [(PROVED, 1, 1)] and harness.engine.holds(harness.view)
+
+
 @pytest.mark.parametrize("how", [{"n_shards": 2}, {"n_shards": 2, "store": True}], ids=["in the log", "in the store"])
 def test_a_delta_of_several_shards_is_one_version(harness, how):
     how = {**how, "store": harness.directory / "store"} if "store" in how else how
