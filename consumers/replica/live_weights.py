@@ -130,11 +130,12 @@ class LiveWeights:
 
     def warm(self) -> None:
         """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
-        changes = [
-            ElementChange(name, np.empty(0, dtype=np.int64), np.empty(0, dtype=self._patterns[name]))
-            for name in self.names
-        ]
-        self.commit(self.prepare(changes))
+        nothing = {name: np.empty(0, dtype=self._patterns[name]) for name in self.names}
+        none = np.empty(0, dtype=np.int64)
+        self.commit(self.prepare([ElementChange(name, none, bits) for name, bits in nothing.items()]))
+        for name, bits in nothing.items():
+            layout = self._layouts[name]
+            places.write(layout, layout.runs[0], bits, self._storage[layout.parameter])
 
     def check_whole(self, whole: Mapping[str, Bits]) -> None:
         """Raises ValueError unless `write_all` can write these tensors."""

@@ -5,8 +5,7 @@
 A replica's engine (AsyncLLM, its core a process of its own, fp32) decodes requests without end. Meanwhile versions of
 a random bf16 Qwen3 arrive as encoded deltas and go the replica's way: decoded and checked against a mirror, staged in
 the engine core, written between two steps, proved. The same weights are then written in full, and reloaded from
-safetensors by vLLM's own `reload_weights`. No Kafka is needed. "cpu" beside a figure is the share of it that a busy
-machine does not inflate.
+safetensors by vLLM's own `reload_weights`. No Kafka is needed. Times are wall times: read them beside each other.
 """
 
 from __future__ import annotations

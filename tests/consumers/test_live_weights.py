@@ -127,6 +127,12 @@ def test_every_pattern_goes_through_nans_included():
     assert all(np.array_equal(read_back(live)[name], values[name]) for name in values)
 
 
+def test_warming_up_changes_nothing():
+    model = loaded(random_values(1))
+    live_of(model).warm()
+    assert same_storage(model, loaded(random_values(1)))
+
+
 def test_a_whole_write_is_a_fresh_load():
     new = random_values(4)
     model = loaded(random_values(1))
