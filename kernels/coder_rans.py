@@ -43,16 +43,7 @@ class RansCoder(Coder):
         words = np.empty(2 * streams.gaps.size, np.uint16)
         tabled = gap_tables().start, gap_tables().frequency, plan.step_start, plan.step_frequency
         first, *states = rans.encode_symbols(*common, *tabled, words)
-        return b"".join(
-            (
-                bytes(models),
-                _write_tables(tables),
-                varint(words.size - first),
-                *(state.to_bytes(STATE_BYTES, "little") for state in states),
-                words[first:].astype("<u2", copy=False).tobytes(),
-                raw[:n_raw].tobytes(),
-            )
-        )
+        return write_fields(models, tables, states, words[first:], raw[:n_raw].tobytes())
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
         """See `Coder.decode`."""
@@ -114,6 +105,23 @@ class _Plan:
         self.step_frequency[which, : frequencies.size] = frequencies
         self.step_start[which, : frequencies.size] = np.cumsum(frequencies) - frequencies
         self.step_symbol[which] = np.repeat(np.arange(frequencies.size), frequencies)
+
+
+def write_fields(
+    models: list[int], tables: list[StepTable | None], states: list[int], words: npt.ArrayLike, raw: bytes
+) -> bytes:
+    """All fields in their order."""
+    stream = np.asarray(words, "<u2")
+    return b"".join(
+        (
+            bytes(models),
+            _write_tables(tables),
+            varint(stream.size),
+            *(state.to_bytes(STATE_BYTES, "little") for state in states),
+            stream.tobytes(),
+            raw,
+        )
+    )
 
 
 def _models(gaps: Values, counts: Counts) -> list[int]:

@@ -1,6 +1,6 @@
-"""The fingerprint by its definition, in whole-array numpy: the plain twin that the compiled loops must equal.
+"""The compiled loops by their definitions, in whole-array numpy and plain Python: the twins that they must equal.
 
-Slow and memory-hungry (eight bytes a lane for each element), and free of compilers: it settles what is right.
+Slow and memory-hungry, and free of compilers: what is here settles what is right.
 """
 
 from __future__ import annotations
@@ -8,7 +8,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
+from tidemill.kernels.coder_rans import write_fields
+from tidemill.kernels.elements import ElementType, Order
 from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey
+from tidemill.kernels.gap_models import ALL_ZERO, gap_tables, low_bits, model_of, table_of
+from tidemill.kernels.step_tables import StepTable, fit_tables
+from tidemill.kernels.wire import BitWriter
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
@@ -26,3 +32,99 @@ def _prf(key: int, indices: Indices) -> npt.NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: npt.NDArray[np.uint64] = state ^ (state >> np.uint64(31))
     return mixed
+
+
+def split_classes_reference(
+    kind: ElementType, old: Bits, new_at: Bits, indices: Indices, table: ClassTable, active: Active
+) -> ClassStreams:
+    """What `kernels.classes.split_classes` makes."""
+    exponents = (old.astype(np.int64) >> kind.mantissa_bits) & (kind.exponents - 1)
+    classes, counted = table[exponents], np.repeat(active, SEGMENT)[: old.size] == 1
+    steps = np.array(
+        [_folded(kind, a, b) for a, b in zip(old[indices].tolist(), new_at.tolist(), strict=True)], np.int64
+    )
+    counts, gaps, order = [], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for which in range(int(table[-1]) + 1):
+        ranks = np.cumsum((classes == which) & counted) - 1
+        own = np.flatnonzero(classes[indices] == which)
+        counts.append(own.size)
+        gaps.append(np.diff(ranks[indices[own]], prepend=-1) - 1)
+        order.append(own)
+    return ClassStreams(
+        np.array(counts, np.int64),
+        np.concatenate(gaps).astype(np.uint32),
+        steps[np.concatenate(order)].astype(np.uint32),
+    )
+
+
+def rans_reference(streams: ClassStreams) -> bytes:
+    """What `RansCoder.encode` makes, its choices of models and tables taken as they are."""
+    counts = streams.counts[streams.counts > 0]
+    ends = np.cumsum(counts).tolist()
+    spans = [slice(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    models = [model_of(int(streams.gaps[span].sum(dtype=np.int64)), span.stop - span.start) for span in spans]
+    tables, current = fit_tables(streams.steps, counts), StepTable(False, np.ones(1, np.uint8))
+    raw = BitWriter()
+    symbols: list[tuple[int, int, int, int]] = []
+    for span, model, table in zip(spans, models, tables, strict=True):
+        current = table or current
+        for gap, step in zip(streams.gaps[span].tolist(), streams.steps[span].tolist(), strict=True):
+            if model != ALL_ZERO:
+                symbols.append(_code_gap(gap, model, raw))
+            symbols.append(_code_step(step, current, raw))
+    words, states = _code_symbols(symbols)
+    return write_fields(models, tables, states, words, raw.getvalue())
+
+
+def _folded(kind: ElementType, old: int, new: int) -> int:
+    step = (_place(kind, new) - _place(kind, old)) % (1 << kind.width)
+    if step >= 1 << (kind.width - 1):
+        return 2 * ((1 << kind.width) - step) - 1
+    return 2 * step - 2
+
+
+def _place(kind: ElementType, pattern: int) -> int:
+    sign = 1 << (kind.width - 1)
+    if kind.order is Order.SIGN_MAGNITUDE:
+        return 2 * sign - 1 - pattern if pattern >= sign else pattern + sign
+    return pattern ^ sign if kind.order is Order.TWOS_COMPLEMENT else pattern
+
+
+def _code_gap(gap: int, model: int, raw: BitWriter) -> tuple[int, int, int, int]:
+    """State, precision, start and frequency of a gap's symbol; the rest of it goes to `raw`."""
+    table, low = table_of(model), low_bits(model)
+    last = int(gap_tables().last[table])
+    symbol = min(gap >> low, last)
+    if symbol == last:
+        excess = (gap >> low) - last + 1
+        raw.put(excess.bit_length() - 1, 5)
+        raw.put(excess - (1 << excess.bit_length() - 1), excess.bit_length() - 1)
+    raw.put(gap % (1 << low), low)
+    return 0, 14, int(gap_tables().start[table, symbol]), int(gap_tables().frequency[table, symbol])
+
+
+def _code_step(step: int, table: StepTable, raw: BitWriter) -> tuple[int, int, int, int]:
+    """The same of a step."""
+    length, direction = step >> 1, step & 1
+    token, low = length, 0
+    if length >= 8:
+        low = length.bit_length() - 2
+        token = 8 + 2 * (low - 2) + (length >> low & 1)
+    raw.put(length % (1 << low), low)
+    if table.directed:
+        token = 2 * token + direction
+    else:
+        raw.put(direction, 1)
+    frequencies = table.frequencies()
+    return 1, 12, int(frequencies[:token].sum()), int(frequencies[token])
+
+
+def _code_symbols(symbols: list[tuple[int, int, int, int]]) -> tuple[list[int], list[int]]:
+    """The words, in the order of decoding, and both states."""
+    words, states = [], [1 << 24, 1 << 24]
+    for which, precision, start, frequency in reversed(symbols):
+        if states[which] >= frequency << (40 - precision):
+            words.append(states[which] & 0xFFFF)
+            states[which] >>= 16
+        states[which] = (states[which] // frequency << precision) + states[which] % frequency + start
+    return words[::-1], states

@@ -1,0 +1,179 @@
+"""Splitting by exponent class equals its numpy twin, is inverted by selecting, and takes in every pattern."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tidemill.kernels.activity import find_active, read_active, write_active
+from tidemill.kernels.class_table import choose_table, read_table, write_table
+from tidemill.kernels.classes import (
+    MAX_CLASSES,
+    SEGMENT,
+    ClassStreams,
+    all_active,
+    count_exponents,
+    fold_steps,
+    move,
+    segments,
+    select_classes,
+    split_classes,
+)
+from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError
+from tidemill.kernels.information import BIT, log2
+from tidemill.kernels.reference import split_classes_reference
+from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
+
+UNHURRIED = settings(deadline=None)
+"""The first call of a compiled loop compiles it."""
+
+
+@st.composite
+def tables(draw, exponents):
+    """Any class table of a type of so many exponents."""
+    firsts = draw(st.sets(st.integers(1, max(1, exponents - 1)), max_size=min(MAX_CLASSES, exponents) - 1))
+    return np.searchsorted(sorted(firsts), np.arange(exponents), side="right").astype(np.uint8)
+
+
+@st.composite
+def steps(draw):
+    """An element type, old and new patterns, changed indices, a class table and active segments that hold them."""
+    kind = draw(st.sampled_from(ELEMENT_TYPES))
+    n = draw(st.integers(1, 3 * SEGMENT))
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    old = generator.integers(0, 1 << kind.width, n, kind.bits)
+    new = np.where(generator.random(n) < draw(st.sampled_from([0.01, 0.3, 1.0])), draw(hnp.arrays(kind.bits, n)), old)
+    indices = changed_indices(old, new)
+    active = draw(hnp.arrays(np.uint8, segments(n), elements=st.integers(0, 1)))
+    active[indices // SEGMENT] = 1
+    return kind, old, new, indices, draw(tables(kind.exponents)), active
+
+
+@UNHURRIED
+@given(steps())
+def test_split_equals_its_numpy_twin_and_select_inverts_it(step):
+    kind, old, new, indices, table, active = step
+    streams = split_classes(kind, old, new[indices], indices, table, active)
+    expected = split_classes_reference(kind, old, new[indices], indices, table, active)
+    np.testing.assert_array_equal(streams.counts, expected.counts)
+    np.testing.assert_array_equal(streams.gaps, expected.gaps)
+    np.testing.assert_array_equal(streams.steps, expected.steps)
+    found, old_at, new_at = select_classes(kind, old, streams, table, active, 1000)
+    np.testing.assert_array_equal(found, indices + 1000)
+    np.testing.assert_array_equal(old_at, old[indices])
+    np.testing.assert_array_equal(new_at, new[indices])
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
+def test_every_pattern_moves_to_every_other(dtype):
+    kind = BY_NAME[dtype]
+    old, new = (grid.reshape(-1) for grid in np.meshgrid(*2 * [np.arange(256, dtype=np.uint8)]))
+    differ = old != new
+    folded = fold_steps(kind, old[differ], new[differ])
+    assert folded.max() < 256
+    for step in np.unique(folded):
+        same = folded == step
+        np.testing.assert_array_equal(move(kind, old[differ][same], int(step)), new[differ][same])
+
+
+def test_a_step_is_counted_in_values():
+    """From -0 to the smallest positive value are two steps up; neighbours are one step apart."""
+    bits = np.array([0x8000, 0x3F80, 0xBF80], np.uint16)
+    new = np.array([0x0001, 0x3F7F, 0xBF7F], np.uint16)
+    assert fold_steps(BY_NAME["bfloat16"], bits, new).tolist() == [2, 1, 0]
+
+
+@UNHURRIED
+@given(steps(), st.integers(0, 2**32 - 1))
+def test_gaps_beyond_a_class_are_refused(step, gap):
+    kind, old, new, indices, table, active = step
+    streams = split_classes(kind, old, new[indices], indices, table, active)
+    if indices.size:
+        gaps = streams.gaps.copy()
+        gaps[-1] = max(gap, old.size)
+        with pytest.raises(DeltaError, match="beyond the last element"):
+            select_classes(kind, old, ClassStreams(streams.counts, gaps, streams.steps), table, active, 0)
+
+
+@UNHURRIED
+@given(st.data(), st.sampled_from(ELEMENT_TYPES))
+def test_tables_survive_writing(data, kind):
+    table = data.draw(tables(kind.exponents))
+    np.testing.assert_array_equal(read_table(Reader(memoryview(write_table(table))), kind.exponents), table)
+
+
+@UNHURRIED
+@given(hnp.arrays(np.int64, st.sampled_from([1, 16, 32, 256]), elements=st.integers(0, 2**20)), st.data())
+def test_chosen_tables_are_tables(elements, data):
+    changed = data.draw(hnp.arrays(np.int64, elements.size, elements=st.integers(0, 2**20)))
+    table = choose_table(elements, changed)
+    assert table[0] == 0 and table.size == elements.size and table[-1] < MAX_CLASSES
+    assert set(np.diff(table)) <= {0, 1}
+
+
+def test_classes_that_differ_are_kept_and_others_are_merged():
+    elements = np.full(16, 100_000)
+    changed = np.where(np.arange(16) < 8, 100, 10_000)
+    np.testing.assert_array_equal(choose_table(elements, changed), np.arange(16) >= 8)
+
+
+@UNHURRIED
+@given(hnp.arrays(np.bool_, st.integers(1, 40 * SEGMENT), fill=st.booleans()))
+def test_active_segments_survive_writing_and_hold_every_change(changed):
+    changed[0] = True
+    active = find_active(np.flatnonzero(changed), changed.size)
+    assert active[np.flatnonzero(changed) // SEGMENT].all()
+    np.testing.assert_array_equal(read_active(Reader(memoryview(write_active(active))), changed.size), active)
+
+
+def test_few_segments_with_many_changes_are_worth_naming():
+    n = 1000 * SEGMENT
+    assert find_active(np.arange(2000, 4000, 2), n).sum() < 10
+    assert find_active(np.arange(0, n, 100), n).sum() == all_active(n).sum()
+
+
+@UNHURRIED
+@given(st.sampled_from(ELEMENT_TYPES), st.integers(0, 3000))
+def test_exponents_are_counted(kind, n):
+    bits = np.random.default_rng(n).integers(0, 1 << kind.width, n, kind.bits)
+    exponents = (bits.astype(np.int64) >> kind.mantissa_bits) % kind.exponents
+    np.testing.assert_array_equal(count_exponents(kind, bits), np.bincount(exponents, minlength=kind.exponents))
+
+
+@UNHURRIED
+@given(st.sampled_from([np.uint8, np.uint16, np.uint32]), st.integers(0, 200_000), st.sampled_from([0, 1e-3, 0.1, 1]))
+def test_compacting_equals_numpy(kind, n, density):
+    generator = np.random.default_rng(n)
+    old = generator.integers(0, 200, n, kind)
+    new = (old + (generator.random(n) < density)).astype(kind)
+    np.testing.assert_array_equal(changed_indices(old, new), np.flatnonzero(old != new))
+
+
+def test_arrays_that_do_not_fit_are_not_compared():
+    with pytest.raises(ValueError, match="cannot be compared"):
+        changed_indices(np.zeros(3, np.uint8), np.zeros(4, np.uint8))
+
+
+@UNHURRIED
+@given(st.integers(1, 2**31))
+def test_logarithms(value):
+    assert abs(log2(value) / BIT - np.log2(value)) < 1e-6
+
+
+@given(st.lists(st.integers(0, 2**49 - 1)))
+def test_integers_survive_writing(values):
+    source = Reader(memoryview(b"".join(map(varint, values))))
+    assert [source.varint() for _ in values] == values
+    assert not len(source.rest())
+
+
+@given(st.lists(st.integers(1, 40).flatmap(lambda width: st.tuples(st.integers(0, 2**width - 1), st.just(width)))))
+def test_bits_survive_writing(fields):
+    out = BitWriter()
+    for value, width in fields:
+        out.put(value, width)
+    source = BitReader(Reader(memoryview(out.getvalue())))
+    assert [source.get(width) for _, width in fields] == [value for value, _ in fields]
+    source.close()
