@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent
-SECONDS = 400
+SECONDS = 560
 
 
 def run(*command, **environment):
@@ -28,7 +28,7 @@ def test_kernels_equal_their_twins_in_the_interpreter():
     options = ("-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib", "--durations=5")
     done = run("-m", "pytest", *options, str(FOLDER / "triton_cases.py"), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 70
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 80
     assert "skipped" not in done.stdout
 
 
