@@ -439,6 +439,7 @@ class Staleness:
     replica_id: str
     region: str
     stage: str
+    """"train": the lag of trained tokens. "serve": of what a replica serves; `LagCount.tokens` then counts requests."""
     step: int
     version: int
     lag: list[LagCount]
