@@ -158,14 +158,22 @@ def judge(decoder: str, data: bytes, sample: Sample) -> str:
 
 
 def run(decoder: str, inputs: int, seed: int, on_progress: Callable[[int], None]) -> dict[str, int]:
-    """Judge inputs `seed` to `seed + inputs` of a decoder in processes of their own; how many ended in which way."""
+    """Judge inputs `seed` to `seed + inputs` of a decoder in processes of their own; how many ended in which way.
+
+    An interrupt ends the run early; what was judged until then counts.
+    """
     context = multiprocessing.get_context("fork")
     shared = context.Array("q", len(COUNTS) + 1, lock=False)
     shared[len(COUNTS)] = seed
     while shared[len(COUNTS)] < seed + inputs:
         worker = context.Process(target=_work, args=(decoder, seed + inputs, shared))
         worker.start()
-        hung = _watch(worker, shared, on_progress, seed)
+        try:
+            hung = _watch(worker, shared, on_progress, seed)
+        except KeyboardInterrupt:
+            worker.kill()
+            worker.join()
+            break
         if worker.exitcode != 0:
             shared[COUNTS.index("hung" if hung else "crashed")] += 1
             shared[len(COUNTS)] += 1
@@ -209,7 +217,8 @@ def main() -> None:
         for decoder in chosen.decoders:
             task = bar.add_task(decoder, total=chosen.inputs)
             counts = run(decoder, chosen.inputs, chosen.seed, lambda done, task=task: bar.update(task, completed=done))
-            print(json.dumps({"figure": "fuzz", "decoder": decoder, "inputs": chosen.inputs, **counts}), flush=True)
+            inputs = sum(counts.values())
+            print(json.dumps({"figure": "fuzz", "decoder": decoder, "inputs": inputs, **counts}), flush=True)
 
 
 if __name__ == "__main__":
