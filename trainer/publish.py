@@ -68,7 +68,7 @@ class WeightPublisher:
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._producer = RecordProducer(kafka, CLIENT)
         self._log = VersionLog(self._producer, run, store, read_chain(kafka, run))
-        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims)
+        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder)
         self._held: HeldVersion | None = None
         self._in_doubt = False
 

@@ -44,8 +44,10 @@ class PublishSettings(Section):
     anchor_file_bytes: int = Field(default=5 << 30, ge=1)
     """Weights in one file of an anchor."""
 
-    skips: tuple[Annotated[int, Field(ge=2)], ...] = ()
-    """Lengths of skip-deltas: with 8, every eighth version also gets a delta from the version eight before it."""
+    skips: tuple[Annotated[int, Field(ge=2)], ...] = (8, 64)
+    """Lengths of skip-deltas: with 8, every eighth version also gets a delta from the version eight before it, in the
+    object store, where only replicas that fell behind read it. Each length costs a copy of the weights in memory, and 8
+    and 64 together about half as many bytes again as the versions' own deltas. Empty: none."""
 
     skip_backlog: int = Field(default=1, ge=1)
     """Versions that may wait for their skip-deltas beside the one under way; what comes then goes without."""

@@ -1,8 +1,9 @@
 """Skip-deltas: second ways to a version, for replicas that fell behind, made beside the trainer.
 
 Every k-th version of a branch gets a delta from the version k before it, for each configured k: with 8 and 64 a replica
-that is n versions behind needs about n/64 + 8 + 8 deltas and not n, and the log carries little more than without, since
-a skip-delta is a few times as large as one step's and comes k times as seldom.
+that is n versions behind needs about n/64 + 8 + 8 deltas and not n. They lie in the object store, so that replicas that
+keep up never read them, and come k times as seldom as they are long: over eight steps a delta grows to about three or
+four times one step's, over 64 to about ten times, so that 8 and 64 together write about half as much again.
 
 What this keeps true: nothing here delays or fails a publication. What comes while the backlog is full is dropped and
 counted, as is what fails; a version without its skip-deltas is whole all the same. Memory: a copy of the weights for
@@ -78,10 +79,11 @@ class SkipPublisher:
         run: RunSettings,
         settings: PublishSettings,
         codec: CodecSettings,
-        claims: ShardClaims,
+        folder: str,
     ) -> None:
         self._kafka, self._run, self._settings = kafka, run, settings
-        self._codec, self._claims = codec, claims
+        self._codec = codec
+        self._claims = ShardClaims(folder, limit_bytes=0)
         self._jobs: queue.Queue[_Job] = queue.Queue(settings.skip_backlog)
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()

@@ -1,6 +1,7 @@
 """Versions published on a real Kafka: readable in full once seen, published once, always continuing the chain."""
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -331,9 +332,7 @@ def test_a_version_in_the_middle_is_made_again(publication, open_publisher, view
         assert_equal({name: weight.bits for name, weight in held.weights.items()}, views[version])
 
 
-def test_a_closed_publisher_leaves_no_thread(publication, views, monkeypatch):
-    import threading
-
+def test_a_publisher_that_is_left_by_an_error_leaves_no_thread(publication, views):
     before = threading.active_count()
     settings = PublishSettings(skips=(2,))
     arguments = (publication.kafka, publication.run, publication.store, settings)
