@@ -47,10 +47,9 @@ class Kind:
 
 KINDS = {
     "dense tied float32": Kind("float32", tied=True),
-    "dense untied float32": Kind("float32"),
     "dense tied bfloat16": Kind("bfloat16", tied=True),
     "dense untied bfloat16": Kind("bfloat16"),
-    "dense float32 with float32 norms": Kind("float32", norms="float32"),
+    "dense untied float32, norms float32": Kind("float32", norms="float32"),
     "experts untied float32, padded": Kind("float32", intermediate=48),
     "experts tied bfloat16": Kind("bfloat16", tied=True, intermediate=64),
 }
