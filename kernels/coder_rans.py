@@ -38,7 +38,7 @@ class RansCoder(Coder):
         tables = fit_tables(streams.steps, counts)
         plan = _Plan.of(models, tables)
         common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
-        raw = np.empty(16 * streams.gaps.size, np.uint8)
+        raw = np.empty(8 * streams.gaps.size + 8, np.uint8)
         n_raw = rans.write_low_bits(*common, raw)
         words = np.empty(2 * streams.gaps.size, np.uint16)
         tabled = gap_tables().start, gap_tables().frequency, plan.step_start, plan.step_frequency

@@ -65,7 +65,7 @@ def write_low_bits(
     last: Counts,
     out: Bytes,
 ) -> int:
-    """Write what is not entropy-coded of every change into `out` (u1, 16 bytes a change); how many bytes."""
+    """Write what is not entropy-coded of every change into `out` (u1, 8 bytes a change and 8 more); how many."""
     at, held, width = ZERO, ZERO, ZERO
     i = 0
     for which in range(counts.size):
