@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,18 @@ class TritonBackend(KernelBackend[torch.Tensor]):
 
     def compare_and_compact(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """See `KernelBackend`."""
-        return triton_compact.compare_and_compact(old, new)
+        with _current(old):
+            return triton_compact.compare_and_compact(old, new)
 
     def take(self, bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """See `KernelBackend`."""
-        return triton_move.take(bits, indices)
+        with _current(bits):
+            return triton_move.take(bits, indices)
 
     def scatter(self, bits: torch.Tensor, indices: torch.Tensor, new_at: torch.Tensor) -> None:
         """See `KernelBackend`."""
-        triton_move.scatter(bits, indices, new_at)
+        with _current(bits):
+            triton_move.scatter(bits, indices, new_at)
 
     def split_classes(
         self,
@@ -49,30 +53,40 @@ class TritonBackend(KernelBackend[torch.Tensor]):
         active: Active,
     ) -> ClassStreams:
         """See `KernelBackend`."""
-        tables = (_beside(table, old), _beside(active, old))
-        streams = triton_split.split_classes(kind, old, new_at, indices, *tables, classes=int(table[-1]) + 1)
-        return ClassStreams(_host(streams.counts), _host(streams.gaps), _host(streams.steps))
+        with _current(old):
+            tables = (_copied(table, old), _copied(active, old))
+            streams = triton_split.split_classes(kind, old, new_at, indices, *tables, classes=int(table[-1]) + 1)
+            return ClassStreams(_host(streams.counts), _host(streams.gaps), _host(streams.steps))
 
     def count_exponents(self, kind: ElementType, bits: torch.Tensor) -> Counts:
         """See `KernelBackend`."""
-        return _host(triton_split.count_exponents(kind, bits))
+        with _current(bits):
+            return _host(triton_split.count_exponents(kind, bits))
 
     def fingerprint(self, bits: torch.Tensor, key: TensorKey, start: int = 0) -> Fingerprint:
         """See `KernelBackend`."""
-        return triton_fingerprint.fingerprint(bits, key, start)
+        with _current(bits):
+            return triton_fingerprint.fingerprint(bits, key, start)
 
     def fingerprint_at(self, bits: torch.Tensor, key: TensorKey, indices: torch.Tensor) -> Fingerprint:
         """See `KernelBackend`."""
-        return triton_fingerprint.fingerprint_at(bits, key, indices)
+        with _current(bits):
+            return triton_fingerprint.fingerprint_at(bits, key, indices)
 
     def fingerprint_change(
         self, key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor, new_at: torch.Tensor
     ) -> Fingerprint:
         """See `KernelBackend`."""
-        return triton_fingerprint.fingerprint_change(key, indices, old_at, new_at)
+        with _current(old_at):
+            return triton_fingerprint.fingerprint_change(key, indices, old_at, new_at)
 
 
-def _beside(table: npt.NDArray[np.uint8], tensor: torch.Tensor) -> torch.Tensor:
+def _current(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU the current one, on which Triton launches; nothing for a tensor of the CPU."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _copied(table: npt.NDArray[np.uint8], tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a small table on a tensor's device; a copy, because numpy may hold it read-only."""
     return torch.tensor(table, dtype=torch.uint8, device=tensor.device)
 
