@@ -27,6 +27,7 @@ class LogReader:
 
     Args:
         start: "beginning", "end", or next offsets by (topic, partition); partitions not named begin at the beginning.
+        share: (n, of): one of `of` readers that share the partitions, the one that reads those of number n modulo `of`.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class LogReader:
         start: str | Mapping[tuple[Topic, int], int] = "beginning",
         client_id: str = "tidemill-reader",
         codec: Codec | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
@@ -46,6 +48,7 @@ class LogReader:
             TopicPartition(self._names.of(topic), partition, _start_offset(start, topic, partition))
             for topic in topics
             for partition in self.partitions(topic)
+            if partition % share[1] == share[0]
         ]
         self._resolve_ends()
         self._consumer.assign(self._assignment)

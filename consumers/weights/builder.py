@@ -16,19 +16,21 @@ from pathlib import Path
 import fsspec
 
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
+from tidemill.consumers.replica.connections import SharedFetcher, open_fetcher
 from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
+from tidemill.consumers.replica.fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.consumers.replica.lineage import Delta, Way
 from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.consumers.weights.chain import Chain, Unreachable
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
 from tidemill.schemas.tensor_table import with_tensors
+
+CONNECTIONS = 4
+"""Connections to the log over which deltas come."""
 
 
 class Unusable(ValueError):
@@ -55,7 +57,7 @@ class Builder:
     """
 
     def __init__(
-        self, fetcher: ChunkFetcher, directory: Path, progress: Callable[[str], None] = lambda _: None
+        self, fetcher: SharedFetcher, directory: Path, progress: Callable[[str], None] = lambda _: None
     ) -> None:
         self._fetcher, self._directory, self._progress = fetcher, directory, progress
         self._decoder = Decoder(os.cpu_count() or 1)
@@ -161,8 +163,8 @@ def open_builder(
     """
     with (
         tempfile.TemporaryDirectory(prefix="tidemill-weights-") as scratch,
-        LogReader(kafka, [Topic.DELTAS], start="end", client_id="tidemill-weights-chunks") as chunks,
-        closing(Builder(ChunkFetcher(chunks, timeout_s), Path(scratch), progress)) as builder,
+        open_fetcher(kafka, timeout_s, CONNECTIONS, "tidemill-weights-chunks") as fetcher,
+        closing(Builder(fetcher, Path(scratch), progress)) as builder,
     ):
         yield builder
 

@@ -22,6 +22,7 @@ from tidemill.consumers.weights.verify import Verifier, default_start
 from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.tensor_table import store_tensor_table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -80,6 +81,19 @@ def test_a_sound_chain_is_verified_whole(log):
     assert (report.start, report.end, report.versions, report.anchors, report.skip_deltas) == (0, 6, 7, 2, 2)
     assert report.n_bytes > sum(manifest.delta_bytes for manifest in log.manifests.values())
     assert verified(log, 4).versions == 3
+
+
+def test_readers_that_share_the_partitions_read_every_chunk_once(log):
+    log.grow(3, shards=2)
+
+    def read(share):
+        with LogReader(log.kafka, [Topic.DELTAS], share=share) as reader:
+            return [(found.partition, found.offset) for found in reader.read_to_end()]
+
+    parts = [read((n, 3)) for n in range(3)]
+    assert sorted(parts[0] + parts[1]) == sorted(read((0, 1)))
+    assert {partition for partition, _ in parts[0]} <= {0} and {partition for partition, _ in parts[1]} <= {1}
+    assert parts[2] == []
 
 
 def test_a_branch_that_went_back_is_verified_on_both_arms(log):

@@ -80,8 +80,8 @@ def write_checkpoint(directory: Path, view: View) -> Path:
 class WeightLog:
     """Publishes versions of one run's branch. `views` holds the weights of every version."""
 
-    def __init__(self, kafka: KafkaSettings, run: RunSettings, root: Path) -> None:
-        self.kafka, self.run, self.root = kafka, run, root
+    def __init__(self, kafka: KafkaSettings, run: RunSettings, root: Path, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.kafka, self.run, self.root, self.chunk_bytes = kafka, run, root, chunk_bytes
         self.views: dict[int, View] = {}
         self.manifests: dict[int, Manifest] = {}
         self._producer = RecordProducer(kafka, "test-weight-log")
@@ -130,7 +130,8 @@ class WeightLog:
             names = list(view)[shard::shards]
             changes = [TensorChange(name, "bfloat16", old[name], view[name]) for name in names]
             stream = damage(b"".join(encode_delta(version, base, changes)))
-            pieces = [stream[at : at + CHUNK_BYTES] for at in range(0, len(stream), CHUNK_BYTES)]
+            size = self.chunk_bytes
+            pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
             chunks = [
                 DeltaChunk(
                     self.run.run_id, self.run.branch, version, shard, sequence, len(pieces),
