@@ -56,7 +56,7 @@ def soak(arguments: argparse.Namespace, settings: KafkaSettings, root: Path) -> 
     """Run it; what the JSON line says."""
     chosen = random.Random(arguments.seed)
     kills = Counter(chosen.randrange(1, arguments.versions) for _ in range(arguments.kills))
-    trainer = Trainer(settings, root, settings=PublishSettings(anchor_every=20, skips=(8,)))
+    trainer = Trainer(settings, root, PublishSettings(anchor_every=20, skips=(8,)))
     acks, begun = Acks(settings), time.monotonic()
     fleet = Fleet(settings, root, arguments.replicas)
     names = [replica.replica_id for replica in fleet.running]

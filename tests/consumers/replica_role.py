@@ -22,6 +22,7 @@ from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
+from tidemill.trainer.publication.config import PublishSettings
 from tidemill.trainer.publish import WeightPublisher
 
 ROLE = """
@@ -37,13 +38,13 @@ run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), Replica
 class Trainer:
     """Publishes versions of a tiny checkpoint as the trainer does, version 0 at once."""
 
-    def __init__(self, settings: KafkaSettings, root: Path, **publish: Any) -> None:
+    def __init__(self, settings: KafkaSettings, root: Path, publish: PublishSettings | None = None) -> None:
         create_topics(settings)
         base = driver.make_checkpoint(root / "base")
         self.view, self.version = driver.view_of(base), 0
         self.producer = RecordProducer(settings, "trainer")
         store = StoreSettings(root=str(root / "store"))
-        self.publisher = WeightPublisher.open(settings, driver.RUN, store, base_model=base, **publish)
+        self.publisher = WeightPublisher.open(settings, driver.RUN, store, publish, base_model=base)
         self.manifests = [self.publisher.publish(0, self.view)]
 
     def step(self, fraction: float = 0.01) -> Manifest:
