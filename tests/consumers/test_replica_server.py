@@ -45,7 +45,7 @@ class Served:
         )  # fmt: skip
         self.lines = queue.Queue()
         threading.Thread(target=lambda: [self.lines.put(line.strip()) for line in self.process.stdout]).start()
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=240)
         assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
         self.wait_until_healthy()
 
@@ -126,7 +126,7 @@ def test_a_version_that_arrives_mid_request_splits_its_tokens_and_stops_nothing(
     running.start()
     served.send()
     assert served.ack().status is AckStatus.PROVED
-    running.join(60)
+    running.join(240)
     (choice,) = answers[0]["choices"]
     spans = choice["weight_versions"]
     assert [span[0] for span in spans] == sorted({span[0] for span in spans}) and len(spans) == 2
@@ -173,7 +173,7 @@ def test_a_roll_back_meets_no_prefix_that_newer_weights_computed(served):
     running.start()
     served.send(fraction=0.2)
     assert served.ack().status is AckStatus.PROVED
-    running.join(60)
+    running.join(240)
     (choice,) = answers[0]["choices"]
     assert [span[0] for span in choice["weight_versions"]] == [older, older + 1]
     served.decide(GateVerdict.ROLL_BACK, older)
