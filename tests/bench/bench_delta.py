@@ -23,11 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from recency import BYTES_PER_ELEMENT, RecencyContext
+from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
-from tidemill.kernels.bounds import NOTHING, delta_bounds
 from tidemill.kernels.checkpoint import checkpoint_changes
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import (
@@ -282,15 +281,13 @@ def measure_recency(chosen: argparse.Namespace) -> None:
 
 def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **told: object) -> None:
     """Follow consecutive versions and measure the last one."""
-    contexts: dict[str, RecencyContext] = {}
-    plain = known = NOTHING
+    contexts = RecencyContexts(str(told["dtype"]))
     for number, changes in enumerate(versions, 1):
         for change in changes:
-            context = contexts.setdefault(change.name, RecencyContext(change.dtype, change.old_bits.size))
             if number == steps:
-                plain = plain + delta_bounds(change.dtype, change.old_bits, change.new_bits)
-                known = known + context.bounds(change)
-            context.observe(change)
+                contexts.measure(change)
+            contexts.observe(change)
+    plain, known = contexts.bounds()
     report(
         "recency",
         **told,

@@ -7,9 +7,11 @@ exponent-class bound, with that age and sign; its bound is fitted in the same wa
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from tidemill.kernels.bounds import NOTHING, Bounds, DeltaCounts
 from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.fingerprint import Bits
 
 AGES = np.array([1, 2, 3, 5, 9, 17, 33], np.uint8)
 """First age of each bucket but the first, in versions since the last change; the last bucket is that and never."""
@@ -17,28 +19,50 @@ OLDEST = 255
 BYTES_PER_ELEMENT = 0.5
 
 
-class RecencyContext:
-    """Follows one tensor through consecutive versions."""
+class RecencyContexts:
+    """Follows the tensors of one type through consecutive versions, and bounds what one version costs beside them."""
 
-    def __init__(self, dtype: str, elements: int) -> None:
+    def __init__(self, dtype: str) -> None:
         self._dtype = dtype
+        self._tensors: dict[str, _Memory] = {}
+        self._plain = DeltaCounts(dtype)
+        self._known: dict[int, DeltaCounts] = {}
+
+    def measure(self, change: TensorChange) -> None:
+        """Count a tensor's change with and without its memory. One fit serves all tensors that are measured."""
+        old, new = change.old_bits.reshape(-1), change.new_bits.reshape(-1)
+        self._plain.count(old, new)
+        contexts = self._memory(change).contexts()
+        for context in np.unique(contexts):
+            inside = contexts == context
+            self._known.setdefault(int(context), DeltaCounts(self._dtype)).count(old[inside], new[inside])
+
+    def observe(self, change: TensorChange) -> None:
+        """Remember a tensor's change."""
+        self._memory(change).observe(change.old_bits.reshape(-1), change.new_bits.reshape(-1))
+
+    def bounds(self) -> tuple[Bounds, Bounds]:
+        """Of all that was measured: the exponent-class bound, and that with age and sign beside the exponent."""
+        return self._plain.bounds(), sum((counts.bounds() for counts in self._known.values()), NOTHING)
+
+    def _memory(self, change: TensorChange) -> _Memory:
+        return self._tensors.setdefault(change.name, _Memory(change.old_bits.size))
+
+
+class _Memory:
+    """What is remembered of one tensor's elements."""
+
+    def __init__(self, elements: int) -> None:
         self._age = np.full(elements, OLDEST, np.uint8)
         self._rose = np.zeros(elements, np.bool_)
 
-    def bounds(self, change: TensorChange) -> Bounds:
-        """The bounds of a change in its contexts; `exponent_class` is that of exponent, age and sign together."""
-        context = 2 * np.searchsorted(AGES, self._age, side="right") + self._rose
-        total = NOTHING
-        for each in np.unique(context):
-            counts = DeltaCounts(self._dtype)
-            inside = context == each
-            counts.count(change.old_bits.reshape(-1)[inside], change.new_bits.reshape(-1)[inside])
-            total = total + counts.bounds()
-        return total
+    def contexts(self) -> npt.NDArray[np.int64]:
+        """i8[elements]: the bucket of an element's age, and its direction."""
+        buckets: npt.NDArray[np.int64] = np.searchsorted(AGES, self._age, side="right")
+        return 2 * buckets + self._rose
 
-    def observe(self, change: TensorChange) -> None:
-        """Remember a change."""
-        old, new = change.old_bits.reshape(-1), change.new_bits.reshape(-1)
+    def observe(self, old: Bits, new: Bits) -> None:
+        """Remember which elements moved, and whether up."""
         moved = old != new
         self._age[self._age < OLDEST] += 1
         self._age[moved] = 0
