@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
@@ -16,7 +17,7 @@ from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.publish import PublishSettings, WeightPublisher
+from tidemill.trainer.publish import ChainError, PublishSettings, WeightPublisher
 from tidemill.trainer.resume import HistoryError, open_session
 from tidemill.trainer.run import run
 from tidemill.trainer.session import NotRepeatableError, step_seed
@@ -155,6 +156,17 @@ def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, stor
     producer.send_acked(Topic.STEPS, [("stopped", replace(recorded, step=3))])
     with pytest.raises(HistoryError, match=r"\[1, 3\].*start a new run"):
         train_until(log, settings, store, "stopped", 1)
+
+
+def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, tiny_model, tmp_path) -> None:
+    """The log keeps what it has, and the message says how to go on with the other weights."""
+    stop = threading.Event()
+    stop.set()
+    run(log, run_settings("idle"), store, settings, stop)
+    tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
+    with pytest.raises(ChainError, match=r"version 0 of run idle, branch main, .* went back to an older checkpoint"):
+        run(log, run_settings("idle"), store, settings.model_copy(update={"model": str(tmp_path / "other")}), stop)
+    assert len(records(log, Topic.MANIFESTS, Manifest, "idle")) == 1
 
 
 def test_stop_before_the_first_batch_leaves_version_0_served_and_nothing_else(log, settings, store) -> None:

@@ -113,10 +113,13 @@ class SkipPublisher:
         self._jobs.join()
 
     def close(self) -> None:
-        """End the thread: what is under way is finished, what waits is dropped."""
+        """End the thread: what is under way is finished, what waits is dropped and counted."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        while not self._jobs.empty():
+            self.dropped += len(self._jobs.get_nowait().skips)
+            self._jobs.task_done()
 
     def _run_jobs(self) -> None:
         producer = RecordProducer(self._kafka, "tidemill-publisher-skips")

@@ -118,12 +118,26 @@ def test_a_version_s_weights_are_copied_before_the_trainer_goes_on(publication, 
     assert_exact(publication, views)
 
 
-def test_on_closing_what_is_under_way_is_finished(publication, open_publisher, views):
-    publisher = open_publisher(skipping())
-    publish_all(publisher, views[:2])
-    publisher.publish(2, views[2])
-    publisher.close()
-    assert len(publication.skips()) + publisher.skips._jobs.qsize() == 1
+def test_on_closing_what_is_under_way_is_finished_and_the_rest_counted(publication, open_publisher, views, monkeypatch):
+    make, begun, release = SkipPublisher._publish, threading.Event(), threading.Event()
+
+    def slow(self, *arguments):
+        begun.set()
+        assert release.wait(60)
+        make(self, *arguments)
+
+    monkeypatch.setattr(SkipPublisher, "_publish", slow)
+    publisher = open_publisher(skipping(skip_backlog=4))
+    for version, view in enumerate(views[:5]):
+        publisher.publish(version, view)
+    assert begun.wait(60)
+    closing = threading.Thread(target=publisher.close)
+    closing.start()
+    release.set()
+    closing.join(60)
+    publisher.skips.wait()
+    assert leads(publication.skips())[0] == (2, 0)
+    assert publisher.skips.published + publisher.skips.dropped == 3
     assert not publisher.skips._thread.is_alive()
 
 
