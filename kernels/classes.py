@@ -42,8 +42,8 @@ SEGMENT = 256
 LANES = 4
 """Counters of each class that take turns, so that none waits for itself."""
 ZERO, ONE = np.uint64(0), np.uint64(1)
-NEVER = np.uint64(1 << 62)
-"""More elements than any class has left."""
+NEVER = np.uint32(1 << 31)
+"""More elements than a block has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,11 +244,11 @@ def _select(
     shift, mask = form[0], form[1]
     place = _starts(counts)
     end = place.copy()
-    left = np.full(counts.size, NEVER, np.uint64)
+    left = np.full(counts.size, NEVER, np.uint32)
     for which in range(counts.size):
         end[which] += np.uint64(counts[which])
         if counts[which]:
-            left[which] = np.uint64(gaps[place[which]])
+            left[which] = gaps[place[which]]
     found, size = ZERO, np.uint64(old.size)
     for segment in range(active.size):
         if not active[segment]:
@@ -258,15 +258,15 @@ def _select(
             before = np.uint64(old[i])
             which = table[(before >> shift) & mask]
             still = left[which]
-            left[which] = still - ONE
-            if still == ZERO:
+            left[which] = still - np.uint32(1)
+            if still == 0:
                 at = place[which]
                 indices[found] = start + np.int64(i)
                 old_at[found] = before
                 new_at[found] = _moved(before, np.uint64(steps[at]), form)
                 found += ONE
                 place[which] = at + ONE
-                left[which] = np.uint64(gaps[at + ONE]) if at + ONE < end[which] else NEVER
+                left[which] = gaps[at + ONE] if at + ONE < end[which] else NEVER
     return int(found)
 
 
