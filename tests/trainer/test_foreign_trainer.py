@@ -87,27 +87,34 @@ def test_it_is_small_and_knows_the_publisher_alone():
     assert ours == {"tidemill.schemas.config", "tidemill.trainer.publish"}
 
 
-@pytest.mark.timeout(900)
-def test_a_vllm_replica_and_a_plain_follower_prove_every_version(foreign, tmp_path):
+def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp_path):
     """The trainer is started twice, as after a kill: the second time it finds its first versions published."""
     assert len(foreign.train(1)) == 2
+    assert len(foreign.train(STEPS)) == STEPS + 1
+    manifests = foreign.manifests()
+    assert [manifest.version for manifest in manifests] == list(range(STEPS + 1))
+    assert all(0 < manifest.n_changed < manifest.n_elements for manifest in manifests[1:])
+    follow(foreign, manifests, tmp_path)
+
+
+@pytest.mark.timeout(900)
+def test_a_vllm_replica_proves_what_it_serves(foreign, tmp_path):
+    """A real engine joins the run and follows it through the log alone."""
+    joined = len(foreign.manifests() or foreign.train(1)) - 1
     parts = json.dumps([foreign.kafka.model_dump(), {"root": str(foreign.root / "store")}])
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-c", REPLICA, parts]
         replica = subprocess.Popen(command, stderr=log, stdout=log, env=dict(os.environ))
     try:
-        assert foreign.acks(1)[0].status is AckStatus.ANCHORED
-        assert len(foreign.train(STEPS)) == STEPS + 1
-        acks = foreign.acks(STEPS)
+        assert foreign.acks(joined)[0].status is AckStatus.ANCHORED
+        foreign.train(joined + 4)
+        acks = foreign.acks(joined + 4)
     finally:
         replica.terminate()
         replica.wait(60)
-    manifests = {manifest.version: manifest for manifest in foreign.manifests()}
-    assert list(manifests) == list(range(STEPS + 1)), "each published once"
-    assert all(ack.fingerprint == manifests[ack.serving_version].fingerprint for ack in acks)
+    fingerprints = {manifest.version: manifest.fingerprint for manifest in foreign.manifests()}
+    assert all(ack.fingerprint == fingerprints[ack.serving_version] for ack in acks)
     assert {ack.status for ack in acks[1:]} == {AckStatus.PROVED}
-    assert all(0 < manifests[v].n_changed < manifests[v].n_elements for v in range(1, STEPS + 1))
-    follow(foreign, list(manifests.values()), tmp_path)
 
 
 def follow(foreign: Foreign, manifests: list[Manifest], directory: Path) -> None:
