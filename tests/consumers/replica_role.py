@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ class RoleProcess:
         store = {"root": str(root / "store")}
         parts = [settings.model_dump(mode="json"), driver.RUN.model_dump(mode="json"), store, chosen]
         self.replica_id, self._log = replica_id, root / f"{replica_id}.log"
+        self._begins_at = self._log.stat().st_size if self._log.exists() else 0
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", ROLE, json.dumps(parts)], stderr=log, stdout=log, env=dict(os.environ)
@@ -108,11 +110,20 @@ class RoleProcess:
         """The end of its log."""
         return self._log.read_text()[-4000:] if self._log.exists() else ""
 
-    def status(self) -> dict[str, Any]:
-        """What it says of itself over HTTP."""
-        address = [line.split()[-1] for line in self._log.read_text().splitlines() if "serving version" in line][-1]
-        answer: dict[str, Any] = httpx.get(f"{address}/tidemill/status", timeout=10).json()
-        return answer
+    def status(self, deadline_s: float = 60.0) -> dict[str, Any]:
+        """What it says of itself over HTTP, whose port opens after its first acknowledgement. Raises TimeoutError."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            own = self._log.read_bytes()[self._begins_at :].decode(errors="replace").splitlines()
+            addresses = [line.split()[-1] for line in own if "serving version" in line]
+            try:
+                if addresses:
+                    answer: dict[str, Any] = httpx.get(f"{addresses[-1]}/tidemill/status", timeout=10).json()
+                    return answer
+            except httpx.TransportError:
+                pass
+            threading.Event().wait(0.1)
+        raise TimeoutError(f"{self.replica_id} did not answer within {deadline_s:g} s: {self.text()}")
 
     def end(self) -> None:
         """SIGTERM: everything below it ends with it. Raises AssertionError when it does not."""
