@@ -19,7 +19,7 @@ import uvicorn
 from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
-from tidemill.consumers.replica.fetch import ChunkFetcher, ChunkLog
+from tidemill.consumers.replica.fetch import ShardSource
 from tidemill.consumers.replica.join import Joined
 from tidemill.consumers.replica.ledger import Identity, Ledger
 from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
@@ -43,9 +43,9 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a replica needs from outside: the chunks of deltas, and somewhere to say what it holds."""
+    """What a replica needs from outside: the bytes of deltas, and somewhere to say what it holds."""
 
-    chunks: ChunkLog
+    shards: ShardSource
     say: Callable[[WeightAck | Staleness], None]
 
 
@@ -82,8 +82,7 @@ async def running_replica(
         stack.callback(engine.shutdown)
         outside = surroundings()
         ledger = Ledger(identity, outside.say, now_us, lambda: state.head)
-        fetcher = ChunkFetcher(outside.chunks, settings.fetch_timeout_s)
-        staging = Staging(fetcher, directory, settings.decode_threads)
+        staging = Staging(outside.shards, directory, settings.decode_threads)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)

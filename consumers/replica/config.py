@@ -64,6 +64,8 @@ class ReplicaSettings(Section):
     """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)
     """How long a chunk that a manifest names may take after the last one that came, before the version is refused."""
+    fetch_connections: int = Field(default=4, ge=1)
+    """Connections to the log over which the shards of a delta come side by side: one alone is slow over a long way."""
     decode_threads: int = Field(default=2, ge=1)
     """Threads that decode the blocks of a delta, beside the engine's."""
     poll_interval_s: float = Field(default=0.05, gt=0, le=10)

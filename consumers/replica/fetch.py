@@ -54,6 +54,13 @@ class ChunkLog(Protocol):
         """Go to an offset."""
 
 
+class ShardSource(Protocol):
+    """Where the bytes of a delta's shards come from; `ChunkFetcher` is one."""
+
+    def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
+        """The bytes of one shard of a delta that makes `manifest`'s version, in order."""
+
+
 class ChunkFetcher:
     """The shards of deltas, piece by piece.
 

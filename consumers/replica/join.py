@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.fetch import ChunkFetcher, FetchTimeoutError
+from tidemill.consumers.replica.connections import open_fetcher
+from tidemill.consumers.replica.fetch import FetchTimeoutError
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState
@@ -50,10 +51,11 @@ def join(
         TimeoutError: no anchor that can be used came within `anchor_wait_s`.
     """
     deadline = time.monotonic() + settings.anchor_wait_s if settings.anchor_wait_s else None
+    chunks_id = f"{settings.replica_id}-join-chunks"
     with (
         LogReader(kafka, FOLLOWED, client_id=f"{settings.replica_id}-join") as records,
-        LogReader(kafka, [Topic.DELTAS], start="end", client_id=f"{settings.replica_id}-join-chunks") as chunks,
-        closing(_staging(settings, chunks, directory)) as staging,
+        open_fetcher(kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id) as fetcher,
+        closing(Staging(fetcher, directory, settings.decode_threads)) as staging,
     ):
         for located in records.read_to_end():
             _observe(state, located.record)
@@ -77,10 +79,6 @@ class _Built:
     mirror: Mirror
     directory: Path
     reason: str
-
-
-def _staging(settings: ReplicaSettings, chunks: LogReader, directory: Path) -> Staging:
-    return Staging(ChunkFetcher(chunks, settings.fetch_timeout_s), directory, settings.decode_threads)
 
 
 def _observe(state: ReplicaState, record: object) -> None:

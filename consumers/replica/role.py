@@ -21,6 +21,7 @@ import uvloop
 
 from tidemill.consumers.replica.assembly import Running, Surroundings, running_replica
 from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.connections import open_fetcher
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.server import bind
@@ -86,7 +87,10 @@ class Replica:
             topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
             producer.send(topic, record, key=record.replica_id)
 
-        return Surroundings(stack.enter_context(self._reader([Topic.DELTAS], "end")), say)
+        fetcher = open_fetcher(
+            self._kafka, self._settings.fetch_timeout_s, self._settings.fetch_connections, self._settings.replica_id
+        )
+        return Surroundings(stack.enter_context(fetcher), say)
 
     def _bury(self, producer: RecordProducer) -> Callable[[Located, str], None]:
         names = Names(self._kafka.topic_prefix)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
 from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
+from tidemill.consumers.replica.fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
 from tidemill.consumers.replica.lineage import Delta
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.mirror import Draft, Mirror
@@ -60,7 +60,7 @@ class Prepared:
 class Staging:
     """Where moves are prepared: a fetcher of chunks, threads to decode them, a private directory for checkpoints."""
 
-    def __init__(self, fetcher: ChunkFetcher, directory: Path, decode_threads: int = 2) -> None:
+    def __init__(self, fetcher: ShardSource, directory: Path, decode_threads: int = 2) -> None:
         self._fetcher = fetcher
         self._directory = directory
         self._decoder = Decoder(decode_threads)

@@ -195,6 +195,7 @@ async def serve(config: dict[str, Any]) -> None:
 
     from tidemill.consumers.replica.assembly import Surroundings, running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
+    from tidemill.consumers.replica.fetch import ChunkFetcher
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.mirror import Mirror
     from tidemill.consumers.replica.server import bind
@@ -207,7 +208,8 @@ async def serve(config: dict[str, Any]) -> None:
     settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
     state.observe(manifest)
     joined = Joined(manifest, Mirror.from_anchor(anchor, manifest), anchor, {})
-    outside = Surroundings(log, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
+    chunks = ChunkFetcher(log, settings.fetch_timeout_s)
+    outside = Surroundings(chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     async with running_replica(settings, RUN, state, joined, Path(config["staging"]), lambda: outside) as running:
         listener = bind(settings.host, settings.port)
         serving = asyncio.create_task(running.server.serve(sockets=[listener]))
