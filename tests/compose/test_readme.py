@@ -16,8 +16,8 @@ QUERIES = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", README.split("## Ask it")
 COMMANDS = sorted(set(re.findall(r"`?tidemill ([a-z]+)", README)))
 
 
-def test_ten_queries_are_listed_with_the_questions_they_answer():
-    assert len(QUERIES) == 10
+def test_ten_queries_and_more_are_listed_with_the_questions_they_answer():
+    assert len(QUERIES) >= 10
     assert {name: named_queries().get(name) for name in QUERIES} == QUERIES
 
 
