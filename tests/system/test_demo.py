@@ -183,7 +183,13 @@ def wait_until(condition: Callable[[], bool], deadline_s: float) -> None:
 def test_an_interrupt_stops_everything(tmp_path: Path):
     log = tmp_path / "demo.log"
     with log.open("wb") as stream:
-        process = subprocess.Popen(demo_command(tmp_path), stdout=stream, stderr=stream)
+        # A shell's background jobs ignore the interrupt, and what they start inherits that.
+        process = subprocess.Popen(
+            demo_command(tmp_path),
+            stdout=stream,
+            stderr=stream,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     wait_until(lambda: len({role_of(p) for p in descendants(process.pid)} - {""}) >= 1, 60)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
