@@ -86,7 +86,8 @@ class ShardedPublisher:
     ) -> None:
         if settings.skips or shards_per_rank < 1:
             raise ValueError(
-                f"ranks make no skip-deltas, and at least one shard each: {settings.skips=}, {shards_per_rank=}"
+                f"ranks make no skip-deltas and at least one shard each: set publish.skips to [], not "
+                f"{list(settings.skips)}, and shards_per_rank to 1 or more, not {shards_per_rank}"
             )
         self._producer = producer
         self._ranks = ranks

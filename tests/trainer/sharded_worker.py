@@ -39,7 +39,7 @@ from tidemill.trainer.sharded_ranks import RankFailedError, Ranks, RanksLostErro
 from tidemill.trainer.sharded_view import local_parts
 
 CHAIN_LENGTH = 5
-SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9)
+SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9, skips=())
 TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 3.0
 LARGE_TENSORS, LARGE_SHAPE = 32, (1024, 2048)

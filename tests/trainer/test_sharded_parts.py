@@ -188,7 +188,7 @@ def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
 @pytest.mark.parametrize(("skips", "shards"), [((8,), 1), ((), 0)])
 def test_settings_that_ranks_cannot_meet_are_refused(ranks, tmp_path, skips, shards):
     publication = PublishSettings(skips=skips)
-    with pytest.raises(ValueError, match="ranks make no skip-deltas, and at least one shard each"):
+    with pytest.raises(ValueError, match="ranks make no skip-deltas and at least one shard each"):
         ShardedPublisher(
             None, ranks, KafkaSettings(), RunSettings(), StoreSettings(),
             base_model=tmp_path, settings=publication, shards_per_rank=shards,
