@@ -20,7 +20,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 from tidemill.schemas.tensor_table import fit_record
 from tidemill.trainer.publication.chain import VersionChain
-from tidemill.trainer.publication.weights import changed, total_fingerprint
+from tidemill.trainer.publication.weights import total_fingerprint
 from tidemill.trainer.shard_report import ShardReport
 
 
@@ -53,14 +53,6 @@ def read_chain(kafka: KafkaSettings, run: RunSettings) -> VersionChain:
 def weights_folder(store: StoreSettings, run: RunSettings) -> str:
     """Where the objects of a branch's versions lie that are too large for the log."""
     return f"{store.root.rstrip('/')}/{run.run_id}/weights/{run.branch}"
-
-
-def advanced(tensors: Sequence[TensorInfo], shards: Sequence[ShardReport]) -> list[TensorInfo]:
-    """The tensors of a version, from those of its parent and what its shards changed of them.
-
-    Raises KeyError when a shard changed a tensor that the parent does not have.
-    """
-    return changed(tensors, [shard.tensor_changes for shard in shards])
 
 
 class VersionLog:

@@ -12,9 +12,9 @@ from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
 from tidemill.trainer.publication.anchor_rule import anchor_due
 from tidemill.trainer.publication.chain import ChainError, SinceAnchor, VersionChain
-from tidemill.trainer.publication.commit import advanced
 from tidemill.trainer.publication.config import PublishSettings
 from tidemill.trainer.publication.skips import bases_due, skips_due
+from tidemill.trainer.publication.weights import changed
 from tidemill.trainer.shard_report import ShardReport
 
 
@@ -133,10 +133,11 @@ def test_the_tensors_of_a_version_are_those_of_its_parent_and_the_shards_changes
         ShardReport(position, 0, 0, {"a": Fingerprint(5, 6), "c": Fingerprint(1, 1)}),
         ShardReport(position, 0, 0, {"a": Fingerprint(1, 1)}),
     ]
-    made = {tensor.name: tensor.fingerprint for tensor in advanced(tensors, shards)}
+    changes = [shard.tensor_changes for shard in shards]
+    made = {tensor.name: tensor.fingerprint for tensor in changed(tensors, changes)}
     assert made == {"a": Fingerprint(6, 7).hex(), "b": Fingerprint(1, 1).hex(), "c": Fingerprint(3, 3).hex()}
     with pytest.raises(KeyError):
-        advanced(tensors[:1], shards)
+        changed(tensors[:1], changes)
 
 
 def test_settings_name_each_skip_once_and_in_order():
