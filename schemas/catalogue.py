@@ -16,6 +16,10 @@ HOUR_MS = 3_600_000
 DAY_MS = 24 * HOUR_MS
 FOREVER_MS = -1
 
+ERASABLE = {"cleanup.policy": "compact,delete", "message.timestamp.after.max.ms": "60000"}
+"""A record under a key of its own can be erased by a tombstone. A clock that runs ahead is refused by the broker, since
+event time would run ahead with it."""
+
 
 class Topic(StrEnum):
     """Every topic of Tidemill, without its prefix."""
@@ -30,6 +34,11 @@ class Topic(StrEnum):
     STEPS = "train.steps"
     STALENESS = "staleness"
     GATE = "gate.decisions"
+    INTERACTIONS = "interactions"
+    FEEDBACK = "feedback"
+    OUTCOMES = "outcomes"
+    ONLINE_BATCHES = "online-batches"
+    USER_REQUESTS = "user.requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,26 @@ def _catalogue() -> dict[Topic, TopicSpec]:
         TopicSpec(Topic.STEPS, "run_id", (records.TrainStep,), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.STALENESS, "replica_id", (records.Staleness,), 1, 7 * DAY_MS, keyed=False),
         TopicSpec(Topic.GATE, "branch", (records.GateDecision,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(
+            Topic.INTERACTIONS,
+            "interaction_id",
+            (records.Interaction, records.UserRequest, records.Tick),
+            8,
+            90 * DAY_MS,
+            config=ERASABLE,
+        ),
+        TopicSpec(Topic.FEEDBACK, "interaction_id", (records.Feedback, records.Tick), 8, 90 * DAY_MS, config=ERASABLE),
+        TopicSpec(
+            Topic.OUTCOMES,
+            "interaction_id",
+            (records.Outcome, records.UserRequest, records.Tick),
+            1,
+            90 * DAY_MS,
+            keyed=False,
+            config=ERASABLE,
+        ),
+        TopicSpec(Topic.ONLINE_BATCHES, "batch_id", (records.OnlineBatch,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.USER_REQUESTS, "user_id", (records.UserRequest,), 1, FOREVER_MS, keyed=False),
     )
     return {spec.topic: spec for spec in specs}
 
@@ -97,6 +126,21 @@ class Names:
         if not full.startswith(self.prefix):
             raise ValueError(f"topic {full!r} does not start with the prefix {self.prefix!r}")
         return Topic(full[len(self.prefix) :])
+
+
+def feedback_key(interaction_id: str, event_id: str) -> str:
+    """Key of a feedback record: its own, so that one event can be erased. The partition is the interaction's."""
+    return f"{interaction_id}/{event_id}"
+
+
+def tick_key(partition: int) -> str:
+    """Key of a tick in a compacted topic, which takes no record without a key; no identifier begins like it."""
+    return f"\x00tick/{partition}"
+
+
+def user_request_key(user_id: str, partition: int) -> str:
+    """Key of the copy of a user's request in one partition of another topic."""
+    return f"\x00user/{user_id}/{partition}"
 
 
 def co_partitioned(first: Topic, second: Topic, kafka: KafkaSettings) -> bool:

@@ -59,6 +59,55 @@ class GateVerdict(StrEnum):
     """Go back to this older version, and no further than it."""
     RELEASE = "release"
     """Follow the newest version again: ends a hold or a roll-back."""
+    CANARY = "canary"
+    """Serve this version in the canary pool alone, while it is tried."""
+    ADMIT = "admit"
+    """This version and its descendants may learn from users: it passed the floor. Changes nothing that is served."""
+
+
+class SignalKind(StrEnum):
+    """What a user did, or what the product saw, about one interaction. `Feedback.value` is read by kind."""
+
+    THUMB = "thumb"
+    """A vote: 1 up, -1 down."""
+    EDIT_KEPT_SOON = "edit_kept_soon"
+    """Share of the change still there after the short delay, 0 to 1."""
+    EDIT_KEPT_LATER = "edit_kept_later"
+    """Share of the change still there after the long delay, 0 to 1."""
+    RETRY = "retry"
+    """1: the user asked the same again."""
+    UNDO = "undo"
+    """1: the user took the change back."""
+    ABANDONMENT = "abandonment"
+    """1: the user left without using the answer."""
+    SENTIMENT = "sentiment"
+    """Mood of the next message, -1 to 1, as judged by an observer that `source` names."""
+    LATENCY = "latency"
+    """Seconds from request to last token, as the user's side measured it; above 0."""
+    TOOL_ERROR = "tool_error"
+    """1: the answer called a tool in a way that could not be executed."""
+    EDIT_MADE = "edit_made"
+    """1: the answer did something: changed a file, gave the answer. 0: it did not."""
+    QUESTION_ASKED = "question_asked"
+    """1: the answer asked the user instead of doing. 0: it did not."""
+
+
+class UserWish(StrEnum):
+    """What a user demands of his data."""
+
+    OPT_OUT = "opt_out"
+    """Do not learn from me from now on."""
+    OPT_IN = "opt_in"
+    """Learn from me again."""
+    ERASE = "erase"
+    """Delete what there is of me, and do not train on it."""
+
+
+class BatchClose(StrEnum):
+    """Why an online batch was closed."""
+
+    TOKENS = "tokens"
+    TIME = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,6 +504,175 @@ class Document:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Interaction:
+    """One answer served to a user: a rollout without a reward yet. Topic `interactions`, key `interaction_id`."""
+
+    interaction_id: str
+    run_id: str
+    branch: str
+    user_id: str
+    """Pseudonym of the user: a keyed hash, never the product's own identifier."""
+    session_id: str
+    """Conversation that the answer belongs to; empty when the product names none."""
+    arm: str
+    """Experiment arm that the user was in: the pool of replicas that answered."""
+    propensity: float
+    """Probability with which the arm was chosen, when it was."""
+    consent: bool
+    """Whether the user allows training on this interaction."""
+    segments: list[Segment]
+    """The prompt, then the answer."""
+    claim: Claim | None
+    """Where `segments` lie when they are above the claim-check limit; then `segments` is empty."""
+    prompt_tokens: int
+    sampled_tokens: int
+    version_min: int
+    """Oldest weight version among the sampled tokens; -1 when none was sampled."""
+    version_max: int
+    replica_id: str
+    region: str
+    finish_reason: str
+    """As the engine says it, or "abandoned" when the client went away first."""
+    first_token_ms: float
+    latency_ms: float
+    """From the request's arrival to the last token."""
+    served_at: int
+    """When the answer was complete; every signal's horizon is counted from here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """One signal about one interaction. Topic `feedback`, partitioned by `interaction_id`, key `interaction/event`."""
+
+    event_id: str
+    """The same event sent twice has the same id, and counts once."""
+    interaction_id: str
+    user_id: str
+    """Pseudonym of the user who gave it."""
+    kind: SignalKind
+    value: float | None
+    """Read by kind. None, with `corrects`: that event is withdrawn."""
+    observed_at: int
+    """When it happened, as the product's clock says."""
+    source: str
+    """Who reports it: an SDK's or an API key's name, or the observer that judged."""
+    corrects: str | None = None
+    """The `event_id` that this one replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserRequest:
+    """A user's demand about his data. Topic `user.requests`, key `user_id`; copied into every partition of
+    `interactions` and into `outcomes`, so that each reader finds it in its own order."""
+
+    request_id: str
+    user_id: str
+    wish: UserWish
+    requested_by: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalUse:
+    """One signal that a reward was made of."""
+
+    kind: SignalKind
+    event_id: str
+    value: float
+    contribution: float
+    """What it added to the reward."""
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an interaction ended: one reward, or one exclusion with its reason. Topic `outcomes`, key `interaction_id`.
+
+    A later record of the same interaction with a higher `revision` is a correction that came after the end.
+    """
+
+    interaction_id: str
+    run_id: str
+    branch: str
+    user_id: str
+    arm: str
+    topic: str
+    partition: int
+    offset: int
+    """With `topic` and `partition`: where the interaction lies."""
+    version_min: int
+    version_max: int
+    sampled_tokens: int
+    latency_ms: float
+    reward: float | None
+    """None when excluded."""
+    exclusion: str
+    """Why it is not trained; empty when it has a reward."""
+    signals: list[SignalUse]
+    """What the reward was made of, in order of event id."""
+    observed: dict[str, float]
+    """Every signal that was seen, by kind, whether the map gives it weight or not: guardrails read it."""
+    map_version: str
+    """Name and hash of the signal-to-reward map."""
+    revision: int
+    """0: the end. n: the n-th correction after it."""
+    previous_reward: float | None
+    """For a correction: the reward before it."""
+    served_at: int
+    feedback_at: int | None
+    """When the newest signal in `signals` was observed: feedback-to-served time starts here."""
+    closed_at: int
+    """Event time of the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineMember:
+    """A reference to one rewarded interaction of an online batch."""
+
+    interaction_id: str
+    user_id: str
+    topic: str
+    partition: int
+    offset: int
+    reward: float
+    """For a correction: what the reward changed by."""
+    correction: bool
+    sampled_tokens: int
+    version_min: int
+    version_max: int
+    arm: str
+    feedback_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineBatch:
+    """Rewarded interactions of one serving version: references, not copies. Topic `online-batches`, key `batch_id`."""
+
+    batch_id: str
+    run_id: str
+    branch: str
+    sequence: int
+    """Counts the batches of a run and branch from 0."""
+    version: int
+    """The one version that every member was sampled under; corrections aside, where the policy lets them in."""
+    members: list[OnlineMember]
+    """Sorted by interaction_id."""
+    tokens: int
+    """Sampled tokens of the members."""
+    closed_by: BatchClose
+    dropped: dict[str, int]
+    """Outcomes read since the batch before that are in no batch, by reason."""
+    selection: dict[str, float]
+    """Served against trained: means and shares of both, named `served/...` and `trained/...`."""
+    map_version: str
+    opened_at: int
+    closed_at: int
+    """Event times of its first outcome and of the record that closed it."""
+
+
 Record = (
     Task
     | Rollout
@@ -468,4 +686,9 @@ Record = (
     | Staleness
     | GateDecision
     | Document
+    | Interaction
+    | Feedback
+    | UserRequest
+    | Outcome
+    | OnlineBatch
 )

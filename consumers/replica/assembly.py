@@ -19,7 +19,6 @@ import uvicorn
 from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
-from tidemill.consumers.replica.fetch import ShardSource
 from tidemill.consumers.replica.join import Joined
 from tidemill.consumers.replica.ledger import Identity, Ledger
 from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
@@ -29,6 +28,7 @@ from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.delta_fetch import ShardSource
 from tidemill.schemas.records import Staleness, WeightAck
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from tidemill.consumers.replica.fetch import ChunkFetcher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.delta_fetch import ChunkFetcher
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest, ShardPosition
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.connections import open_fetcher
-from tidemill.consumers.replica.fetch import FetchTimeoutError
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.delta_fetch import FetchTimeoutError
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
 from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
 from tidemill.consumers.replica.lineage import Delta
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.consumers.replica.state import Move
 from tidemill.kernels.delta import DeltaError
+from tidemill.schemas.delta_fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
 from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
 from tidemill.schemas.tensor_table import with_tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ def packed_lists(rows: Sequence[Sequence[bytes]], dtype: np.dtype[Any]) -> pa.Li
     return list_array(lengths, packed_array([chunk for chunks in rows for chunk in chunks], dtype))
 
 
-def map_array(rows: Sequence[dict[str, float]]) -> pa.MapArray:
-    """One map of names to numbers a row."""
-    return pa.array([list(row.items()) for row in rows], pa.map_(pa.string(), pa.float64()))
+def map_array(numbers: pa.DataType) -> Callable[[Sequence[dict[str, Any]]], pa.MapArray]:
+    """Builds one map of names to numbers a row."""
+    kind = pa.map_(pa.string(), numbers)
+    return lambda rows: pa.array([list(row.items()) for row in rows], kind)

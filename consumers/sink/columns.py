@@ -5,7 +5,7 @@
 | string, long, double, boolean | String, Int64, Float64, Bool |
 | enum, `timestamp-micros` | LowCardinality(String), DateTime64(6) |
 | a union with null | Nullable |
-| a map of doubles | Map(String, Float64) |
+| a map of doubles or longs | Map(String, Float64), Map(String, Int64) |
 | `le-array` bytes (packed tokens) | Array(UInt32), Array(UInt8), Array(Float32) |
 | other bytes | their size alone, as `<field>_bytes` |
 | an optional record | one Nullable column a field, `<field>_<name>` |
@@ -124,8 +124,9 @@ class Schema:
             yield _packed_column(name, kind) if _dtype(kind) else _size_column(name)
         elif kind["type"] == "record":
             yield from self._flattened(name, kind)
-        elif kind["type"] == "map" and kind["values"] == "double":
-            yield Column(name, "Map(String, Float64)", name, _of(name, map_array))
+        elif kind["type"] == "map" and kind["values"] in ("double", "long"):
+            value = PRIMITIVES[kind["values"]]
+            yield Column(name, f"Map(String, {value.clickhouse})", name, _of(name, map_array(value.arrow)))
         elif kind["type"] == "array":
             yield from self._of_array(name, self.resolve(kind["items"]))
         else:

@@ -18,13 +18,13 @@ import fsspec
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
 from tidemill.consumers.replica.connections import SharedFetcher, open_fetcher
 from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.consumers.replica.lineage import Delta, Way
 from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.consumers.weights.chain import Chain, Unreachable
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.delta_fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
 from tidemill.schemas.tensor_table import with_tensors

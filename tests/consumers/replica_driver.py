@@ -195,11 +195,11 @@ async def serve(config: dict[str, Any]) -> None:
 
     from tidemill.consumers.replica.assembly import Surroundings, running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
-    from tidemill.consumers.replica.fetch import ChunkFetcher
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.mirror import Mirror
     from tidemill.consumers.replica.server import bind
     from tidemill.consumers.replica.state import ReplicaState
+    from tidemill.schemas.delta_fetch import ChunkFetcher
 
     bit_flip.install()
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)

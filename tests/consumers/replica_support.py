@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from tests.consumers import replica_driver as driver
-from tidemill.consumers.replica.fetch import ChunkFetcher, ChunkLog
 from tidemill.consumers.replica.ledger import Identity, Ledger
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.proof import Applied, Proof
@@ -16,6 +15,7 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.schemas.delta_fetch import ChunkFetcher, ChunkLog
 from tidemill.schemas.records import Manifest, WeightAck
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}

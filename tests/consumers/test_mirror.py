@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader
 from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.fetch import ChunkFetcher
 from tidemill.consumers.replica.lineage import Delta
 from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange, encode_delta
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.schemas.delta_fetch import ChunkFetcher
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 from tidemill.trainer import delta_shard
 

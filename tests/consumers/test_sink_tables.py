@@ -89,7 +89,11 @@ def expected(record: Any, column: Column) -> Any:
 
 def selected(column: Column) -> str:
     name = f"`{column.name}`"
-    return f"toUnixTimestamp64Micro({name})" if column.type.startswith("DateTime64(6") else name
+    if "DateTime64(6" not in column.type:
+        return name
+    if column.type.startswith("Array"):
+        return f"arrayMap(at -> toUnixTimestamp64Micro(at), {name})"
+    return f"toUnixTimestamp64Micro({name})"
 
 
 @pytest.mark.parametrize("record_type", RECORD_TYPES.values(), ids=lambda t: t.__name__)

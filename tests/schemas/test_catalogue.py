@@ -8,7 +8,7 @@ import pytest
 
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, co_partitioned
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.records import Tick
+from tidemill.schemas.records import Tick, UserRequest
 
 
 def test_every_topic_is_declared_once():
@@ -19,15 +19,20 @@ def test_every_topic_is_declared_once():
 def test_keys_are_fields_of_the_records(topic: Topic):
     spec = CATALOGUE[topic]
     for cls in spec.values:
-        assert cls is Tick or spec.key in {field.name for field in dataclasses.fields(cls)}
+        # Ticks and copies of users' requests are control records, under keys of their own.
+        assert cls in (Tick, UserRequest) or spec.key in {field.name for field in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize("partitions", [None, 1, 5])
-def test_rollouts_and_groups_are_co_partitioned(partitions: int | None):
-    assert co_partitioned(Topic.ROLLOUTS, Topic.GROUPS, KafkaSettings(partitions=partitions))
+@pytest.mark.parametrize("pair", [(Topic.ROLLOUTS, Topic.GROUPS), (Topic.INTERACTIONS, Topic.FEEDBACK)])
+def test_what_is_joined_is_co_partitioned(partitions: int | None, pair: tuple[Topic, Topic]):
+    assert co_partitioned(*pair, KafkaSettings(partitions=partitions))
 
 
-@pytest.mark.parametrize("topic", [Topic.MANIFESTS, Topic.STEPS, Topic.ACKS])
+ORDERED = [Topic.MANIFESTS, Topic.STEPS, Topic.ACKS, Topic.GATE, Topic.OUTCOMES, Topic.ONLINE_BATCHES]
+
+
+@pytest.mark.parametrize("topic", ORDERED)
 def test_chains_stay_totally_ordered(topic: Topic):
     assert CATALOGUE[topic].partition_count(KafkaSettings(partitions=9)) == 1
 

@@ -23,7 +23,6 @@ from network.devices import enter_namespace
 
 from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.fetch import ChunkFetcher
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.ledger import Identity, Ledger
@@ -36,6 +35,7 @@ from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.delta_fetch import ChunkFetcher
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader

@@ -1,6 +1,6 @@
 """A version made again from the log: the nearest anchor, then the deltas after it, each step checked.
 
-Memory: one copy of the weights, and a block of a delta.
+Memory: one copy of the weights, a block of a delta, and what the fetcher holds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import numpy as np
 
 from tidemill.kernels.delta import DeltaError, decode_delta, resolve
 from tidemill.kernels.fingerprint import ZERO, Fingerprint
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.delta_fetch import ChunkFetcher, CorruptDeltaError
+from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest, TensorInfo
 from tidemill.schemas.stored_object import StoredObjectError
 from tidemill.trainer.anchor import AnchorError, anchor_weights
 from tidemill.trainer.publication.chain import ChainError, Way
 from tidemill.trainer.publication.held import HeldVersion
-from tidemill.trainer.publication.shard_reader import ShardLostError, ShardReader
 from tidemill.trainer.publication.weights import Weight, tensor_info
+
+CHUNK_WAIT_S = 60.0
+"""Longest wait for one chunk that the log holds."""
 
 
 def rebuild(kafka: KafkaSettings, way: Way, tensors: Sequence[TensorInfo]) -> HeldVersion:
@@ -34,10 +39,11 @@ def rebuild(kafka: KafkaSettings, way: Way, tensors: Sequence[TensorInfo]) -> He
     try:
         held = _from_anchor(way.anchor, tensors)
         if way.deltas:
-            with ShardReader(kafka) as reader:
+            with LogReader(kafka, [Topic.DELTAS], start="end", client_id="tidemill-publisher-deltas") as log:
+                fetcher = ChunkFetcher(log, CHUNK_WAIT_S)
                 for manifest in way.deltas:
-                    _step(held, manifest, reader)
-    except (AnchorError, DeltaError, ShardLostError, StoredObjectError) as error:
+                    _step(held, manifest, fetcher)
+    except (AnchorError, CorruptDeltaError, DeltaError, StoredObjectError) as error:
         raise ChainError(
             f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be made again: {error}"
         ) from error
@@ -58,10 +64,10 @@ def _from_anchor(manifest: Manifest, tensors: Sequence[TensorInfo]) -> HeldVersi
     return held
 
 
-def _step(held: HeldVersion, manifest: Manifest, reader: ShardReader) -> None:
+def _step(held: HeldVersion, manifest: Manifest, fetcher: ChunkFetcher) -> None:
     changes: dict[str, Fingerprint] = {}
     for shard in manifest.shards:
-        for block in decode_delta(reader.pieces(shard), manifest.version, held.version):
+        for block in decode_delta(fetcher.pieces(manifest, shard), manifest.version, held.version):
             if block.name not in held.weights:
                 raise DeltaError(f"the delta of version {manifest.version} changes {block.name}, which is no tensor")
             change = resolve(block, held.weights[block.name].bits)
