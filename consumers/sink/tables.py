@@ -48,7 +48,7 @@ class Table:
 
 
 def table_name(topic: Topic, record_type: type) -> str:
-    """A topic's first record type has the topic's name, with underscores; a further one (ticks) its own, in the plural."""
+    """A topic's first record type has the topic's name, underscored; a further one (ticks) its own in the plural."""
     if record_type is CATALOGUE[topic].values[0]:
         return topic.value.replace(".", "_").replace("-", "_")
     return f"{schema_file_name(record_type)}s"
