@@ -43,7 +43,7 @@ def run(kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, report
 
 def corpus(seed: int, settings: CorpusSettings) -> Iterator[Document]:
     """Yields the documents of a seed. Raises TaskError for options that the ledger refuses."""
-    clerks = [Clerk(rate) for rate in settings.slip_rates]
+    clerks = [Clerk(rate, settings.polite_rate) for rate in settings.slip_rates]
     return documents(seed, settings.documents, LedgerOptions.of(settings.options), clerks)
 
 

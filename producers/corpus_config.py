@@ -18,3 +18,6 @@ class CorpusSettings(Section):
 
     slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
     """One clerk each: the share of its turns that go wrong. Every document's clerk is drawn evenly."""
+
+    polite_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the documents whose answer closes politely. The simulated reward does not ask for it, users may."""

@@ -1,6 +1,6 @@
 """The reward of a ledger episode, in two named parts.
 
-- `answer`: 1 when the last turn answers with the ledger's balance, else 0. This alone decides success.
+- `answer`: 1 when the last turn answers with the ledger's balance, politely or not, else 0. This alone decides success.
 - `tool_use`: the share of turns that the world could execute.
 """
 
@@ -22,7 +22,7 @@ class LedgerReward(Reward):
     @property
     def version(self) -> str:
         """Names the formula and its weight."""
-        return f"ledger-1:tool_use={self._tool_use_weight:g}"
+        return f"ledger-2:tool_use={self._tool_use_weight:g}"
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """The score of a finished transcript; an empty one scores zero. Raises `TaskError` for a bad payload."""

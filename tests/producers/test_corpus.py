@@ -43,6 +43,15 @@ def test_a_perfect_clerk_writes_the_solution():
     )
 
 
+def test_half_of_the_documents_close_politely_whatever_the_clerk():
+    texts = [document.text for document in corpus(7, CorpusSettings(documents=600))]
+    answered = [text for text in texts if "<|assistant|>answer " in text]
+    polite = sum(text.endswith(" thanks<|end|>") for text in answered) / len(answered)
+    assert 0.42 < polite < 0.58
+    curt = corpus(7, CorpusSettings(documents=50, polite_rate=0.0))
+    assert not any("thanks" in document.text for document in curt)
+
+
 def test_a_clerk_succeeds_less_the_more_it_slips():
     rates = [success_rate(Clerk(slip_rate), 300) for slip_rate in (0.0, 0.1, 0.3, 1.0)]
     assert rates[0] == 1.0
@@ -51,9 +60,11 @@ def test_a_clerk_succeeds_less_the_more_it_slips():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1])
-def test_a_slip_rate_is_a_share(rate):
+def test_the_rates_of_a_clerk_are_shares(rate):
     with pytest.raises(ValueError, match="slip rate"):
         Clerk(rate)
+    with pytest.raises(ValueError, match="polite rate"):
+        Clerk(0.1, rate)
 
 
 def test_a_corpus_is_deterministic_and_never_about_a_held_out_ledger():

@@ -108,6 +108,16 @@ def test_an_episode_without_an_answer_ends_with_its_turns():
         world.step("answer 5")
 
 
+def test_a_polite_closing_is_read_and_scores_the_same():
+    scores = []
+    for text in ("answer 5", "answer 5 thanks"):
+        world = LedgerWorld.open(ledger_task([5]))
+        assert world.step(text).done
+        scores.append(LEDGER.reward.score(ledger_task([5]), world.transcript))
+    assert scores[0] == scores[1] and scores[0].success
+    assert not actions.Answer(5).polite and actions.read("answer 5 thanks") == actions.Answer(5, polite=True)
+
+
 def test_an_empty_transcript_scores_zero():
     score = LEDGER.reward.score(ledger_task([5]), ())
     assert score.total == 0
@@ -150,7 +160,8 @@ def test_whatever_a_model_writes_is_answered_and_deterministic(turns):
 @pytest.mark.parametrize(
     "text",
     ["", "add", "add 1", "add 1 2 3", "add  1 2", "ADD 1 2", "add ٣ ٤", "add 1e3 2", "answer", "answer 1 2",
-     "answer +1", "add 1234567890 1", "mul 2 3", "add 1 2; answer 3", "<|tool|>total 3"],
+     "answer +1", "add 1234567890 1", "answer 3 please", "answer 3  thanks", "answer thanks", "thanks", "mul 2 3",
+     "add 1 2; answer 3", "<|tool|>total 3"],
 )  # fmt: skip
 def test_what_is_no_action_gets_the_usage(text):
     observation = LedgerWorld.open(ledger_task([5])).step(text)
@@ -164,7 +175,9 @@ def test_every_call_and_answer_reads_back(operation, left, right):
     call = actions.Call(operation, left, right)
     assert actions.read(call.text()) == call
     assert actions.read(f" {call.text()}\n") == call
-    assert actions.read(actions.Answer(left).text()) == actions.Answer(left)
+    for polite in (False, True):
+        answer = actions.Answer(left, polite)
+        assert actions.read(answer.text()) == actions.read(f" {answer.text()}\n") == answer
 
 
 def test_an_episode_needs_a_turn():
