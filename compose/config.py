@@ -23,6 +23,7 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.corpus_config import CorpusSettings
+from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.trainer.config import TrainerSettings
@@ -39,7 +40,11 @@ class TidemillSettings(BaseSettings):
     """Every section of the configuration."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TIDEMILL_", env_nested_delimiter="__", extra="forbid", use_attribute_docstrings=True
+        env_prefix="TIDEMILL_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        use_attribute_docstrings=True,
+        hide_input_in_errors=True,
     )
 
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
@@ -62,6 +67,8 @@ class TidemillSettings(BaseSettings):
     """Rollout workers."""
     stream: StreamSettings = Field(default_factory=StreamSettings)
     """Group assembly."""
+    product: ProductSettings = Field(default_factory=ProductSettings)
+    """Keys of the product's side: the serving path and feedback."""
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
     """The vLLM replica."""
     sink: SinkSettings = Field(default_factory=SinkSettings)

@@ -1,0 +1,93 @@
+"""Settings that the product's side shares. Secrets come from the environment or a file that only its owner reads."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Self
+
+from pydantic import ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tidemill.schemas.config import Section
+
+SHORTEST_KEY = 32
+DAY_S = 86_400.0
+HOW_TO_MAKE = (
+    "make each with `openssl rand -hex 32`, and give the same to every process of the product's side: "
+    "TIDEMILL_PRODUCT__SIGNING_KEYS='[\"KEY\"]' and TIDEMILL_PRODUCT__PSEUDONYM_KEY=ANOTHER_KEY in the environment, "
+    "or `signing_keys` and `pseudonym_key` in the table [product] of the configuration file"
+)
+
+
+class KeysMissing(ValueError):
+    """A process of the product's side was started without its keys; the message says how to make them."""
+
+
+class ProductSettings(Section):
+    """Keys of the product's side, and the times that feedback may have."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    signing_keys: tuple[SecretStr, ...] = ()
+    """Secrets that bind an interaction to its user, at least 32 characters each. The first signs, all verify: to
+    change keys, put the new one first, and drop the old one when its interactions are too old to be voted on."""
+
+    pseudonym_key: SecretStr = SecretStr("")
+    """Secret that turns the product's user ids into pseudonyms, at least 32 characters. With another one every user
+    would become a stranger to his own data, so that it is never changed."""
+
+    clock_skew_s: float = Field(default=60.0, ge=0, le=60)
+    """Seconds that a product's clock may run ahead. The log itself refuses what is more than 60 s ahead."""
+
+    max_feedback_age_s: float = Field(default=30 * DAY_S, gt=0)
+    """Seconds after which a signal is refused at the edge: a clock that is wrong, or a report that nobody waits for."""
+
+    @field_validator("signing_keys")
+    @classmethod
+    def _long_enough(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for place, key in enumerate(keys):
+            _check_length(f"signing_keys[{place}]", key)
+        return keys
+
+    @field_validator("pseudonym_key")
+    @classmethod
+    def _absent_or_long_enough(cls, key: SecretStr) -> SecretStr:
+        if key.get_secret_value():
+            _check_length("pseudonym_key", key)
+        return key
+
+    @model_validator(mode="after")
+    def _keys_differ(self) -> Self:
+        if self.pseudonym_key in self.signing_keys and self.pseudonym_key.get_secret_value():
+            raise ValueError("pseudonym_key is also a signing key: a signing key is changed, this one never is")
+        return self
+
+    def require_keys(self) -> Self:
+        """These settings, when the keys are there; KeysMissing otherwise."""
+        missing = [name for name in ("signing_keys", "pseudonym_key") if not getattr(self, name)]
+        if missing:
+            raise KeysMissing(f"the product's keys are not configured ({' and '.join(missing)}): {HOW_TO_MAKE}")
+        return self
+
+    @classmethod
+    def from_environment(cls) -> ProductSettings:
+        """Settings from `TIDEMILL_PRODUCT__...`, for a backend that has no configuration file of Tidemill's."""
+        return _Environment().product
+
+    @classmethod
+    def with_random_keys(cls) -> ProductSettings:
+        """Settings with new keys: for a demonstration or a test, whose data nobody needs tomorrow."""
+        return cls(signing_keys=(SecretStr(secrets.token_hex(32)),), pseudonym_key=SecretStr(secrets.token_hex(32)))
+
+
+class _Environment(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEMILL_", env_nested_delimiter="__", extra="ignore", hide_input_in_errors=True
+    )
+
+    product: ProductSettings = Field(default_factory=ProductSettings)
+
+
+def _check_length(name: str, key: SecretStr) -> None:
+    if len(key.get_secret_value()) < SHORTEST_KEY:
+        raise ValueError(f"{name} has fewer than {SHORTEST_KEY} characters: make one with `openssl rand -hex 32`")

@@ -1,0 +1,64 @@
+"""Signed interactions: who shows one was served that answer, so that nobody votes on what he was not served.
+
+A token is `INTERACTION.SIGNATURE`, the signature HMAC-SHA256 over the interaction and the user's pseudonym. The
+pseudonym itself is not in it: what goes to the user's device names nobody. A token with another user's name is
+indistinguishable from a forged one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+
+from tidemill.producers.product.settings import ProductSettings
+
+_PURPOSE = b"tidemill/interaction/1\x00"
+_INTERACTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SIGNATURE_LETTERS = 43
+LONGEST_TOKEN = 64 + 1 + _SIGNATURE_LETTERS
+
+
+class BadToken(ValueError):
+    """A token that nobody issued for this user; the message says why, and never what the right one would be."""
+
+
+class Signer:
+    """Signs interactions and verifies them.
+
+    Raises:
+        KeysMissing: the product's keys are not configured.
+    """
+
+    def __init__(self, product: ProductSettings) -> None:
+        self._keys = [key.get_secret_value().encode() for key in product.require_keys().signing_keys]
+
+    def sign(self, interaction_id: str, pseudonym: str) -> str:
+        """The token of an interaction that was served to a user.
+
+        Raises:
+            ValueError: the interaction id is not 1 to 64 letters, digits, '-' or '_'.
+        """
+        if not _INTERACTION.fullmatch(interaction_id):
+            raise ValueError(f"interaction id {interaction_id!r}: 1 to 64 letters, digits, '-' or '_' are allowed")
+        return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym)}"
+
+    def verify(self, token: str, pseudonym: str) -> str:
+        """The interaction id of a token that was issued to this user. Raises BadToken."""
+        if not isinstance(token, str) or len(token) > LONGEST_TOKEN:
+            raise BadToken(f"an interaction token is a string of at most {LONGEST_TOKEN} characters")
+        interaction_id, dot, signature = token.rpartition(".")
+        if not dot or len(signature) != _SIGNATURE_LETTERS or not _INTERACTION.fullmatch(interaction_id):
+            raise BadToken("an interaction token is INTERACTION.SIGNATURE, as the serving path answers it")
+        # The text is compared, not the bytes it stands for: base64 spells one value in several ways.
+        given = signature.encode()
+        matches = [hmac.compare_digest(given, _signature(k, interaction_id, pseudonym).encode()) for k in self._keys]
+        if not any(matches):
+            raise BadToken("this interaction was not served to this user: the token is forged, altered or another's")
+        return interaction_id
+
+
+def _signature(key: bytes, interaction_id: str, pseudonym: str) -> str:
+    signed = _PURPOSE + interaction_id.encode() + b"\x00" + pseudonym.encode()
+    return base64.urlsafe_b64encode(hmac.new(key, signed, hashlib.sha256).digest()).rstrip(b"=").decode()
