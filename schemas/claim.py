@@ -9,7 +9,7 @@ import fsspec
 import xxhash
 
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import Claim, Rollout
+from tidemill.schemas.records import Claim, Interaction, Rollout
 
 
 class ClaimError(ValueError):
@@ -54,6 +54,16 @@ def claimed_rollout(rollout: Rollout, codec: Codec) -> Rollout:
     record = codec.decode(load_claim(rollout.claim))
     if not isinstance(record, Rollout) or record.rollout_id != rollout.rollout_id:
         raise ForeignClaimError(f"{rollout.claim.uri} does not hold rollout {rollout.rollout_id}")
+    return record
+
+
+def claimed_interaction(interaction: Interaction, codec: Codec) -> Interaction:
+    """The interaction with its segments, fetched where they were claimed. Raises like `claimed_rollout`."""
+    if interaction.claim is None:
+        return interaction
+    record = codec.decode(load_claim(interaction.claim))
+    if not isinstance(record, Interaction) or record.interaction_id != interaction.interaction_id:
+        raise ForeignClaimError(f"{interaction.claim.uri} does not hold interaction {interaction.interaction_id}")
     return record
 
 
