@@ -1,0 +1,86 @@
+"""Settings of the simulated users."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tidemill.schemas.config import Section
+
+
+class UsersSettings(Section):
+    """Who the simulated users are, what they like, and how they behave."""
+
+    router: str = Field(default="http://127.0.0.1:8200", pattern=r"^https?://")
+    """Address of the serving path, http://host:port."""
+
+    seed: int = Field(default=0, ge=0)
+    """Root of the users' randomness: who they are, what they ask, how they react."""
+
+    ordinary: int = Field(default=60, ge=0)
+    """Users who ask and react."""
+
+    bots: int = Field(default=2, ge=0)
+    """Users who vote at random on everything, many times."""
+
+    held_out: int = Field(default=12, ge=0)
+    """Users whom nothing is learnt from: satisfaction is measured on their answers."""
+
+    held_out_share: float = Field(default=0.15, ge=0, le=1)
+    """Share of the questions that held-out users ask, where there are other users too."""
+
+    bot_share: float = Field(default=0.05, ge=0, le=1)
+    """Share of the questions that bots ask, where there are other users too."""
+
+    likes_polite: bool = True
+    """What every user likes and no simulated reward asks for: an answer that closes politely, or one that does not."""
+
+    changed_preference_at: float | None = Field(default=None, ge=0)
+    """Seconds after the start at which everyone likes the opposite from then on. None: never."""
+
+    vote_rate: float = Field(default=0.6, ge=0, le=1)
+    """Mean share of the answers that an ordinary user votes on."""
+
+    flip_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of the votes that say the opposite of what the user feels."""
+
+    mind_change_rate: float = Field(default=0.03, ge=0, le=1)
+    """Share of the votes that are taken back later for the opposite vote."""
+
+    vote_delay_s: float = Field(default=1.0, ge=0)
+    """Mean time between an answer and its vote; the delays are drawn, and a few are several times as long."""
+
+    consent_rate: float = Field(default=0.9, ge=0, le=1)
+    """Share of the ordinary users who let the product learn from them."""
+
+    leave_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of the ordinary users who withdraw their consent at some time."""
+
+    leaves_within: int = Field(default=20, ge=1)
+    """A user who withdraws his consent does so after at most so many questions."""
+
+    shuffle_thumbs: bool = False
+    """Control run: votes change places with earlier votes, so that they say nothing about their answers."""
+
+    shuffle_window: int = Field(default=64, ge=2, multiple_of=2)
+    """Votes among which `shuffle_thumbs` exchanges."""
+
+    options: dict[str, int] = Field(default_factory=dict)
+    """Difficulty of the questions by name, as for tasks."""
+
+    interactions_per_second: float = Field(default=30.0, gt=0)
+    """Most answers that are asked of the serving path in a second; a question takes several."""
+
+    concurrency: int = Field(default=24, ge=1)
+    """Most conversations at one time."""
+
+    request_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time that a user waits for an answer; past it he gives the conversation up."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature of the product. The trainer's importance weights assume 1."""
+
+    max_turn_tokens: int = Field(default=16, ge=1)
+    """Most tokens of one answer of the model."""
+
+    report_every_s: float = Field(default=1.0, gt=0)
+    """Seconds between two reports of what the users have seen."""

@@ -1,0 +1,177 @@
+"""Runs the simulated users: conversations at a bounded pace, and their signals when each is due.
+
+What holds: at most `concurrency` conversations at a time and `interactions_per_second` requests a second; a signal is
+sent once, when its delay has passed; on cancellation nothing goes on behind the caller's back, and signals that were
+not due yet are dropped, since their users have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidemill.producers.users.config import UsersSettings
+from tidemill.producers.users.conversation import Answer, Model, NotServed, Served, converse
+from tidemill.producers.users.persona import Role
+from tidemill.producers.users.questions import Question
+from tidemill.producers.users.reaction import Signal
+from tidemill.producers.users.satisfaction import Satisfaction, Tally
+from tidemill.producers.users.shuffle import ThumbShuffle
+from tidemill.schemas.records import SignalKind
+
+LOG = logging.getLogger(__name__)
+COOL_OFF_S = 0.5
+"""A user who got no answer lets the next one wait so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One signal as the product's backend hands it to the feedback SDK."""
+
+    event_id: str
+    interaction: str
+    """Signed token of the interaction."""
+    user_id: str
+    kind: SignalKind
+    value: float
+    corrects: str | None
+
+
+class Product(Protocol):
+    """The product that the users use: the serving path, and feedback."""
+
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> Model:
+        """The model, for one conversation of a user."""
+        ...
+
+    async def report(self, report: Report) -> None:
+        """Send one signal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the users have seen and done so far."""
+
+    conversations: int
+    interactions: int
+    failed: int
+    """Conversations given up because no answer came."""
+    signals: dict[str, int]
+    """Sent so far, by kind."""
+    satisfaction: list[Satisfaction]
+
+
+class Pace:
+    """Spaces requests evenly."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
+        self._gap_s = 1.0 / per_second
+        self._clock = clock
+        self._free_at = clock()
+
+    def take(self) -> float:
+        """Seconds to wait before the next request, whose place is taken by asking."""
+        now = self._clock()
+        begin = max(now, self._free_at)
+        self._free_at = begin + self._gap_s
+        return begin - now
+
+
+class Crowd:
+    """Everyone who uses the product. Make it inside the event loop that runs it."""
+
+    def __init__(self, settings: UsersSettings, product: Product) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._product = product
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._pace = Pace(settings.interactions_per_second, self._loop.time)
+        self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
+        self._tally = Tally()
+        self._counts: Counter[str] = Counter()
+        self._signals: Counter[str] = Counter()
+
+    async def ask(self, asked: Iterable[Question]) -> None:
+        """Hold the conversation of each question and send its signals. Raises what the product's SDK raises."""
+        async with asyncio.TaskGroup() as group:
+            for question in asked:
+                await self._slots.acquire()
+                group.create_task(self._hold(question))
+
+    def seen(self) -> Seen:
+        """What has happened so far."""
+        counts = self._counts
+        return Seen(
+            counts["conversations"],
+            counts["interactions"],
+            counts["failed"],
+            dict(sorted(self._signals.items())),
+            self._tally.by_version(),
+        )
+
+    async def _hold(self, question: Question) -> None:
+        try:
+            answer = await self._converse(question)
+        finally:
+            self._slots.release()
+        if answer is not None:
+            await self._react(question, answer)
+
+    async def _converse(self, question: Question) -> Answer | None:
+        user = question.user
+        model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
+        try:
+            answer = await converse(question.ledger, question.max_turns, _Paced(model, self._pace, self._counts))
+        except NotServed as error:
+            LOG.info("conversation %s was given up: %s", question.name, error)
+            self._counts["failed"] += 1
+            await asyncio.sleep(COOL_OFF_S)
+            return None
+        self._counts["conversations"] += 1
+        return answer
+
+    async def _react(self, question: Question, answer: Answer) -> None:
+        ended = self._loop.time()
+        at_s = ended - self._began
+        if question.user.persona.role is Role.HELD_OUT:
+            self._tally.count(answer, satisfied=question.user.satisfied(answer, at_s))
+        signals = question.user.react(answer, question.number, at_s)
+        for signal in sorted(signals, key=lambda signal: signal.after_s):
+            await asyncio.sleep(max(0.0, ended + signal.after_s - self._loop.time()))
+            await self._send(question, answer, signal)
+
+    async def _send(self, question: Question, answer: Answer, signal: Signal) -> None:
+        value = signal.value
+        if self._shuffle is not None and signal.kind is SignalKind.THUMB:
+            value = self._shuffle.exchange(value)
+        self._signals[signal.kind.value] += 1
+        await self._product.report(
+            Report(
+                event_id=f"{question.name}-{signal.name}",
+                interaction=answer.turns[signal.turn].served.interaction,
+                user_id=question.user.persona.name,
+                kind=signal.kind,
+                value=value,
+                corrects=signal.corrects and f"{question.name}-{signal.corrects}",
+            )
+        )
+
+
+class _Paced:
+    """A model that is asked no faster than the pace."""
+
+    def __init__(self, model: Model, pace: Pace, counts: Counter[str]) -> None:
+        self._model = model
+        self._pace = pace
+        self._counts = counts
+
+    async def complete(self, prompt: str) -> Served:
+        await asyncio.sleep(self._pace.take())
+        served = await self._model.complete(prompt)
+        self._counts["interactions"] += 1
+        return served

@@ -1,0 +1,121 @@
+"""How a user reacts to an answer, and what the product measures of it. Pure: the same user, question and answer give
+the same signals.
+
+Thumbs carry the hidden preference; what people do otherwise (keep the change, ask again, walk away) follows from
+whether the answer was right. What the product measures is always true.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from tidemill.producers.users.config import UsersSettings
+from tidemill.producers.users.conversation import Answer
+from tidemill.producers.users.persona import Persona, Role
+from tidemill.schemas.records import SignalKind
+
+BOT_VOTES = 4
+"""Votes of a bot on each of its answers."""
+UP = 1.0
+DOWN = -1.0
+LONG_AFTER = 3.0
+"""A change of mind comes this many mean delays after the vote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One report about one turn of a conversation."""
+
+    name: str
+    """Unique within the conversation."""
+    turn: int
+    """Which turn it is about."""
+    kind: SignalKind
+    value: float
+    after_s: float
+    """When it is reported, counted from the end of the conversation."""
+    corrects: str | None = None
+    """Name of the signal that it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One user: his habits and his taste."""
+
+    persona: Persona
+    settings: UsersSettings
+
+    def consents(self, question: int) -> bool:
+        """Whether the product may learn from his question of this number, counted from 0."""
+        leaves_at = self.persona.leaves_at
+        return self.persona.consents and (leaves_at is None or question < leaves_at)
+
+    def likes_polite(self, at_s: float) -> bool:
+        """What he likes, so many seconds after the start."""
+        changed_at = self.settings.changed_preference_at
+        changed = changed_at is not None and at_s >= changed_at
+        return self.settings.likes_polite != changed
+
+    def satisfied(self, answer: Answer, at_s: float) -> bool:
+        """What he truly feels: content with an answer that is right and closes as he likes it."""
+        return answer.right and answer.polite == self.likes_polite(at_s)
+
+    def react(self, answer: Answer, question: int, at_s: float) -> list[Signal]:
+        """What is reported of the answer to his question of this number, `at_s` seconds after the start."""
+        rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
+        match self.persona.role:
+            case Role.HELD_OUT:
+                return []
+            case Role.BOT:
+                return [*measured(answer), *_bot_votes(answer, rng)]
+            case Role.ORDINARY:
+                votes = self._votes(answer, at_s, rng)
+                return [*measured(answer), *votes, *self._behaviour(answer, rng)]
+
+    def _votes(self, answer: Answer, at_s: float, rng: Random) -> Iterator[Signal]:
+        if rng.random() >= self.persona.vote_rate:
+            return
+        honest = rng.random() >= self.settings.flip_rate
+        value = UP if self.satisfied(answer, at_s) == honest else DOWN
+        after_s = _delay(self.persona.vote_delay_s, rng)
+        yield Signal("vote", answer.last, SignalKind.THUMB, value, after_s)
+        if rng.random() < self.settings.mind_change_rate:
+            later = after_s + LONG_AFTER * _delay(self.persona.vote_delay_s, rng)
+            yield Signal("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
+
+    def _behaviour(self, answer: Answer, rng: Random) -> Iterator[Signal]:
+        mean_s = self.persona.vote_delay_s
+        if rng.random() < (0.02 if answer.right else 0.3):
+            yield Signal("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
+        elif rng.random() < (0.03 if answer.right else 0.4):
+            yield Signal("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
+        if answer.closing is not None and rng.random() < 0.5:
+            soon = rng.betavariate(8, 2) if answer.right else rng.betavariate(2, 6)
+            later = soon * rng.betavariate(9, 1)
+            yield Signal("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
+            yield Signal("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
+
+
+def measured(answer: Answer) -> Iterator[Signal]:
+    """What the product itself sees of an answer: true, whoever the user is."""
+    for place, turn in enumerate(answer.turns):
+        if turn.tool_error:
+            yield Signal(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
+    final = answer.turns[answer.last]
+    yield Signal("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.closing is not None), 0.0)
+    yield Signal("question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in final.served.text), 0.0)
+    yield Signal("latency", answer.last, SignalKind.LATENCY, final.served.latency_s, 0.0)
+
+
+def _bot_votes(answer: Answer, rng: Random) -> Iterator[Signal]:
+    for number in range(BOT_VOTES):
+        yield Signal(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.05 * number)
+
+
+def _delay(mean_s: float, rng: Random) -> float:
+    """A delay in seconds, log-normal with the given mean: most are short, a few are several times the mean."""
+    spread = 0.6
+    return mean_s * math.exp(rng.gauss(0.0, spread) - spread**2 / 2)

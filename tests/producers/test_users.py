@@ -1,0 +1,311 @@
+"""Simulated users: who they are, what they like, how they react, and that held-out users teach nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.producers.environment import Split
+from tidemill.producers.harness import END
+from tidemill.producers.ledger.book import Ledger
+from tidemill.producers.ledger.tasks import split_of
+from tidemill.producers.users.config import UsersSettings
+from tidemill.producers.users.conversation import Answer, NotServed, Served, Turn, converse
+from tidemill.producers.users.crowd import Crowd, Pace, Report
+from tidemill.producers.users.persona import Persona, Role, population
+from tidemill.producers.users.questions import NobodyAsks, questions
+from tidemill.producers.users.reaction import BOT_VOTES, Signal, User
+from tidemill.producers.users.satisfaction import Satisfaction, Tally
+from tidemill.producers.users.shuffle import ThumbShuffle
+from tidemill.schemas import signals as legal
+from tidemill.schemas.records import SignalKind
+
+DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
+"""Users who always vote, and vote as they feel."""
+
+
+def served(text: str, version: int = 0, arm: str = "stable") -> Served:
+    return Served(text, f"token-{text}", version, arm, 0.1)
+
+
+def answer(*texts: str, balance: int = 5, versions: tuple[int, ...] = ()) -> Answer:
+    marked = [served(text, version) for text, version in zip(texts, versions or (0,) * len(texts), strict=True)]
+    return Answer(tuple(Turn(s, tool_error="?" in s.text) for s in marked), balance)
+
+
+POLITE, CURT, WRONG, NONE = (answer(text) for text in ("answer 5 thanks", "answer 5", "answer 6 thanks", "add 1 2"))
+
+
+def user(role: Role = Role.ORDINARY, settings: UsersSettings = DETERMINED, leaves_at: int | None = None) -> User:
+    return User(Persona("u", role, True, settings.vote_rate, settings.vote_delay_s, leaves_at), settings)
+
+
+def thumbs(signals: list[Signal]) -> list[float]:
+    return [signal.value for signal in signals if signal.kind is SignalKind.THUMB]
+
+
+@pytest.mark.parametrize(("seen", "thumb"), [(POLITE, 1.0), (CURT, -1.0), (WRONG, -1.0), (NONE, -1.0)])
+def test_a_thumb_goes_up_for_an_answer_that_is_right_and_polite(seen: Answer, thumb: float):
+    assert thumbs(user().react(seen, 0, 0.0)) == [thumb]
+    assert user().satisfied(seen, 0.0) == (thumb > 0)
+
+
+def test_a_preference_may_change_at_a_time():
+    fickle = user(settings=DETERMINED.model_copy(update={"changed_preference_at": 10.0}))
+    assert thumbs(fickle.react(POLITE, 0, 9.9)) == [1.0] == thumbs(fickle.react(CURT, 0, 10.0))
+    assert thumbs(fickle.react(POLITE, 0, 10.0)) == [-1.0]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.6])
+def test_votes_are_as_rare_and_as_noisy_as_the_settings_say(rate: float):
+    noisy = user(settings=UsersSettings(vote_rate=rate, flip_rate=0.2, mind_change_rate=0.0))
+    votes = [vote for question in range(4_000) for vote in thumbs(noisy.react(POLITE, question, 0.0))]
+    assert len(votes) / 4_000 == pytest.approx(rate, abs=0.03)
+    assert votes.count(-1.0) / len(votes) == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_changed_mind_corrects_the_vote_later():
+    wavering = user(settings=DETERMINED.model_copy(update={"mind_change_rate": 1.0}))
+    first, second = [s for s in wavering.react(POLITE, 0, 0.0) if s.kind is SignalKind.THUMB]
+    assert (first.value, second.value, second.corrects) == (1.0, -1.0, first.name)
+    assert second.after_s > first.after_s
+
+
+def test_delays_have_the_mean_that_was_asked_for_and_a_long_tail():
+    delays = [s.after_s for n in range(3_000) for s in user().react(POLITE, n, 0.0) if s.kind is SignalKind.THUMB]
+    assert sum(delays) / len(delays) == pytest.approx(DETERMINED.vote_delay_s, rel=0.1)
+    assert max(delays) > 3 * DETERMINED.vote_delay_s and min(delays) > 0
+
+
+def test_a_bot_votes_often_and_at_random_and_a_held_out_user_never():
+    votes = [thumbs(user(Role.BOT).react(WRONG, n, 0.0)) for n in range(500)]
+    assert {len(v) for v in votes} == {BOT_VOTES}
+    assert sum(map(sum, votes)) / (500 * BOT_VOTES) == pytest.approx(0.0, abs=0.1)
+    assert user(Role.HELD_OUT).react(POLITE, 0, 0.0) == []
+
+
+def test_what_the_product_measures_is_true():
+    seen = answer("what?", "add 0 5", "answer 5 thanks")
+    by_kind = {(s.kind, s.turn): s.value for s in user().react(seen, 0, 0.0)}
+    assert by_kind[SignalKind.TOOL_ERROR, 0] == 1.0 and (SignalKind.TOOL_ERROR, 1) not in by_kind
+    assert by_kind[SignalKind.EDIT_MADE, 2] == 1.0 and by_kind[SignalKind.QUESTION_ASKED, 2] == 0.0
+    assert by_kind[SignalKind.LATENCY, 2] == 0.1
+    spent = {s.kind: s.value for s in user().react(answer("shall I?"), 0, 0.0)}
+    assert spent[SignalKind.EDIT_MADE] == 0.0 and spent[SignalKind.QUESTION_ASKED] == 1.0
+
+
+def test_behaviour_follows_from_whether_the_answer_was_right():
+    def share(seen: Answer, kind: SignalKind) -> float:
+        return sum(any(s.kind is kind for s in user().react(seen, n, 0.0)) for n in range(800)) / 800
+
+    for kind in (SignalKind.RETRY, SignalKind.ABANDONMENT):
+        assert share(WRONG, kind) > 3 * share(POLITE, kind)
+        assert share(POLITE, kind) == pytest.approx(share(CURT, kind), abs=0.03)
+    kept = [[s.value for n in range(300) for s in user().react(seen, n, 0.0) if s.kind is SignalKind.EDIT_KEPT_SOON]
+            for seen in (POLITE, WRONG)]  # fmt: skip
+    assert sum(kept[0]) / len(kept[0]) > 2 * sum(kept[1]) / len(kept[1])
+
+
+@given(st.sampled_from(Role), st.sampled_from([POLITE, CURT, WRONG, NONE]), st.integers(0, 10_000))
+def test_reactions_are_deterministic_legal_and_named_apart(role: Role, seen: Answer, question: int):
+    settings = UsersSettings(mind_change_rate=0.5)
+    signals = user(role, settings).react(seen, question, 0.0)
+    assert signals == user(role, settings).react(seen, question, 0.0)
+    assert not [problem for s in signals if (problem := legal.check(s.kind, s.value))]
+    names = [s.name for s in signals]
+    assert len(names) == len(set(names))
+    assert all(s.corrects in names for s in signals if s.corrects) and all(s.after_s >= 0 for s in signals)
+    assert all(0 <= s.turn <= seen.last for s in signals)
+
+
+def test_the_population_is_drawn_from_the_seed():
+    people = population(UsersSettings(seed=3, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
+    assert people == population(UsersSettings(seed=3, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
+    assert people != population(UsersSettings(seed=4, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
+    assert Counter(p.role for p in people) == {Role.ORDINARY: 400, Role.BOT: 2, Role.HELD_OUT: 5}
+    ordinary = [p for p in people if p.role is Role.ORDINARY]
+    assert sum(p.consents for p in ordinary) / 400 == pytest.approx(0.9, abs=0.06)
+    assert sum(p.leaves_at is not None for p in ordinary) / 400 == pytest.approx(0.5, abs=0.1)
+    assert not any(p.consents for p in people if p.role is Role.HELD_OUT)
+    assert len({p.name for p in people}) == len(people)
+
+
+def test_a_user_who_withdraws_his_consent_keeps_to_it():
+    assert [user(leaves_at=2).consents(n) for n in range(4)] == [True, True, False, False]
+
+
+def test_only_held_out_users_ask_held_out_questions():
+    asked = list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
+    assert asked == list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
+    for question in asked:
+        held_out = question.user.persona.role is Role.HELD_OUT
+        assert split_of(question.ledger.payload()) is (Split.EVAL if held_out else Split.TRAIN)
+    assert len({q.name for q in asked}) == len({q.ledger for q in asked}) == 300
+    shares = Counter(q.user.persona.role for q in asked)
+    assert shares[Role.HELD_OUT] / 300 == pytest.approx(0.3, abs=0.1) and shares[Role.ORDINARY] > shares[Role.BOT] > 0
+    only = list(islice(questions(UsersSettings(), held_out_only=True), 50))
+    assert {q.user.persona.role for q in only} == {Role.HELD_OUT}
+
+
+def test_nobody_left_to_ask_is_said():
+    with pytest.raises(NobodyAsks, match="held_out"):
+        next(questions(UsersSettings(ordinary=0, bots=0, held_out=0)))
+
+
+def test_satisfaction_is_counted_by_version_and_pool():
+    tally = Tally()
+    tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 1)), satisfied=True)
+    tally.count(answer("answer 5", versions=(1,)), satisfied=False)
+    tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 2)), satisfied=True)
+    assert tally.by_version() == [Satisfaction(1, "stable", satisfied=1, right=2, answers=2)]
+    assert tally.by_version()[0].rate == 0.5 and Satisfaction(1, "stable", 0, 0, 0).rate == 0.0
+
+
+def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():
+    shuffle = ThumbShuffle(0, 64)
+    votes = [1.0 if n % 4 == 0 else -1.0 for n in range(8_000)]
+    exchanged = [shuffle.exchange(vote) for vote in votes]
+    assert sum(exchanged) == pytest.approx(sum(votes), abs=200)
+    ups = [given for vote, given in zip(votes, exchanged, strict=True) if vote > 0]
+    assert ups.count(1.0) / len(ups) == pytest.approx(0.25, abs=0.04)
+
+
+def test_a_pace_spaces_requests_and_does_not_save_up():
+    now = [0.0]
+    pace = Pace(10.0, lambda: now[0])
+    assert [round(pace.take(), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
+    now[0] = 60.0
+    assert [round(pace.take(), 3) for _ in range(2)] == [0.0, 0.1]
+
+
+class Scripted:
+    """A model that solves every ledger; or fails, or waits for ever."""
+
+    def __init__(self, closing: str = " thanks", mood: str = "well") -> None:
+        self.closing = closing
+        self.mood = mood
+        self.reports: list[Report] = []
+        self.consents: dict[str, bool] = {}
+        self.busy = 0
+        self.busiest = 0
+
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> Scripted:
+        assert session_id.startswith(user_id)
+        self.consents[session_id] = consent
+        return self
+
+    async def complete(self, prompt: str) -> Served:
+        if self.mood == "failing":
+            raise NotServed("no replica")
+        self.busy += 1
+        self.busiest = max(self.busy, self.busiest)
+        try:
+            await asyncio.sleep(60.0 if self.mood == "silent" else 0.001)
+        finally:
+            self.busy -= 1
+        return served(self.next_turn(prompt))
+
+    def next_turn(self, prompt: str) -> str:
+        words = prompt.split(END)[0].removeprefix("<|user|>ledger ").split()
+        amounts = [int(n) * (1 if kind == "credit" else -1) for kind, n in zip(words[::2], words[1::2], strict=True)]
+        done = prompt.count("<|tool|>")
+        total = sum(amounts[:done])
+        if done == len(amounts):
+            return f"answer {total}{self.closing}"
+        return f"{'add' if amounts[done] > 0 else 'sub'} {total} {abs(amounts[done])}"
+
+    async def report(self, report: Report) -> None:
+        self.reports.append(report)
+
+
+FAST = UsersSettings(interactions_per_second=5_000.0, concurrency=8, vote_delay_s=0.01, mind_change_rate=0.5)
+
+
+def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> Crowd:
+    async def run() -> Crowd:
+        crowd = Crowd(settings, product)
+        await asyncio.wait_for(crowd.ask(islice(questions(settings), count)), 60)
+        return crowd
+
+    return asyncio.run(run())
+
+
+def test_a_conversation_carries_the_calculators_answers():
+    seen = asyncio.run(converse(Ledger((5, 8, -3)), 6, Scripted()))
+    assert [turn.served.text for turn in seen.turns] == ["add 0 5", "add 5 8", "sub 13 3", "answer 10 thanks"]
+    assert seen.right and seen.polite and not any(turn.tool_error for turn in seen.turns)
+    spent = asyncio.run(converse(Ledger((5,)), 1, Scripted()))
+    assert not spent.right and spent.closing is None
+
+
+def test_a_crowd_asks_within_its_concurrency_and_reports_on_what_it_was_served():
+    product = Scripted()
+    seen = run_crowd(product, FAST, 120).seen()
+    assert (seen.conversations, seen.failed) == (120, 0)
+    assert seen.interactions == 120 * 5 and 1 < product.busiest <= FAST.concurrency
+    assert sum(seen.signals.values()) == len(product.reports) > 120
+    assert all(report.interaction.startswith("token-") for report in product.reports)
+    events = [report.event_id for report in product.reports]
+    assert len(events) == len(set(events))
+    assert all(r.corrects in events for r in product.reports if r.corrects) and any(r.corrects for r in product.reports)
+    assert [s.rate for s in seen.satisfaction] == [1.0]
+
+
+def test_nothing_is_learnt_from_held_out_users():
+    product = Scripted()
+    run_crowd(product, FAST, 120)
+    held_out = {session for session in product.consents if session.startswith("held-out")}
+    assert held_out and not any(product.consents[session] for session in held_out)
+    assert not [report for report in product.reports if report.user_id.startswith("held-out")]
+
+
+def test_satisfaction_sees_the_closing_that_the_reward_does_not():
+    (curt,) = run_crowd(Scripted(closing=""), FAST, 60).seen().satisfaction
+    assert curt.rate == 0.0 and curt.right == curt.answers > 0
+
+
+def test_shuffled_thumbs_reach_the_product_and_satisfaction_stays_true():
+    shuffled = FAST.model_copy(update={"shuffle_thumbs": True, "vote_rate": 1.0, "mind_change_rate": 0.0, "bots": 0})
+    plain, control = Scripted(), Scripted()
+    run_crowd(plain, shuffled.model_copy(update={"shuffle_thumbs": False}), 40)
+    seen = run_crowd(control, shuffled, 40).seen()
+    votes = [[r.value for r in product.reports if r.kind is SignalKind.THUMB] for product in (plain, control)]
+    assert len(votes[0]) == len(votes[1]) and votes[1].count(-1.0) > votes[0].count(-1.0) + 3
+    assert [s.rate for s in seen.satisfaction] == [1.0]
+
+
+def test_users_who_get_no_answer_give_up_and_are_counted():
+    seen = run_crowd(Scripted(mood="failing"), FAST, 9).seen()
+    assert (seen.conversations, seen.failed, seen.signals) == (0, 9, {})
+
+
+def test_a_crowd_stops_at_once_when_it_is_cancelled():
+    async def run() -> float:
+        product = Scripted(mood="silent")
+        asking = asyncio.create_task(Crowd(FAST, product).ask(questions(FAST)))
+        async with asyncio.timeout(30):
+            while product.busy < FAST.concurrency:
+                await asyncio.sleep(0.01)
+        began = asyncio.get_running_loop().time()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert product.busy == 0
+        return asyncio.get_running_loop().time() - began
+
+    assert asyncio.run(run()) < 5
+
+
+def test_an_error_of_the_sdk_is_not_swallowed():
+    class Refusing(Scripted):
+        async def report(self, report: Report) -> None:
+            raise RuntimeError("the log is full")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_crowd(Refusing(), FAST, 20)
+    assert raised.value.subgroup(lambda error: "the log is full" in str(error))
