@@ -110,15 +110,15 @@ class LogReader:
         """Every record up to the end of the log as it is now. Raises TimeoutError past the deadline."""
         ends = self.end_offsets()
         deadline = time.monotonic() + deadline_s
-        while any(offset < ends[place] for place, offset in self.positions().items()):
+        while any(offset < ends[place] for place, offset in self._positions().items()):
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"the end of {sorted({t.value for t, _ in ends})} was not reached in {deadline_s:g} s"
                 )
             yield from self.poll(0.1)
 
-    def positions(self) -> dict[tuple[Topic, int], int]:
-        """Like `next_offsets`, and past offsets that hold no record: transaction markers and what was compacted."""
+    def _positions(self) -> dict[tuple[Topic, int], int]:
+        # The consumer's own position moves past transaction markers and compacted records, which carry no message.
         seen = self.next_offsets()
         for tp in self._consumer.position(self._assignment):
             place = (self._names.parse(tp.topic), tp.partition)
