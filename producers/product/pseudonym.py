@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 
 from tidemill.producers.product.settings import ProductSettings
@@ -32,7 +31,7 @@ class Pseudonyms:
         """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUser."""
         if user is None:
             return NOBODY
-        return hmac.new(self._key, _PURPOSE + _bytes_of(user), hashlib.sha256).hexdigest()[:_HEX_DIGITS]
+        return hmac.digest(self._key, _PURPOSE + _bytes_of(user), "sha256").hex()[:_HEX_DIGITS]
 
 
 def _bytes_of(user: str) -> bytes:

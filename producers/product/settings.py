@@ -69,6 +69,11 @@ class ProductSettings(Section):
             raise KeysMissing(f"the product's keys are not configured ({' and '.join(missing)}): {HOW_TO_MAKE}")
         return self
 
+    def revealed(self) -> dict[str, object]:
+        """The settings with their secrets in clear, for a file that only its owner reads; a dump hides them."""
+        keys = [key.get_secret_value() for key in self.signing_keys]
+        return {**self.model_dump(), "signing_keys": keys, "pseudonym_key": self.pseudonym_key.get_secret_value()}
+
     @classmethod
     def from_environment(cls) -> ProductSettings:
         """Settings from `TIDEMILL_PRODUCT__...`, for a backend that has no configuration file of Tidemill's."""

@@ -8,7 +8,6 @@ indistinguishable from a forged one.
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import re
 
@@ -61,4 +60,4 @@ class Signer:
 
 def _signature(key: bytes, interaction_id: str, pseudonym: str) -> str:
     signed = _PURPOSE + interaction_id.encode() + b"\x00" + pseudonym.encode()
-    return base64.urlsafe_b64encode(hmac.new(key, signed, hashlib.sha256).digest()).rstrip(b"=").decode()
+    return base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256")).rstrip(b"=").decode()

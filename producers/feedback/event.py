@@ -1,0 +1,163 @@
+"""From what a product reports to a `Feedback` record: everything that can be wrong with it is said here, at once.
+
+Pure: the same report of the same moment makes the same record, so that a report sent again has the same event id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from numbers import Real
+
+from tidemill.producers.feedback.errors import BadFeedback, NotServed
+from tidemill.producers.product.pseudonym import BadUser, Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import BadToken, Signer
+from tidemill.schemas import signals
+from tidemill.schemas.records import Feedback, SignalKind
+
+_EVENT_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
+_EVENT_ID_RULE = "1 to 128 letters, digits, '.', '_', ':', '@' or '-'"
+_SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
+_US = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One signal as the product's backend gives it."""
+
+    interaction: str
+    """The token that the serving path answered with."""
+    kind: SignalKind | str
+    value: float | None
+    """None withdraws the event that `corrects` names."""
+    user: str | None
+    """The product's own id of the user who gave it; None where the request that was answered named nobody."""
+    event_id: str | None = None
+    corrects: str | None = None
+    observed_at: datetime | int | None = None
+    """An aware datetime or microseconds since the Unix epoch; None: now."""
+
+
+class FeedbackMaker:
+    """Makes records of reports, or says what is wrong with them.
+
+    Raises:
+        KeysMissing: the product's keys are not configured.
+    """
+
+    def __init__(self, product: ProductSettings) -> None:
+        self._signer = Signer(product)
+        self._pseudonyms = Pseudonyms(product)
+        self._ahead_us = round(product.clock_skew_s * _US)
+        self._age_us = round(product.max_feedback_age_s * _US)
+
+    def make(self, report: Report, source: str, now_us: int) -> Feedback:
+        """The record of a report.
+
+        Args:
+            source: who reports it, as `check_source` allows.
+            now_us: microseconds since the Unix epoch.
+
+        Raises:
+            BadFeedback: a field is wrong; `NotServed` for a token that was not issued to this user.
+        """
+        user_id = self._user_id(report.user)
+        interaction_id = self._interaction_id(report.interaction, user_id)
+        kind = _kind(report.kind)
+        corrects = None if report.corrects is None else _event_id("corrects", report.corrects)
+        value = _value(kind, report.value, corrects)
+        observed_at = self._observed_at(report.observed_at, now_us)
+        if report.event_id is None:
+            event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
+        else:
+            event_id = _event_id("event_id", report.event_id)
+        if corrects == event_id:
+            raise BadFeedback("corrects", "an event cannot correct itself: give the event_id of an earlier one")
+        return Feedback(event_id, interaction_id, user_id, kind, value, observed_at, source, corrects)
+
+    def _user_id(self, user: str | None) -> str:
+        try:
+            return self._pseudonyms.of(user)
+        except BadUser as error:
+            raise BadFeedback("user", str(error)) from error
+
+    def _interaction_id(self, token: str, user_id: str) -> str:
+        try:
+            return self._signer.verify(token, user_id)
+        except BadToken as error:
+            raise NotServed("interaction", str(error)) from error
+
+    def _observed_at(self, observed_at: datetime | int | None, now_us: int) -> int:
+        moment = now_us if observed_at is None else _microseconds(observed_at)
+        if moment > now_us + self._ahead_us:
+            raise BadFeedback("observed_at", f"is {(moment - now_us) / _US:.6g} s ahead of now: {_EXPECTED_TIME}")
+        if moment < now_us - self._age_us:
+            raise BadFeedback(
+                "observed_at",
+                f"is {(now_us - moment) / _US:.6g} s ago, and signals are taken for {self._age_us / _US:g} s "
+                f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
+            )
+        return moment
+
+
+_EXPECTED_TIME = "is it an aware datetime, or microseconds since the Unix epoch, of a clock that is right?"
+
+
+def check_source(source: str) -> str:
+    """The name of who reports, when it can be one. Raises ValueError."""
+    if not _SOURCE.fullmatch(source):
+        raise ValueError(f"source {source!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
+    return source
+
+
+def derived_event_id(
+    interaction_id: str, user_id: str, kind: SignalKind, value: float | None, observed_at: int, corrects: str | None
+) -> str:
+    """The event id of a signal whose reporter gave none: the same for the same signal, 128 bits of SHA-256."""
+    text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
+    return f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _kind(kind: SignalKind | str) -> SignalKind:
+    try:
+        return SignalKind(kind)
+    except ValueError as error:
+        known = ", ".join(known.value for known in SignalKind)
+        raise BadFeedback("kind", f"{str(kind)[:40]!r} is none of {known}") from error
+
+
+def _value(kind: SignalKind, value: float | None, corrects: str | None) -> float | None:
+    if value is None:
+        if corrects is None:
+            raise BadFeedback("value", "is missing; only an event that withdraws another (`corrects`) has none")
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise BadFeedback("value", f"is a number, not {type(value).__name__}")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise BadFeedback("value", "is too large for a number of 64 bits") from error
+    wrong = signals.check(kind, number)
+    if wrong:
+        raise BadFeedback("value", wrong)
+    return number
+
+
+def _event_id(field: str, event_id: str) -> str:
+    if not isinstance(event_id, str) or not _EVENT_ID.fullmatch(event_id):
+        raise BadFeedback(field, f"an event id is {_EVENT_ID_RULE}")
+    return event_id
+
+
+def _microseconds(moment: datetime | int) -> int:
+    if isinstance(moment, datetime):
+        if moment.tzinfo is None:
+            raise BadFeedback("observed_at", "a datetime needs its time zone: datetime.now(timezone.utc)")
+        return round(moment.timestamp() * _US)
+    if isinstance(moment, bool) or not isinstance(moment, int):
+        raise BadFeedback("observed_at", f"is a datetime or an integer of microseconds, not {type(moment).__name__}")
+    return moment

@@ -1,0 +1,256 @@
+"""The way of feedback records into the log: a bounded queue in memory that librdkafka empties in batches.
+
+What holds: a record is accepted or an error is raised, within the caller's deadline; each accepted record ends once, as
+delivered or as failed; librdkafka's own retries write none twice (the producer is idempotent).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from tidemill.producers.feedback.errors import (
+    FailedEvent,
+    FeedbackNotDelivered,
+    FeedbackQueueFull,
+    LogUnreachable,
+)
+from tidemill.schemas.catalogue import Names, Topic, feedback_key
+from tidemill.schemas.client_settings import producer_settings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.records import Feedback
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+ROOM_POLL_S = 0.005
+GIVE_UP_S = 5.0
+FAILURES_KEPT = 1000
+PURGED = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
+
+Ended = Callable[[Feedback, str], None]
+"""Called with a record and why it failed, empty when the log has it; from the queue's own thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackCounts:
+    """What became of the records so far; `pending` are neither delivered nor failed yet."""
+
+    accepted: int
+    delivered: int
+    failed: int
+
+    @property
+    def pending(self) -> int:
+        """Accepted, not ended."""
+        return self.accepted - self.delivered - self.failed
+
+
+class FeedbackQueue:
+    """Queues feedback records and reports how each ended. Thread-safe; one a process, since it does not outlive a fork.
+
+    Args:
+        max_queued: records that wait for the log's acknowledgement at most.
+        linger_ms: milliseconds that a record waits for others of its batch.
+        delivery_timeout_s: seconds after which a record that the log did not acknowledge has failed.
+    """
+
+    def __init__(
+        self, kafka: KafkaSettings, client_id: str, *, max_queued: int, linger_ms: float, delivery_timeout_s: float
+    ) -> None:
+        self._topic = Names(kafka.topic_prefix).of(Topic.FEEDBACK)
+        self._codec = Codec(kafka.registry_url)
+        own = {
+            "queue.buffering.max.messages": max_queued,
+            "linger.ms": linger_ms,
+            "delivery.timeout.ms": round(delivery_timeout_s * 1000),
+        }
+        self._producer = Producer({**producer_settings(kafka, client_id), **own, **kafka.client_options})
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._accepted = self._delivered = self._failed = 0
+        self._failures: deque[FailedEvent] = deque(maxlen=FAILURES_KEPT)
+        self._unreported = 0
+        self._partitions = 0
+        self._asking = threading.Lock()
+        self._closed = threading.Event()
+        self._poller = threading.Thread(target=self._poll, name="feedback-delivery", daemon=True)
+        self._poller.start()
+
+    @property
+    def counts(self) -> FeedbackCounts:
+        """What became of the records so far."""
+        with self._changed:
+            return FeedbackCounts(self._accepted, self._delivered, self._failed)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the topic's partitions are known, so that `offer` does not have to ask a broker."""
+        return self._partitions > 0
+
+    def put(self, record: Feedback, deadline: float, ended: Ended | None = None) -> None:
+        """Queue one record.
+
+        Args:
+            deadline: `time.monotonic()` until which to wait for a broker's first answer and for room.
+            ended: told how it ended.
+
+        Raises:
+            FeedbackQueueFull, LogUnreachable: not within the deadline; the record was not taken.
+            LookupError: the topic does not exist.
+            FeedbackNotDelivered: the producer can write no more.
+            RuntimeError: it is closed, or was made before a fork.
+        """
+        self.find_partitions(deadline)
+        while not self.offer(record, ended):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise FeedbackQueueFull(
+                    "the feedback queue stayed full until the deadline: the log takes records more slowly than they "
+                    "come, or not at all"
+                )
+            self._producer.poll(min(ROOM_POLL_S, left))
+
+    def offer(self, record: Feedback, ended: Ended | None = None) -> bool:
+        """Queue one record without waiting; False when there is no room. `ready` must hold. Raises as `put`."""
+        self._check_usable()
+        with self._changed:
+            self._accepted += 1
+        try:
+            self._producer.produce(
+                self._topic,
+                self._codec.encode(record),
+                key=feedback_key(record.interaction_id, record.event_id).encode(),
+                partition=partition_of(record.interaction_id, self._partitions),
+                on_delivery=partial(self._ended, record, ended),
+            )
+        except BufferError:
+            self._not_accepted()
+            return False
+        except KafkaException as error:
+            self._not_accepted()
+            raise FeedbackNotDelivered(
+                f"the producer can write no more ({error}): make a new one", (FailedEvent(record, str(error)),)
+            ) from error
+        except BaseException:
+            self._not_accepted()
+            raise
+        return True
+
+    def find_partitions(self, deadline: float) -> None:
+        """Ask a broker, the first time, how many partitions the topic has. Raises LogUnreachable, LookupError."""
+        if self._partitions:
+            return
+        if not self._asking.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise LogUnreachable("no Kafka broker answered within the deadline")
+        try:
+            self._partitions = self._partitions or self.ask_partitions(deadline - time.monotonic())
+        finally:
+            self._asking.release()
+
+    def ask_partitions(self, timeout_s: float) -> int:
+        """The topic's partition count, from a broker. Raises LogUnreachable, LookupError."""
+        self._check_usable()
+        try:
+            # Asking for one topic by name would create it on a broker that creates topics by itself.
+            topics = self._producer.list_topics(timeout=max(0.001, timeout_s)).topics
+        except KafkaException as error:
+            raise LogUnreachable(f"no Kafka broker answered within the deadline: {error.args[0].str()}") from error
+        if self._topic not in topics:
+            raise LookupError(f"topic {self._topic} does not exist: create the topics with `tidemill topics --create`")
+        return len(topics[self._topic].partitions)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until every record accepted so far has ended.
+
+        Raises:
+            FeedbackNotDelivered: records failed since the last call, or have not ended in time.
+        """
+        self._check_usable()
+        pending = self._drain(timeout_s)
+        self._raise_failures()
+        if pending:
+            raise FeedbackNotDelivered(f"{pending} signals not acknowledged within {timeout_s:g} s")
+
+    def close(self, timeout_s: float) -> None:
+        """Flush, give up what is then left, and end the thread. A second call does nothing.
+
+        Raises:
+            FeedbackNotDelivered: records failed since the last `flush`, those given up among them.
+        """
+        if self._closed.is_set() or self._process != os.getpid():
+            return
+        self._drain(timeout_s)
+        self._closed.set()
+        self._poller.join()
+        deadline = time.monotonic() + GIVE_UP_S
+        while self.counts.pending and time.monotonic() < deadline:
+            self._producer.purge()
+            self._producer.flush(POLL_S)
+        self._raise_failures()
+
+    def _drain(self, timeout_s: float) -> int:
+        """Wait until what is accepted by now has ended; how many records have not."""
+        deadline = time.monotonic() + timeout_s
+        self._producer.flush(timeout_s)
+        # librdkafka's queue may be empty while the poller is still telling how the last records ended.
+        with self._changed:
+            target = self._accepted
+            self._changed.wait_for(lambda: self._delivered + self._failed >= target, deadline - time.monotonic())
+            return max(0, target - self._delivered - self._failed)
+
+    def _raise_failures(self) -> None:
+        with self._changed:
+            failed, count = tuple(self._failures), self._unreported
+            self._failures.clear()
+            self._unreported = 0
+        if count:
+            raise FeedbackNotDelivered(f"{count} signals not delivered; the last: {failed[-1].reason}", failed)
+
+    def _poll(self) -> None:
+        while not self._closed.is_set():
+            self._producer.poll(POLL_S)
+
+    def _ended(self, record: Feedback, ended: Ended | None, error: KafkaError | None, _message: Message) -> None:
+        reason = _reason(error)
+        with self._changed:
+            if error is None:
+                self._delivered += 1
+            else:
+                self._failed += 1
+                self._unreported += 1
+                self._failures.append(FailedEvent(record, reason))
+            self._changed.notify_all()
+        if ended is None:
+            return
+        try:
+            ended(record, reason)
+        except Exception:  # the caller's own code: its error must not end the thread that tells of the others
+            log.exception("the callback for feedback event %s raised", record.event_id)
+
+    def _not_accepted(self) -> None:
+        with self._changed:
+            self._accepted -= 1
+            self._changed.notify_all()
+
+    def _check_usable(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("this feedback producer was made before a fork: make one in each process")
+        if self._closed.is_set():
+            raise RuntimeError("this feedback producer is closed")
+
+
+def _reason(error: KafkaError | None) -> str:
+    if error is None:
+        return ""
+    return "not acknowledged before the producer was closed" if error.code() in PURGED else error.str()
