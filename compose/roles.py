@@ -12,6 +12,7 @@ import typer
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import given
+from tidemill.streams.config import ProcessorName
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
@@ -74,12 +75,23 @@ def rollout(
     run(settings.kafka, settings.run, settings.store, settings.rollout)
 
 
-def stream(settings_of: SettingsOf) -> None:
-    """Assemble groups: the Faust processor from rollouts to groups."""
+def stream(
+    settings_of: SettingsOf,
+    processor: Annotated[
+        ProcessorName,
+        typer.Argument(
+            help="assembly: rollouts to groups; join: interactions and feedback to outcomes; batches: outcomes to "
+            "online batches."
+        ),
+    ] = ProcessorName.ASSEMBLY,
+) -> None:
+    """Run one of the stream processors, in Faust. Start each of them once, or more often to share its partitions."""
     settings = _begin(settings_of)
-    from tidemill.streams.faust_app import run
+    from tidemill.streams.processors import processor_of
+    from tidemill.streams.worker import run
 
-    run(settings.kafka, settings.run, settings.stream)
+    made = processor_of(processor, settings.run, settings.stream)
+    run(settings.kafka, settings.run, settings.stream, made)
 
 
 def train(

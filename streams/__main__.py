@@ -1,6 +1,6 @@
-"""`python -m tidemill.streams SETTINGS.json`: one group assembly worker, without the command line of `tidemill`.
+"""`python -m tidemill.streams SETTINGS.json [PROCESSOR]`: one stream worker, without the command line of `tidemill`.
 
-The file holds three sections, `kafka`, `run` and `stream`, as in the configuration of every role.
+The file holds sections of the configuration: `kafka`, `run` and `stream`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import sys
 from pathlib import Path
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import StreamFailure, run
+from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.faust_app import StreamFailure
+from tidemill.streams.processors import processor_of
+from tidemill.streams.worker import run as run_worker
 
 
 def main() -> int:
     """Read the settings and work until a signal; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tidemill.streams", description=__doc__)
-    parser.add_argument("settings", type=Path, help="JSON file with the sections kafka, run and stream")
-    sections = json.loads(parser.parse_args().settings.read_text("utf-8"))
+    parser.add_argument("settings", type=Path, help="JSON file with sections of the configuration")
+    names = [name.value for name in ProcessorName]
+    parser.add_argument("processor", nargs="?", choices=names, default=ProcessorName.ASSEMBLY.value)
+    options = parser.parse_args()
+    sections = json.loads(options.settings.read_text("utf-8"))
+    kafka, run = KafkaSettings(**sections.get("kafka", {})), RunSettings(**sections.get("run", {}))
+    stream = StreamSettings(**sections.get("stream", {}))
     try:
-        run(
-            KafkaSettings(**sections.get("kafka", {})),
-            RunSettings(**sections.get("run", {})),
-            StreamSettings(**sections.get("stream", {})),
-        )
+        run_worker(kafka, run, stream, processor_of(ProcessorName(options.processor), run, stream))
     except StreamFailure as failure:
         sys.stderr.write(f"{failure}\n")
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -11,14 +12,22 @@ from tidemill.schemas.config import Section
 HOUR_S = 3600.0
 
 
+class ProcessorName(StrEnum):
+    """Which stream processor a worker runs."""
+
+    ASSEMBLY = "assembly"
+    JOIN = "join"
+    BATCHES = "batches"
+
+
 class StreamSettings(Section):
-    """Group assembly: when groups close, what is remembered of them, and how the worker runs.
+    """How a stream worker runs, whichever its processor; and group assembly: when groups close, what is remembered.
 
     The partition count is the topic catalogue's (`kafka.partitions` overrides it), never set here.
     """
 
     application: str = Field(default="group-assembly", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the processor. With the topic prefix and the run it makes the consumer group and the name of the state
+    """Name of group assembly. With the topic prefix and the run it makes the consumer group and the name of the state
     topic: change it and the processor starts from an empty state at the beginning of the log."""
 
     done_ttl_s: float = Field(default=6 * HOUR_S, gt=0)
@@ -32,11 +41,11 @@ class StreamSettings(Section):
     """Control run: permute the rewards of a group's completed rollouts, seeded by the group's id."""
 
     tick_interval_s: float = Field(default=1.0, gt=0)
-    """How often to look for groups whose deadline has passed while their partition is idle. Each such partition gets
-    one tick record, which advances its clock."""
+    """How often to look for what fell due while a partition was idle. Each such partition gets one tick record, which
+    advances its clock."""
 
     max_batch: int = Field(default=500, ge=1)
-    """Most records decided before their groups are written. A batch never waits for more records to come."""
+    """Most records decided before what follows from them is written. A batch never waits for more records to come."""
 
     fetch_wait_ms: int = Field(default=20, ge=0)
     """Longest time that a fetch waits for records. aiokafka has one fetch in flight a broker, so that a record of a

@@ -1,14 +1,16 @@
-"""Faust's Kafka transport, corrected in two places.
+"""Faust's Kafka transport, corrected in three places.
 
 - Where to go on reading is what the state topic says, not the group's committed offsets: Faust may commit offsets of
   records whose state changes are still in its buffers (its flush gives up after 0.1 s), and a crash would lose them.
 - Fetches wait for a set time. aiokafka has one fetch in flight a broker, and Faust's fixed 1.5 s is how long a record
   of a partition outside of that fetch may wait.
+- Holes in the log are told from records that Faust drops between a fetch and the stream, as it does when the flow is
+  stopped: a hole is what the fetcher itself steps over, since compaction removed the records in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from faust.transport.drivers import aiokafka as driver
@@ -19,12 +21,52 @@ class PositionError(RuntimeError):
     """The state and the log do not belong together."""
 
 
+class Holes:
+    """Which offsets follow each other in the log although they are not neighbours, by partition.
+
+    Noted in the consumer's thread and asked in the worker's; each hole is asked for once.
+
+    Args:
+        topics: full names of the topics that may have holes; others are not looked at.
+    """
+
+    def __init__(self, topics: Collection[str]) -> None:
+        self._topics = topics
+        self._next: dict[TP, int] = {}
+        self._found: dict[tuple[TP, int], int] = {}
+
+    def note(self, tp: TP, offsets: Iterable[int]) -> None:
+        """Offsets of one fetch, ascending. One that lies behind the fetch before begins anew: somebody sought."""
+        if tp.topic not in self._topics:
+            return
+        for offset in offsets:
+            expected = self._next.get(tp, offset)
+            if offset > expected:
+                self._found[tp, expected] = offset
+            self._next[tp] = offset + 1
+
+    def take(self, tp: TP, expected: int, offset: int) -> bool:
+        """Whether the log has nothing in [expected, offset)."""
+        return self._found.pop((tp, expected), expected) == offset
+
+    def clear(self) -> None:
+        """Forget what was noted; the next record of a partition begins anew."""
+        self._next.clear()
+        self._found.clear()
+
+
 class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # faust is untyped here
     def _create_worker_consumer(self, transport: Any) -> Any:  # noqa: ANN401 - aiokafka's consumer
         consumer = super()._create_worker_consumer(transport)
         # The constructor's argument is fixed by Faust; aiokafka reads this attribute when the consumer starts.
         consumer._fetch_max_wait_ms = self.transport.fetch_wait_ms
         return consumer
+
+    async def _fetch_records(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - records by partition
+        found = await super()._fetch_records(*arguments, **options)
+        for tp, records in found.items():
+            self.transport.holes.note(TP(tp.topic, tp.partition), [record.offset for record in records])
+        return found
 
 
 class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
@@ -59,6 +101,7 @@ class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is u
     Args:
         positions: the next offset to read, by input partition; asked whenever Faust seeks.
         fetch_wait_ms: longest time that a fetch waits for records.
+        may_have_holes: full names of the inputs from whose middle records may be gone.
     """
 
     Consumer = _Consumer
@@ -70,7 +113,9 @@ class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is u
         *,
         positions: Callable[[], Mapping[TP, int]],
         fetch_wait_ms: int,
+        may_have_holes: Collection[str] = (),
     ) -> None:
         super().__init__(url, app)
         self.positions = positions
         self.fetch_wait_ms = fetch_wait_ms
+        self.holes = Holes(may_have_holes)

@@ -16,6 +16,8 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.config import KafkaSettings
 
+Place = tuple[str, int]
+"""Full name of a topic, and a partition of it."""
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
 
@@ -42,7 +44,7 @@ class Progress:
 
     ready: bool
     """Partitions are assigned and their state is recovered."""
-    positions: Mapping[int, int]
+    positions: Mapping[Place, int]
     """Next offset by input partition when ready; before, by partition of the state topic."""
 
 
@@ -54,7 +56,7 @@ class ProgressRule:
         self._moved_at_s = now_s
         self._last: Progress | None = None
 
-    def observe(self, now_s: float, progress: Progress, ends: Mapping[int, int]) -> Stall | None:
+    def observe(self, now_s: float, progress: Progress, ends: Mapping[Place, int]) -> Stall | None:
         """One look, with the log's end by input partition; a partition without an end counts as read."""
         waiting = sum(max(0, ends[p] - position) for p, position in progress.positions.items() if p in ends)
         idle = progress.ready and not waiting
@@ -69,7 +71,6 @@ class Watchdog:
     """Looks at a worker's progress until stopped.
 
     Args:
-        topic: full name of the input topic.
         progress: asks the worker how far it is; called from the watchdog's thread.
         on_stall: called once, from the watchdog's thread.
     """
@@ -77,12 +78,10 @@ class Watchdog:
     def __init__(
         self,
         kafka: KafkaSettings,
-        topic: str,
         timeout_s: float,
         progress: Callable[[], Progress],
         on_stall: Callable[[Stall], None],
     ) -> None:
-        self._topic = topic
         self._timeout_s = timeout_s
         self._progress = progress
         self._on_stall = on_stall
@@ -111,12 +110,14 @@ class Watchdog:
                 self._on_stall(stall)
                 return
 
-    def _ends(self, positions: Mapping[int, int]) -> dict[int, int]:
+    def _ends(self, positions: Mapping[Place, int]) -> dict[Place, int]:
         try:
-            return {p: self._end(p) for p in positions}
+            return {place: self._end(*place) for place in positions}
         except KafkaException:
             # Without a broker nobody can make progress, and a fresh worker could not either.
             return {}
 
-    def _end(self, partition: int) -> int:
-        return int(self._log.get_watermark_offsets(TopicPartition(self._topic, partition), REQUEST_TIMEOUT_S)[1])
+    def _end(self, topic: str, partition: int) -> int:
+        first, end = self._log.get_watermark_offsets(TopicPartition(topic, partition), timeout=REQUEST_TIMEOUT_S)
+        # Where retention took everything there is nothing to wait for, wherever the reader stands.
+        return int(end) if end > first else 0

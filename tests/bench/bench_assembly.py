@@ -33,8 +33,9 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Rollout
+from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import run
+from tidemill.streams.worker import run
 
 GROUP_SIZE = 8
 PARTITIONS = 4
@@ -168,7 +169,8 @@ def contend(contender: str, kafka: KafkaSettings) -> None:
 
 def contend_tidemill(kafka: KafkaSettings) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        run(kafka, RunSettings(run_id=RUN_ID), StreamSettings(data_dir=directory))
+        settings, stream = RunSettings(run_id=RUN_ID), StreamSettings(data_dir=directory)
+        run(kafka, settings, stream, GroupAssembly.of(settings, stream))
 
 
 def member(record: Rollout) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A small in-memory log and a worker on it that can be killed between any two of its writes.
 
-The worker follows the protocol of the Faust shell over `GroupAssembler`: outputs, states, head, deletions, commit. A
+The worker follows the protocol of the Faust shell over `GroupAssembler`: outputs, states, heads, deletions, commit. A
 `Killed` raised by the log at a chosen write stands for SIGKILL: everything written before is there, nothing after.
 """
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Group
-from tidemill.streams import group_state
-from tidemill.streams.group_assembly import AssemblyRules, GroupAssembler, Rejected
+from tidemill.streams.assembly import group_state
+from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.machine import Output, Rejected
 
 
 class Killed(Exception):
@@ -36,13 +37,14 @@ class MemoryLog:
                 raise Killed
             self.writes_left -= 1
 
-    def write_output(self, output: Group | Rejected) -> None:
+    def write_output(self, output: Output) -> None:
         """A group or a dead letter."""
         self._spend()
-        if isinstance(output, Group):
-            self.groups.append(output)
-        else:
+        if isinstance(output, Rejected):
             self.dead_letters.append(output)
+        else:
+            assert isinstance(output.record, Group)
+            self.groups.append(output.record)
 
     def write_state(self, key: str, value: bytes | None) -> None:
         """One record of the compacted state topic."""
@@ -62,13 +64,13 @@ def restore(log: MemoryLog, rules: AssemblyRules) -> GroupAssembler:
 def run_worker(log: MemoryLog, rules: AssemblyRules, batch: int) -> None:
     """Work from where the state says to the end of the log. Raises Killed."""
     assembler = restore(log, rules)
-    waiting = [record for record in log.records if record.offset >= assembler.next_offset]
+    waiting = [record for record in log.records if record.offset >= assembler.next_offset()]
     for start in range(0, len(waiting), batch):
         outputs = [output for record in waiting[start : start + batch] for output in assembler.observe(record)]
         for output in outputs:
             log.write_output(output)
         changes = assembler.take_changes()
-        for key, value in [*changes.states.items(), changes.head]:
+        for key, value in [*changes.states.items(), *changes.heads.items()]:
             log.write_state(key, value)
         for key in changes.forgotten:
             log.write_state(key, None)

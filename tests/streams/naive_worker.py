@@ -19,13 +19,15 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Rollout
+from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.faust_app import checked_partitions, faust_settings
 
 
 def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
-    partitions, codec, names = checked_partitions(kafka), Codec(), Names(kafka.topic_prefix)
+    partitions = checked_partitions(kafka, GroupAssembly.of(RunSettings(), stream))
+    codec, names = Codec(), Names(kafka.topic_prefix)
     app = faust.App(f"{kafka.topic_prefix}naive", **faust_settings(kafka, stream, partitions))
     raw: dict[str, Any] = {"key_serializer": "raw", "value_serializer": "raw", "partitions": partitions}
     source = app.topic(names.of(Topic.ROLLOUTS), key_type=bytes, value_type=bytes, **raw)
@@ -50,7 +52,6 @@ def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
 async def main() -> None:
     """Work until killed."""
     sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    RunSettings(**sections["run"])
     stream = StreamSettings(**sections["stream"])
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
     async with faust_app_running(naive_app(KafkaSettings(**sections["kafka"]), stream), stop_timeout=20):

@@ -25,8 +25,12 @@ from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Tick
+from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported, run
+from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported
+from tidemill.streams.worker import run
+
+ASSEMBLY = GroupAssembly.of(RunSettings(), StreamSettings())
 
 
 @pytest.fixture
@@ -174,9 +178,9 @@ def test_partitions_move_to_the_worker_that_stays(settings, producer, tmp_path):
 def test_missing_and_unequal_topics_are_said(kafka, topic_prefix):
     settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
     with pytest.raises(StreamFailure, match="missing topics"):
-        checked_partitions(settings)
+        checked_partitions(settings, ASSEMBLY)
     create_topics(settings)
-    assert checked_partitions(settings) == 8
+    assert checked_partitions(settings, ASSEMBLY) == 8
 
 
 def test_security_settings_are_not_dropped_silently():
@@ -184,4 +188,4 @@ def test_security_settings_are_not_dropped_silently():
     with pytest.raises(StreamFailure, match=r"security\.protocol"):
         refuse_unsupported(secured)
     with pytest.raises(StreamFailure):
-        run(secured, RunSettings(), StreamSettings())
+        run(secured, RunSettings(), StreamSettings(), ASSEMBLY)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from memory_log import Killed, MemoryLog, run_worker
 from stream_support import CODEC, RUN_ID, located, rollout
 
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
-from tidemill.streams import group_state
-from tidemill.streams.group_assembly import AssemblyRules, GroupAssembler, Output, Rejected
-from tidemill.streams.group_state import DoneGroup, GroupHeader, Head, OpenGroup, StateError
+from tidemill.streams.assembly import group_state
+from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.assembly.group_state import DoneGroup, GroupHeader, Head, OpenGroup, StateError
+from tidemill.streams.machine import Emit, Output, Rejected
 
 RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
 
@@ -28,8 +30,13 @@ def observe_all(records: list[Located], rules: AssemblyRules = RULES) -> list[Ou
 
 
 def groups_of(outputs: list[Output]) -> list[Group]:
-    assert not [o for o in outputs if isinstance(o, Rejected)]
-    return [o for o in outputs if isinstance(o, Group)]
+    groups = []
+    for output in outputs:
+        assert isinstance(output, Emit)
+        assert isinstance(output.record, Group)
+        assert (output.topic, output.key, output.partition) == (Topic.GROUPS, output.record.group_id, 0)
+        groups.append(output.record)
+    return groups
 
 
 def test_closes_when_every_member_came():
@@ -91,7 +98,7 @@ def test_clock_never_goes_back():
     assembler = GroupAssembler(0, RULES)
     assembler.observe(located(Tick(source="s", at=0), 0, at_ms=9_000))
     assembler.observe(located(Tick(source="s", at=0), 1, at_ms=1_000))
-    assert assembler.clock_us == 9_000_000
+    assert assembler.clock_us() == 9_000_000
 
 
 def test_late_rollout_is_told_once_and_alone():
@@ -222,7 +229,7 @@ def test_output_bytes_do_not_depend_on_arrival_order(one, other):
         for i in order:
             assembler._offset = -1
             outputs += assembler.observe(members[i])
-        return [CODEC.encode(output) for output in outputs]
+        return [CODEC.encode(output.record) for output in outputs]
 
     assert assembled(one) == assembled(other)
 
@@ -279,7 +286,7 @@ def test_batching_does_not_change_the_outcome(records, one, other):
 @given(timed_logs())
 def test_no_rollout_is_lost_and_none_is_in_two_groups(records):
     last = located(Tick(source="s", at=0), len(records), at_ms=100_000)
-    groups = groups_of([o for o in observe_all([*records, last]) if isinstance(o, Group)])
+    groups = groups_of([o for o in observe_all([*records, last]) if isinstance(o, Emit)])
     named = [m.rollout_id for group in groups for m in group.members]
     assert sorted(named) == sorted({name for names in oracle(records).values() for name in names})
     for group_id in oracle(records):

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Rollout, RolloutStatus, Tick
-from tidemill.streams import group_state
-from tidemill.streams.group_state import DoneGroup, GroupHeader, Head, Member, OpenGroup, State
+from tidemill.streams.assembly import group_state
+from tidemill.streams.assembly.group_state import DoneGroup, GroupHeader, Head, Member, OpenGroup, State
+from tidemill.streams.machine import Changes, Emit, Output, Rejected
 
 NOT_BEGUN = -1
 REWARD_LIMIT = 1e15
@@ -38,24 +39,7 @@ class AssemblyRules:
     shuffle_rewards: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A record that breaks the contract, to be dead-lettered with the reason."""
-
-    located: Located
-    reason: str
-
-
-Output = Group | Rejected
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """State to write down, in this order: `states`, `head`, `forgotten` (keys to delete)."""
-
-    states: dict[str, bytes]
-    head: tuple[str, bytes]
-    forgotten: list[str]
+Decision = Group | Rejected
 
 
 class GroupAssembler:
@@ -75,13 +59,11 @@ class GroupAssembler:
         for key, state in states:
             self._restore(key, state)
 
-    @property
-    def next_offset(self) -> int:
+    def next_offset(self, topic: Topic = Topic.ROLLOUTS) -> int:
         """The first offset that is not decided yet."""
         return self._offset + 1
 
-    @property
-    def clock_us(self) -> int:
+    def clock_us(self, topic: Topic = Topic.ROLLOUTS) -> int:
         """Event time: the newest record timestamp seen, microseconds."""
         return self._clock_us
 
@@ -104,7 +86,13 @@ class GroupAssembler:
         self._clock_us = max(self._clock_us, located.timestamp_ms * 1_000)
         overdue = self._close_overdue()
         self._forget_expired()
-        return [*overdue, *self._admit(located)]
+        return [self._output(decision) for decision in (*overdue, *self._admit(located))]
+
+    def _output(self, decision: Decision) -> Output:
+        # A group lies in the partition with the number of its rollouts' partition.
+        if isinstance(decision, Group):
+            return Emit(Topic.GROUPS, decision.group_id, decision, self._partition)
+        return decision
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
@@ -114,7 +102,8 @@ class GroupAssembler:
         self._forgotten.clear()
         self._changed.clear()
         encoded = {key: group_state.encode(state) for key, state in states.items()}
-        return Changes(encoded, (group_state.head_key(self._partition), group_state.encode(head)), forgotten)
+        heads = {group_state.head_key(self._partition): group_state.encode(head)}
+        return Changes(encoded, heads, forgotten)
 
     def _waits_until(self, deadline_us: int, group_id: str) -> bool:
         group = self._open.get(group_id)
@@ -134,7 +123,7 @@ class GroupAssembler:
         self._done[group_id] = done
         heapq.heappush(self._expiries, (done.closed_clock_us + self._rules.done_ttl_us, group_id))
 
-    def _admit(self, located: Located) -> list[Output]:
+    def _admit(self, located: Located) -> list[Decision]:
         match located.record:
             case Tick():
                 return []
@@ -145,7 +134,7 @@ class GroupAssembler:
             case other:
                 return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
 
-    def _admit_rollout(self, located: Located, rollout: Rollout) -> list[Output]:
+    def _admit_rollout(self, located: Located, rollout: Rollout) -> list[Decision]:
         problem = broken_contract(located.key, rollout)
         if problem:
             return [Rejected(located, problem)]
@@ -155,7 +144,7 @@ class GroupAssembler:
             return self._late(located, rollout)
         return self._join(located, rollout)
 
-    def _late(self, located: Located, rollout: Rollout) -> list[Output]:
+    def _late(self, located: Located, rollout: Rollout) -> list[Decision]:
         done = self._done[rollout.group_id]
         if rollout.rollout_id in done.rollout_ids:
             return []
@@ -165,7 +154,7 @@ class GroupAssembler:
         straggler = OpenGroup(self._partition, GroupHeader.of(rollout), {member.rollout_id: member})
         return [self._record(rollout.group_id, straggler, CloseReason.LATE)]
 
-    def _join(self, located: Located, rollout: Rollout) -> list[Output]:
+    def _join(self, located: Located, rollout: Rollout) -> list[Decision]:
         header = GroupHeader.of(rollout)
         group = self._open.get(rollout.group_id) or OpenGroup(self._partition, header)
         if rollout.rollout_id in group.members:

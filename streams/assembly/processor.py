@@ -1,0 +1,42 @@
+"""Group assembly as a stream processor: `rollouts` in, `groups` out, a group in the partition of its rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.streams.assembly import group_state
+from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.config import StreamSettings
+
+
+@dataclass(frozen=True, slots=True)
+class GroupAssembly:
+    """The groups of one run."""
+
+    rules: AssemblyRules
+    name: str = "group-assembly"
+    table: str = "groups"
+    inputs: tuple[Topic, ...] = (Topic.ROLLOUTS,)
+    outputs: tuple[Topic, ...] = (Topic.GROUPS,)
+
+    @classmethod
+    def of(cls, run: RunSettings, stream: StreamSettings) -> GroupAssembly:
+        """From the part of the settings that decides outcomes."""
+        rules = AssemblyRules(
+            run_id=run.run_id,
+            done_ttl_us=int(stream.done_ttl_s * 1_000_000),
+            min_completed=stream.min_completed,
+            shuffle_rewards=stream.shuffle_rewards,
+        )
+        return cls(rules, stream.application)
+
+    def partition_of_state(self, key: str, value: bytes) -> int:
+        """The partition that a group or a head belongs to. Raises StateError."""
+        return group_state.decode(value).partition
+
+    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> GroupAssembler:
+        """The assembler of a partition. Raises StateError."""
+        return GroupAssembler(partition, self.rules, ((key, group_state.decode(value)) for key, value in states))

@@ -1,0 +1,329 @@
+"""One Faust worker over any processor: inputs in, outputs out, at least once, the state in a changelog topic.
+
+The decisions are those of the processor's machines, one a partition; here is only the talking. Invariants:
+
+- per batch, and in this order, each acknowledged by the log before the next: outputs and dead letters; states; heads;
+  deletions; then the records are marked as done;
+- so a worker killed anywhere goes on from the heads of each partition, and can only repeat outputs byte for byte;
+- equal partitions of all inputs are read by one worker and given to one machine, each record once in its life;
+- any failure to read or write ends the worker: a fresh one begins from what the log says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import faust
+from faust.types import TP
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us, to_ms
+from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.located import Located
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.faust_app import (
+    StreamFailure,
+    application_id,
+    checked_partitions,
+    faust_settings,
+    refuse_unsupported,
+)
+from tidemill.streams.faust_transport import PositionedTransport
+from tidemill.streams.machine import Machine, Output, Processor
+from tidemill.streams.watchdog import Place, Progress, Stall, Watchdog
+from tidemill.streams.writes import Write, Writes, is_compacted, state_steps
+
+STOP_TIMEOUT_S = 20.0
+EXIT_STALLED = 70
+LOG = logging.getLogger("tidemill.streams")
+
+
+class StreamWorker:
+    """As many partitions as the consumer group gives it, in one process."""
+
+    def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+        refuse_unsupported(kafka)
+        self._kafka = kafka
+        self._stream = stream
+        self._processor = processor
+        self._names = Names(kafka.topic_prefix)
+        self._codec = Codec(kafka.registry_url)
+        application = application_id(kafka, run, processor)
+        self._writes = Writes(self._names, self._codec, application)
+        self._machines: dict[int, Machine] = {}
+        self._next: dict[TP, int] = {}
+        self._reading: set[TP] = set()
+        self._ticked_us: dict[TP, int] = {}
+        self._failure: BaseException | None = None
+        self._ended = asyncio.Event()
+        self._stopping = False
+        self._ready = False
+        partitions = checked_partitions(kafka, processor)
+        self.app = faust.App(application, **faust_settings(kafka, stream, partitions))
+        self._transport = PositionedTransport(
+            self.app.conf.broker_consumer,
+            self.app,
+            positions=lambda: self._next,
+            fetch_wait_ms=stream.fetch_wait_ms,
+            may_have_holes={self._names.of(topic) for topic in processor.inputs if is_compacted(topic)},
+        )
+        self.app.transport = self._transport
+        inputs = self.app.topic(
+            *map(self._names.of, processor.inputs),
+            key_type=bytes,
+            value_type=bytes,
+            key_serializer="raw",
+            value_serializer="raw",
+            allow_empty=True,
+            partitions=partitions,
+        )
+        self._table = self.app.Table(
+            processor.table,
+            key_type=bytes,
+            value_type=bytes,
+            partitions=partitions,
+            # Short segments let compaction keep up, and with it the time that a recovery takes.
+            extra_topic_configs={"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"},
+        )
+        self.app.agent(inputs, name="decide", concurrency=1)(self._work)
+        self.app.timer(stream.tick_interval_s, name="ticks")(self._send_ticks)
+        self.app.on_partitions_revoked.connect(self._lose, weak=False)
+        self.app.on_rebalance_complete.connect(self._restore, weak=False)
+
+    # Reading
+
+    async def _work(self, stream: Any) -> None:  # noqa: ANN401 - a faust stream
+        batch: list[Any] = []
+        try:
+            # Faust would acknowledge a record when the next one is asked for, or when an exception leaves the loop.
+            manual = stream.noack()
+            async for event in manual.events():
+                batch.append(event)
+                if len(batch) >= self._stream.max_batch or manual.channel.queue.empty():
+                    await self._decide(batch, manual)
+                    batch = []
+        except BaseException as error:
+            # Faust would start the agent anew, over a state in memory that is ahead of what was written.
+            self._fail(error)
+            raise
+
+    async def _decide(self, batch: Sequence[Any], stream: Any) -> None:  # noqa: ANN401 - faust's own
+        generation = self.app.consumer_generation_id
+        events = [event for event in batch if event.message.generation_id == generation]
+        outputs = [output for event in events for output in self._observe(event.message)]
+        await self._write([self._writes.output(output) for output in outputs])
+        if not self._owns(generation):
+            return
+        partitions = sorted({event.message.partition for event in events})
+        changes = {p: self._machines[p].take_changes() for p in partitions}
+        for step in state_steps(self._table.changelog_topic_name, changes):
+            # Whoever has the partition now may have written newer heads, and deletions that stand on them.
+            if not self._owns(generation):
+                return
+            self._remember(step)
+            await self._write(step)
+        if self._owns(generation):
+            for event in events:
+                await stream.ack(event)
+
+    def _owns(self, generation: int) -> bool:
+        # After a rebalance somebody else, or this worker from its written heads, decides these records.
+        return bool(generation == self.app.consumer_generation_id)
+
+    def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
+        if not self._is_next(TP(message.topic, message.partition), message.offset):
+            return []
+        return self._machines[message.partition].observe(self._located(message))
+
+    def _is_next(self, tp: TP, offset: int) -> bool:
+        """Whether the machine has not had the record yet. Raises StreamFailure when records before it are missing."""
+        expected = self._next[tp]
+        if offset < expected:
+            return False
+        # The first record after a seek is what the log still has. From there on only compaction leaves records out.
+        if offset > expected and tp in self._reading and not self._transport.holes.take(tp, expected, offset):
+            raise StreamFailure(
+                f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: records were lost on the way, or "
+                "a transactional producer writes to this topic; start the worker again to read from its last position"
+            )
+        self._reading.add(tp)
+        self._next[tp] = offset + 1
+        return True
+
+    def _located(self, message: Any) -> Located:  # noqa: ANN401 - a faust message
+        record, error = None, ""
+        try:
+            record = self._codec.decode(message.value)
+        except DecodeError as failure:
+            error = str(failure)
+        return Located(
+            topic=self._names.parse(message.topic),
+            partition=message.partition,
+            offset=message.offset,
+            timestamp_ms=round(message.timestamp * 1000),
+            key=message.key,
+            value=message.value,
+            record=record,
+            error=error,
+        )
+
+    # Writing
+
+    def _remember(self, writes: Sequence[Write]) -> None:
+        # The table's own setter would write the changelog without an acknowledgement to wait for.
+        for write in writes:
+            if write.value is None:
+                self._table.data.pop(write.key, None)
+            else:
+                self._table.data[write.key] = write.value
+
+    async def _write(self, writes: Sequence[Write]) -> None:
+        """Send in order and wait for every acknowledgement."""
+        producer = self.app.producer
+        waiting: list[Awaitable[Any]] = [
+            await producer.send(w.topic, w.key, w.value, w.partition, w.timestamp_s, w.headers) for w in writes
+        ]
+        for acknowledgement in waiting:
+            await acknowledgement
+
+    async def _send_ticks(self) -> None:
+        try:
+            # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
+            now_ms = to_ms(now_us())
+            due = list(self._idle_inputs(now_ms * 1000))
+            await self._write([self._writes.tick(topic, partition, now_ms) for topic, partition in due])
+        except Exception as error:  # whatever kept a tick from the log would keep deadlines from passing, unseen
+            self._fail(error)
+            raise
+
+    def _idle_inputs(self, now_us: int) -> Iterator[tuple[Topic, int]]:
+        """Where a deadline has passed that the records there do not reach; each is told once."""
+        for partition, machine in self._machines.items():
+            deadline = machine.next_deadline_us()
+            if deadline is None or deadline > now_us:
+                continue
+            for topic in self._processor.inputs:
+                tp = TP(self._names.of(topic), partition)
+                # A tick that is in the log and not read yet is as good as a second one.
+                if max(machine.clock_us(topic), self._ticked_us.get(tp, 0)) < deadline:
+                    self._ticked_us[tp] = now_us
+                    yield topic, partition
+
+    # State
+
+    async def _restore(self, *_sender: object, **_arguments: object) -> None:
+        """Build the machines of the partitions that this worker has now from the recovered table."""
+        # Faust seeks next, and then empties the queues as it resumes the flow. A record delivered between the two would
+        # be dropped and never fetched again, so nothing may flow until then.
+        self.app.consumer.stop_flow()
+        self.app.flow_control.suspend()
+        states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in self._owned_partitions()}
+        for raw_key, value in list(self._table.data.items()):
+            key = raw_key.decode()
+            partition = self._processor.partition_of_state(key, value)
+            if partition in states:
+                states[partition].append((key, value))
+            else:
+                self._table.data.pop(raw_key, None)
+        self._machines = {p: self._processor.machine(p, found) for p, found in states.items()}
+        self._next = {
+            TP(self._names.of(topic), p): machine.next_offset(topic)
+            for p, machine in self._machines.items()
+            for topic in self._processor.inputs
+        }
+        self._transport.holes.clear()
+        self._reading.clear()
+        self._ticked_us.clear()
+        self._ready = True
+
+    def _owned_partitions(self) -> set[int]:
+        assignment = self.app.consumer.assignment()
+        owned = [{tp.partition for tp in assignment if tp.topic == self._names.of(t)} for t in self._processor.inputs]
+        if any(partitions != owned[0] for partitions in owned):
+            raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assignment)}")
+        return owned[0]
+
+    async def _lose(self, *_sender: object, **_arguments: object) -> None:
+        self._ready = False
+
+    # Life
+
+    async def serve(self) -> None:
+        """Work until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._ended.set)
+        watchdog = self._watchdog(loop)
+        self.app.loop = loop
+        self.app.finalize()
+        start = loop.create_task(self.app.maybe_start())
+        try:
+            await self.app.wait(self._ended.wait())
+        finally:
+            await self._stop(start, watchdog)
+        reason = self._failure or self.app.crash_reason
+        if reason is not None:
+            raise StreamFailure(f"{self._processor.name} ended: {reason}") from reason
+
+    async def _stop(self, start: asyncio.Task[Any], watchdog: Watchdog | None) -> None:
+        self._stopping = True
+        start.cancel()
+        try:
+            await asyncio.wait_for(self.app.stop(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            # A worker that joins a group does not hear a stop. Nothing is lost: what was not written is read again.
+            LOG.error("Faust did not stop within %g s; ending the process", STOP_TIMEOUT_S)
+            os._exit(EXIT_STALLED)
+        finally:
+            if watchdog:
+                await asyncio.to_thread(watchdog.stop)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._stopping:
+            self._failure = self._failure or error
+            self._ended.set()
+
+    def _watchdog(self, loop: asyncio.AbstractEventLoop) -> Watchdog | None:
+        if not self._stream.stall_timeout_s:
+            return None
+
+        def end(stall: Stall) -> None:
+            LOG.error("%s", stall)
+            loop.call_soon_threadsafe(self._fail, StreamFailure(str(stall)))
+            # A hung event loop never gets there.
+            threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_STALLED]).start()
+
+        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, end)
+        watchdog.start()
+        return watchdog
+
+    def _progress(self) -> Progress:
+        ready = self._ready
+        if ready:
+            return Progress(ready, _places(self._next))
+        return Progress(ready, _places(self.app.tables.recovery.active_offsets))
+
+
+def _places(offsets: Mapping[TP, int | None]) -> dict[Place, int]:
+    return {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
+
+
+def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for name in ("faust", "mode", "aiokafka"):
+        logging.getLogger(name).setLevel(stream.log_level)
+    Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
+
+    async def work() -> None:
+        await StreamWorker(kafka, run, stream, processor).serve()
+
+    asyncio.run(work())
