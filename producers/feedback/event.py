@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from numbers import Real
 
 from tidemill.producers.feedback.errors import BadFeedback, NotServed
@@ -23,6 +23,7 @@ _EVENT_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _EVENT_ID_RULE = "1 to 128 letters, digits, '.', '_', ':', '@' or '-'"
 _SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _US = 1_000_000
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ def _microseconds(moment: datetime | int) -> int:
     if isinstance(moment, datetime):
         if moment.tzinfo is None:
             raise BadFeedback("observed_at", "a datetime needs its time zone: datetime.now(timezone.utc)")
-        return round(moment.timestamp() * _US)
+        return (moment - _EPOCH) // timedelta(microseconds=1)
     if isinstance(moment, bool) or not isinstance(moment, int):
         raise BadFeedback("observed_at", f"is a datetime or an integer of microseconds, not {type(moment).__name__}")
     return moment

@@ -1,0 +1,78 @@
+"""What the feedback tests share: keys, tokens, reading the topic back, and a broker that can be made to stall."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import Signer
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.reader import LogReader
+
+PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=SecretStr("p" * 32))
+FORGER = ProductSettings(signing_keys=(SecretStr("f" * 32),), pseudonym_key=SecretStr("p" * 32))
+NOWHERE = "127.0.0.1:9"
+"""An address at which nothing listens."""
+DEADLINE_S = 60.0
+
+
+def pseudonym(user: str | None = "ann") -> str:
+    return Pseudonyms(PRODUCT).of(user)
+
+
+def token(interaction_id: str = "i-1", user: str | None = "ann", product: ProductSettings = PRODUCT) -> str:
+    """What the serving path answers a user with."""
+    return Signer(product).sign(interaction_id, Pseudonyms(product).of(user))
+
+
+def topics_of(bootstrap: str, prefix: str) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=bootstrap, topic_prefix=prefix)
+    create_topics(settings)
+    return settings
+
+
+def written(settings: KafkaSettings) -> list[Located]:
+    """Every feedback record of the topic, in the order of each partition."""
+    with LogReader(settings, [Topic.FEEDBACK]) as reader:
+        return list(reader.read_to_end(DEADLINE_S))
+
+
+@dataclass(frozen=True, slots=True)
+class StallingLog:
+    """A broker of its own that stops answering, its connections open, while `stalled` is entered."""
+
+    settings: KafkaSettings
+    pid: int
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+
+@contextmanager
+def stalling_log(directory: Path) -> Iterator[StallingLog]:
+    stack = LocalStack(StackSettings(data_dir=directory, heap_mb=256))
+    try:
+        status = stack.up(print)
+        pid = status.nodes[0].pid
+        assert pid is not None
+        yield StallingLog(topics_of(status.bootstrap, "stall."), pid)
+    finally:
+        stack.down(print)

@@ -1,0 +1,352 @@
+"""The SDK against a real log: delivered once, in its interaction's partition, and nobody waits longer than he said."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.producers.feedback_support import (
+    DEADLINE_S,
+    FORGER,
+    NOWHERE,
+    PRODUCT,
+    StallingLog,
+    pseudonym,
+    stalling_log,
+    token,
+    topics_of,
+    written,
+)
+from tidemill.producers import AsyncFeedbackProducer, FeedbackProducer
+from tidemill.producers.feedback import (
+    BadFeedback,
+    FailedEvent,
+    FeedbackNotDelivered,
+    FeedbackQueueFull,
+    LogUnreachable,
+    NotServed,
+)
+from tidemill.producers.product.settings import KeysMissing, ProductSettings
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import CATALOGUE, Topic, feedback_key
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.records import SignalKind
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix) -> KafkaSettings:
+    return topics_of(kafka.bootstrap, topic_prefix)
+
+
+@pytest.fixture(scope="module")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallingLog]:
+    with stalling_log(tmp_path_factory.mktemp("stalling")) as log:
+        yield log
+        gc.collect()
+
+
+def test_what_is_sent_is_written_as_it_was_meant(settings: KafkaSettings):
+    with FeedbackProducer(settings, PRODUCT, source="shop") as feedback:
+        up = feedback.thumbs_up(token(), user="ann")
+        down = feedback.thumbs_down(token(), user="ann", corrects=up, observed_at=now_us())
+        back = feedback.withdraw(token(), down, user="ann", event_id="back-1")
+        kept = feedback.send(token(), "edit_kept_soon", 0.25, user="ann")
+    found = {located.record.event_id: located for located in written(settings)}
+    assert list(found) == [up, down, back, kept] and back == "back-1"
+    records = [located.record for located in found.values()]
+    assert [(r.kind, r.value, r.corrects) for r in records] == [
+        (SignalKind.THUMB, 1.0, None),
+        (SignalKind.THUMB, -1.0, up),
+        (SignalKind.THUMB, None, down),
+        (SignalKind.EDIT_KEPT_SOON, 0.25, None),
+    ]
+    assert {(r.interaction_id, r.user_id, r.source) for r in records} == {("i-1", pseudonym(), "shop")}
+
+
+def test_each_signal_lies_under_its_own_key_in_its_interactions_partition(settings: KafkaSettings):
+    with FeedbackProducer(settings, PRODUCT) as feedback:
+        for number in range(40):
+            feedback.thumbs_up(token(f"i-{number}"), user="ann")
+            feedback.send(token(f"i-{number}"), "retry", 1, user="ann")
+    found = written(settings)
+    assert len(found) == 80
+    partitions = CATALOGUE[Topic.FEEDBACK].partitions
+    assert [f.partition for f in found] == [partition_of(f.record.interaction_id, partitions) for f in found]
+    assert {f.partition for f in found} == set(range(partitions))
+    assert [f.key for f in found] == [feedback_key(f.record.interaction_id, f.record.event_id).encode() for f in found]
+
+
+def test_the_partition_count_is_the_logs_own(kafka, topic_prefix):
+    other = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=3)
+    create_topics(other)
+    with FeedbackProducer(other.model_copy(update={"partitions": None}), PRODUCT) as feedback:
+        for number in range(20):
+            feedback.thumbs_up(token(f"i-{number}"), user="ann")
+    found = written(other)
+    assert [f.partition for f in found] == [partition_of(f.record.interaction_id, 3) for f in found]
+
+
+def test_bad_signals_are_refused_at_once_and_not_written(settings: KafkaSettings):
+    with FeedbackProducer(settings, PRODUCT) as feedback:
+        with pytest.raises(BadFeedback, match="1 or -1"):
+            feedback.send(token(), "thumb", 3, user="ann")
+        with pytest.raises(NotServed):
+            feedback.thumbs_up(token(), user="bob")
+        with pytest.raises(NotServed):
+            feedback.thumbs_up(token(product=FORGER), user="ann")
+        assert feedback.counts.accepted == 0
+    assert written(settings) == []
+
+
+def test_threads_share_a_producer_and_nothing_is_lost_or_doubled(settings: KafkaSettings):
+    def votes(thread: int) -> None:
+        for number in range(100):
+            feedback.thumbs_up(token(f"i-{number}"), user="ann", event_id=f"t{thread}-{number}")
+
+    with FeedbackProducer(settings, PRODUCT) as feedback:
+        threads = [threading.Thread(target=votes, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        feedback.flush()
+        counts = feedback.counts
+        assert (counts.accepted, counts.delivered, counts.failed, counts.pending) == (800, 800, 0, 0)
+    seen = Counter(located.record.event_id for located in written(settings))
+    assert seen == Counter({f"t{thread}-{number}": 1 for thread in range(8) for number in range(100)})
+
+
+def test_a_log_that_is_not_there_costs_no_more_than_the_deadline():
+    with FeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
+        begun = time.monotonic()
+        with pytest.raises(LogUnreachable, match="within the deadline"):
+            feedback.thumbs_up(token(), user="ann")
+        assert time.monotonic() - begun < 2.0
+        assert feedback.counts.accepted == 0
+
+
+def test_a_topic_that_does_not_exist_says_how_to_create_it(kafka, topic_prefix):
+    absent = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
+    with (
+        FeedbackProducer(absent, PRODUCT, deadline_s=20) as feedback,
+        pytest.raises(LookupError, match="tidemill topics --create"),
+    ):
+        feedback.thumbs_up(token(), user="ann")
+
+
+def test_a_full_queue_is_an_error_within_the_deadline_and_nothing_taken_is_lost(stalling: StallingLog):
+    with FeedbackProducer(stalling.settings, PRODUCT, deadline_s=0.4, max_queued=10) as feedback:
+        taken = {feedback.thumbs_up(token("full"), user="ann", event_id="before")}
+        feedback.flush()
+        with stalling.stalled():
+            taken |= {feedback.thumbs_up(token("full"), user="ann", event_id=f"e{number}") for number in range(10)}
+            begun = time.monotonic()
+            with pytest.raises(FeedbackQueueFull):
+                feedback.thumbs_up(token("full"), user="ann", event_id="too-many")
+            assert 0.35 < time.monotonic() - begun < 3.0
+            assert feedback.counts.pending == 10
+        feedback.flush(DEADLINE_S)
+    found = [f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "full"]
+    assert sorted(found) == sorted(taken)
+
+
+def test_a_retry_of_the_client_writes_nothing_twice(stalling: StallingLog):
+    impatient = {"socket.timeout.ms": "1000", "request.timeout.ms": "1000", "reconnect.backoff.max.ms": "200"}
+    settings = stalling.settings.model_copy(update={"client_options": impatient})
+    with FeedbackProducer(settings, PRODUCT) as feedback:
+        feedback.thumbs_up(token("retried"), user="ann", event_id="first")
+        feedback.flush()
+        for round_number in range(3):
+            with stalling.stalled():
+                for number in range(20):
+                    feedback.thumbs_up(token("retried"), user="ann", event_id=f"{round_number}-{number}")
+                # Longer than the request's timeout: the client takes the broker for gone and sends the batch again.
+                with pytest.raises(FeedbackNotDelivered, match="not acknowledged within"):
+                    feedback.flush(2.5)
+            feedback.flush(DEADLINE_S)
+        assert feedback.counts.delivered == 61
+    seen = Counter(f.record.event_id for f in written(settings) if f.record.interaction_id == "retried")
+    assert len(seen) == 61 and set(seen.values()) == {1}
+
+
+def test_a_signal_that_the_log_never_took_is_reported_and_raised(stalling: StallingLog):
+    failures: list[FailedEvent] = []
+    told = threading.Event()
+
+    def on_failure(failure: FailedEvent) -> None:
+        failures.append(failure)
+        told.set()
+        raise RuntimeError("a callback that fails")
+
+    feedback = FeedbackProducer(stalling.settings, PRODUCT, delivery_timeout_s=1.0, on_failure=on_failure)
+    feedback.thumbs_up(token("lost"), user="ann")
+    feedback.flush()
+    with stalling.stalled():
+        lost = feedback.thumbs_up(token("lost"), user="ann", event_id="lost-1")
+        assert told.wait(DEADLINE_S)
+    assert [failure.event.event_id for failure in failures] == [lost]
+    with pytest.raises(FeedbackNotDelivered, match="1 signals not delivered") as raised:
+        feedback.flush()
+    assert [failure.event.event_id for failure in raised.value.failed] == [lost]
+    feedback.thumbs_up(token("lost"), user="ann", event_id="lost-1")
+    feedback.flush()
+    assert feedback.counts.failed == 1 and feedback.counts.delivered == 2
+    feedback.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        feedback.thumbs_up(token("lost"), user="ann")
+    feedback.close()
+
+
+def test_what_is_not_acknowledged_when_it_closes_has_failed(stalling: StallingLog):
+    feedback = FeedbackProducer(stalling.settings, PRODUCT)
+    feedback.thumbs_up(token("closing"), user="ann")
+    feedback.flush()
+    with stalling.stalled():
+        feedback.thumbs_up(token("closing"), user="ann", event_id="late")
+        with pytest.raises(FeedbackNotDelivered, match="before the producer was closed"):
+            feedback.close(0.2)
+    assert feedback.counts.pending == 0 and feedback.counts.failed == 1
+
+
+QUICK_EXIT = """
+import sys
+from tests.producers.feedback_support import PRODUCT, token
+from tidemill.producers import FeedbackProducer
+from tidemill.schemas.config import KafkaSettings
+
+feedback = FeedbackProducer(KafkaSettings(bootstrap=sys.argv[1], topic_prefix=sys.argv[2]), PRODUCT, linger_ms=5000)
+for number in range(50):
+    feedback.thumbs_up(token(f"i-{number}"), user="ann")
+assert feedback.counts.delivered == 0
+"""
+
+
+def test_the_end_of_a_process_flushes(settings: KafkaSettings):
+    arguments = [sys.executable, "-c", QUICK_EXIT, settings.bootstrap, settings.topic_prefix]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(arguments, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(written(settings)) == 50
+
+
+def test_a_producer_made_before_a_fork_says_so(settings: KafkaSettings):
+    with FeedbackProducer(settings, PRODUCT) as feedback:
+        child = os.fork()
+        if child == 0:
+            try:
+                feedback.thumbs_up(token(), user="ann")
+            except RuntimeError as error:
+                feedback.close()
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_producer_needs_keys_brokers_and_a_name():
+    with pytest.raises(KeysMissing, match="openssl rand"):
+        FeedbackProducer(NOWHERE, ProductSettings())
+    with pytest.raises(ValueError, match="no Kafka address"):
+        FeedbackProducer("", PRODUCT)
+    with pytest.raises(ValueError, match="source"):
+        FeedbackProducer(NOWHERE, PRODUCT, source="a b")
+
+
+def test_what_is_awaited_is_in_the_log(settings: KafkaSettings):
+    async def main() -> None:
+        async with AsyncFeedbackProducer(settings, PRODUCT) as feedback:
+            up = await feedback.thumbs_up(token(), user="ann")
+            assert [f.record.event_id for f in await asyncio.to_thread(written, settings)] == [up]
+            await feedback.withdraw(token(), up, user="ann")
+            sends = [feedback.send(token(f"i-{n}"), "undo", 1, user="ann") for n in range(200)]
+            assert len(set(await asyncio.gather(*sends))) == 200
+            with pytest.raises(BadFeedback):
+                await feedback.send(token(), "undo", 2, user="ann")
+            assert feedback.counts.delivered == 202
+
+    asyncio.run(main())
+    assert len(written(settings)) == 202
+
+
+def test_awaiting_blocks_nobody_else_and_ends_by_the_deadline(stalling: StallingLog):
+    async def ticks(until: asyncio.Event) -> float:
+        longest, last = 0.0, time.monotonic()
+        while not until.is_set():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return longest
+
+    async def main() -> None:
+        async with AsyncFeedbackProducer(stalling.settings, PRODUCT, deadline_s=1.0, max_queued=3) as feedback:
+            await feedback.thumbs_up(token("awaited"), user="ann")
+            over = asyncio.Event()
+            ticking = asyncio.create_task(ticks(over))
+            with stalling.stalled():
+                sends = [feedback.send(token("awaited"), "undo", 1, user="ann", event_id=f"a{n}") for n in range(5)]
+                ended = await asyncio.gather(*sends, return_exceptions=True)
+            over.set()
+            assert await ticking < 0.5
+            assert Counter(type(error) for error in ended) == {FeedbackNotDelivered: 3, FeedbackQueueFull: 2}
+
+    asyncio.run(main())
+    found = {f.record.event_id for f in written(stalling.settings) if f.record.interaction_id == "awaited"}
+    assert {"a0", "a1", "a2"} < found and not {"a3", "a4"} & found
+
+
+def test_awaiting_a_log_that_is_not_there_ends_by_the_deadline():
+    async def main() -> None:
+        async with AsyncFeedbackProducer(NOWHERE, PRODUCT, deadline_s=0.3) as feedback:
+            sends = [feedback.thumbs_up(token(f"i-{n}"), user="ann") for n in range(20)]
+            ended = await asyncio.gather(*sends, return_exceptions=True)
+            assert {type(error) for error in ended} == {LogUnreachable}
+
+    begun = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - begun < 5
+
+
+def test_the_sdk_installs_without_the_rest():
+    absent = ("torch", "transformers", "vllm", "faust", "aiokafka", "fastapi", "starlette", "uvicorn", "numba", "chdb")
+    blocked = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    code = f"{blocked}from tidemill.producers import FeedbackProducer, AsyncFeedbackProducer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def examples() -> list[str]:
+    """The indented pieces of the module's docstring that can be run."""
+    import tidemill.producers.feedback as module
+
+    text = (module.__doc__ or "").splitlines()
+    blocks: list[list[str]] = [[]]
+    for line in text:
+        if line.startswith("    ") or (not line.strip() and blocks[-1]):
+            blocks[-1].append(line[4:])
+        elif blocks[-1]:
+            blocks.append([])
+    return ["\n".join(block).strip() for block in blocks if block]
+
+
+def test_the_quickstart_runs_as_it_is_printed(settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
+    keys = PRODUCT.revealed()
+    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", str(keys["signing_keys"]).replace("'", '"'))
+    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", str(keys["pseudonym_key"]))
+    found = examples()
+    assert len(found) == 2 and all(len(code.splitlines()) <= 11 for code in found)
+    for code in found:
+        # The address is the reader's own; here it is the test's broker and its topics.
+        assert '"kafka:9092"' in code
+        exec(code.replace('"kafka:9092"', "kafka"), {"token": token(user="ann@example.com"), "kafka": settings})
+    kinds = Counter((f.record.kind.value, f.record.value) for f in written(settings))
+    assert kinds == {("thumb", 1.0): 1, ("edit_kept_soon", 0.8): 1, ("thumb", None): 2, ("thumb", -1.0): 1}
