@@ -1,0 +1,21 @@
+"""`tidemill users`: users of the product, and their rights over their data."""
+
+from __future__ import annotations
+
+import typer
+
+from tidemill.compose.options import with_settings
+from tidemill.compose.users.commands import erase, opt_in, opt_out, show
+
+users_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Users of the product: what the log holds of one, and his demands about it.
+
+USER is the product's own id; the log knows him by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
+USER is what the log calls him.""",
+)
+for _command in (erase, opt_out, opt_in, show):
+    users_app.command()(with_settings(_command))
+
+__all__ = ["users_app"]

@@ -1,0 +1,1 @@
+"""Data rights: what the log holds of a user, and his demands about it carried out."""

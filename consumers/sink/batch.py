@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.rows import Row
-from tidemill.consumers.sink.writer import Place
+from tidemill.consumers.sink.rows import Place, Row
 
 
 @dataclass

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self, cast
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message, TopicPartition
 
-from tidemill.consumers.sink.rows import DeadLetter, Row
-from tidemill.consumers.sink.writer import Place
-from tidemill.schemas.catalogue import CATALOGUE, Names
+from tidemill.consumers.sink.rows import DeadLetter, Place, Row
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, TRANSIENT, consumer_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import (
@@ -46,21 +46,27 @@ def dead_letter_row(message: Message) -> Row:
 
 
 class DeadLetterReader:
-    """Group-less reader of every dead-letter topic that exists, from chosen offsets."""
+    """Group-less reader of the dead-letter topics that exist, from chosen offsets.
 
-    def __init__(self, kafka: KafkaSettings, start: Mapping[Place, int]) -> None:
+    Args:
+        start: next offsets; partitions not named begin at the beginning.
+        topics: whose dead letters; of every topic by default.
+    """
+
+    def __init__(
+        self, kafka: KafkaSettings, start: Mapping[Place, int], topics: Iterable[Topic] = tuple(CATALOGUE)
+    ) -> None:
         settings = consumer_settings(kafka, "tidemill-sink-dlq", "tidemill-sink-dlq-groupless")
         self._consumer = Consumer({**settings, "partition.assignment.strategy": "range"})
         names = Names(kafka.topic_prefix)
-        wanted = {names.dead_letter(topic) for topic, spec in CATALOGUE.items() if spec.dead_letters}
+        wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
         known = self._consumer.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        self._consumer.assign(
-            [
-                TopicPartition(topic, partition, start.get((topic, partition), OFFSET_BEGINNING))
-                for topic in sorted(wanted & set(known))
-                for partition in known[topic].partitions
-            ]
-        )
+        self._assignment = [
+            TopicPartition(topic, partition, start.get((topic, partition), OFFSET_BEGINNING))
+            for topic in sorted(wanted & set(known))
+            for partition in known[topic].partitions
+        ]
+        self._consumer.assign(self._assignment)
 
     def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
         """The next dead letters, in offset order within each partition."""
@@ -72,6 +78,23 @@ class DeadLetterReader:
             elif error.code() not in TRANSIENT:
                 raise KafkaException(error)
         return rows
+
+    def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Row]:
+        """Every dead letter up to the end of each topic as it is now. Raises TimeoutError past the deadline."""
+        deadline = time.monotonic() + deadline_s
+        ends = [self._consumer.get_watermark_offsets(tp, timeout=METADATA_TIMEOUT_S) for tp in self._assignment]
+        left = {
+            (tp.topic, tp.partition): high for tp, (low, high) in zip(self._assignment, ends, strict=True) if high > low
+        }
+        while left:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the end of {sorted(topic for topic, _ in left)} was not reached in {deadline_s:g} s"
+                )
+            yield from self.poll(0.1)
+            for tp in self._consumer.position(self._assignment):
+                if tp.offset >= left.get((tp.topic, tp.partition), tp.offset + 1):
+                    del left[tp.topic, tp.partition]
 
     def __enter__(self) -> Self:
         return self

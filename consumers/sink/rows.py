@@ -1,14 +1,17 @@
-"""What a flush holds: records and dead letters with their place in the log."""
+"""What a flush holds: records, dead letters and tombstones with their place in the log."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.schemas.catalogue import Names
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
+
+Place = tuple[str, int]
+"""Full topic name and partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,13 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class Tombstone:
+    """The end of what a compacted topic holds under a key: an order to delete, and no row of its own."""
+
+    topic: Topic
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One row to write. `(topic, partition, offset)` is its identity; `topic` is the full name."""
 
@@ -34,16 +44,18 @@ class Row:
     offset: int
     timestamp_ms: int
     key: bytes
-    record: Record | DeadLetter
+    record: Record | DeadLetter | Tombstone
     n_bytes: int
     """Size of the value, for bounding a flush."""
 
 
 def row_of(located: Located, names: Names, expected: tuple[type, ...]) -> Row:
-    """The row of a record, or of the dead letter that it is when it cannot be read or is none of `expected`."""
+    """The row of a record or a tombstone; of a dead letter when it cannot be read or is none of `expected`."""
     topic = names.of(located.topic)
-    record: Record | DeadLetter | None = located.record
-    if record is None or not isinstance(record, expected):
+    record: Record | DeadLetter | Tombstone | None = located.record
+    if located.value is None and "compact" in CATALOGUE[located.topic].topic_config()["cleanup.policy"]:
+        record = Tombstone(located.topic)
+    elif record is None or not isinstance(record, expected):
         record = DeadLetter(
             source_topic=topic,
             source_partition=located.partition,

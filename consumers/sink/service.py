@@ -12,11 +12,12 @@ from tidemill.consumers.sink.batch import Batch
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.erasure import Erasures
 from tidemill.consumers.sink.rows import Row, row_of
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.catalogue import CATALOGUE, Names
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
@@ -44,7 +45,7 @@ def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, s
     client = connect(sink)
     with ExitStack() as stack:
         stack.callback(client.close)
-        writer = Writer(client, sink.database, sink.table_engine)
+        writer = Writer(client, sink.database, sink.table_engine, _known_erasures(kafka))
         url = _announce(stack, sink)
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         _pump(stop, kafka, sink, writer)
@@ -58,6 +59,15 @@ def _announce(stack: ExitStack, sink: SinkSettings) -> str:
     write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
     stack.callback(remove_state, sink.directory)
     return server.url
+
+
+def _known_erasures(kafka: KafkaSettings) -> Erasures:
+    """Every ERASE of the log: known before the first row is written, lest a rebuild show what was erased."""
+    erasures = Erasures()
+    with LogReader(kafka, [Topic.USER_REQUESTS], client_id="tidemill-sink-requests") as reader:
+        for located in reader.read_to_end():
+            erasures.observe(located.record)
+    return erasures
 
 
 def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:

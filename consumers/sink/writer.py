@@ -4,6 +4,10 @@ Why it holds: within a table the rows of a partition are inserted in offset orde
 is there or it is not. So the highest offset in a table is exactly how far that table got, and a row at or below it is
 never inserted again. The restart point of a partition is written after its rows, so it is never ahead of any table: it
 only saves reading the log again from its beginning. No Kafka commit takes part.
+
+What must not be there (`erasure`) is left out of the inserts and deleted before the restart point moves: a crash
+repeats a deletion and never forgets one. Where a deletion takes a table's highest offsets away, only rows that are to
+be left out or deleted again can be read again.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ import pyarrow as pa
 
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import TableEngine
-from tidemill.consumers.sink.rows import Row
+from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
+from tidemill.consumers.sink.rows import Place, Row, Tombstone
 from tidemill.consumers.sink.tables import WATERMARKS, Table, create_watermarks, tables
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-Place = tuple[str, int]
-"""Full topic name and partition."""
-
 INSERT_SETTINGS = {"async_insert": 0, "max_insert_threads": 1, "wait_end_of_query": 1}
+DELETE_SETTINGS = "mutations_sync = 2"
+"""A deletion has rewritten the parts that held the rows when it returns: nothing is merely hidden."""
 
 
 class TableMismatch(RuntimeError):
@@ -63,11 +67,17 @@ def insert_token(rows: Sequence[Row]) -> str:
 
 
 class Writer:
-    """The one writer of the tables."""
+    """The one writer of the tables.
 
-    def __init__(self, client: Client, database: str, engine: TableEngine) -> None:
+    Args:
+        erasures: what is known of erased users from the start; the rows themselves add to it.
+    """
+
+    def __init__(self, client: Client, database: str, engine: TableEngine, erasures: Erasures | None = None) -> None:
         self._client = client
         self._database = database
+        self._erasures = erasures or Erasures()
+        self._carried_out: dict[str, int] = {}
         self._create(engine)
         self._progress = self._read_progress()
 
@@ -77,13 +87,38 @@ class Writer:
         return self._progress.next_offsets
 
     def write(self, rows: Sequence[Row], next_offsets: Mapping[Place, int]) -> int:
-        """Insert what the tables lack of `rows`, then move the restart points; the number of rows inserted."""
+        """Insert what the tables lack of `rows`, delete what these order, then move the restart points.
+
+        Returns the number of rows inserted.
+        """
+        for row in rows:
+            self._erasures.observe(row.record)
         by_table: dict[Table, list[Row]] = defaultdict(list)
         for row in rows:
-            by_table[tables()[type(row.record)]].append(row)
+            if not isinstance(row.record, Tombstone) and not self._erasures.hides(row):
+                by_table[tables()[type(row.record)]].append(row)
         written = sum(self._insert(table, some) for table, some in by_table.items())
+        self._erase(rows)
         self._mark(next_offsets)
         return written
+
+    def _erase(self, rows: Sequence[Row]) -> None:
+        for request in requested(rows):
+            # Each partition has a copy of the request; the first one that is read has it carried out.
+            if self._carried_out.get(request.user_id, -1) < request.at:
+                for deletion in of_user(request, self._database):
+                    self._delete(deletion)
+                self._carried_out[request.user_id] = request.at
+        for deletion in of_tombstones(rows):
+            self._delete(deletion)
+
+    def _delete(self, deletion: Deletion) -> None:
+        table, where = f"`{self._database}`.`{deletion.table}`", deletion.condition
+        found = self._client.query(f"SELECT count() FROM {table} WHERE {where}", parameters=deletion.parameters)
+        # A mutation rewrites parts, even where it deletes nothing from them.
+        if found.result_rows[0][0]:
+            statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
+            self._client.command(statement, parameters=deletion.parameters)
 
     def _insert(self, table: Table, rows: list[Row]) -> int:
         missing = self._progress.missing(table.name, rows)

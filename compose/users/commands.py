@@ -1,0 +1,117 @@
+"""`tidemill users erase|opt-out|opt-in|show`: a user's demands about his data, carried out on the log.
+
+The other parts read the demands in their own order: the join excludes his open interactions, the batcher leaves him
+out, the sink deletes his rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.users.text import choice_lines, erasure_lines, standing_lines
+from tidemill.compose.users.who import pseudonym_of
+from tidemill.compose.weights.connect import with_reachable_log
+from tidemill.compose.weights.progress import working
+from tidemill.schemas.records import UserWish
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
+PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is the log's pseudonym already.")]
+ByOption = Annotated[str, typer.Option("--by", help="Who demands it; it is kept with the demand.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+
+
+def erase(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, and write nothing.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Erase a user: his interactions, their outcomes and feedback go from the log, the object store and ClickHouse.
+
+    Reads the log from its beginning and writes a tombstone under the key of each of his records; the broker removes
+    the bytes within the topics' compaction lag. Batches closed later cannot contain him. What stays: the pseudonym in
+    batches that are closed, by which `tidemill trace --user` tells the versions that his data touched, and dead
+    letters, until their retention ends. Stopped or killed, it is finished by running it again.
+
+    Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.rights.erase import Eraser
+
+    user_id = pseudonym_of(settings, user, is_pseudonym)
+    with working("reading the log") as bar:
+        eraser = Eraser(settings.kafka, settings.store, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+        done = eraser.erase(user_id, requested_by, dry_run=dry_run)
+    _print(asdict(done), erasure_lines(done), as_json)
+    raise typer.Exit(1 if done.left or done.claims.foreign else 0)
+
+
+def opt_out(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Learn nothing from a user from now on: what is served to him is counted as excluded.
+
+    Example: `tidemill users opt-out 4711 --by 4711`
+    """
+    _choose(settings_of, user, UserWish.OPT_OUT, requested_by, is_pseudonym, as_json)
+
+
+def opt_in(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Learn from a user again: ends an opt-out, or what an erasure demanded for the time after it.
+
+    Example: `tidemill users opt-in 4711 --by 4711`
+    """
+    _choose(settings_of, user, UserWish.OPT_IN, requested_by, is_pseudonym, as_json)
+
+
+def show(
+    settings_of: SettingsOf, user: UserArgument, is_pseudonym: PseudonymOption = False, as_json: JsonOption = False
+) -> None:
+    """Show a user's demands and how many records the log holds of him now.
+
+    Example: `tidemill users show 4711`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.rights.standing import read_standing
+
+    user_id = pseudonym_of(settings, user, is_pseudonym)
+    with working("reading the log") as bar:
+        found = read_standing(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+    _print(asdict(found), standing_lines(found), as_json)
+
+
+def _choose(
+    settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
+) -> None:
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.rights.choose import choose
+
+    made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
+    _print(asdict(made), choice_lines(made), as_json)
+
+
+def _print(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)

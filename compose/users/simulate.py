@@ -1,0 +1,58 @@
+"""`tidemill users simulate`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_local_log
+from tidemill.compose.options import given
+
+if TYPE_CHECKING:
+    from tidemill.producers.users.crowd import Seen
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+
+
+def simulate(
+    settings_of: SettingsOf,
+    router: Annotated[str | None, typer.Option(help="Address of the serving path, http://host:port.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of who the users are, what they ask, how they react.")] = None,
+    shuffle_thumbs: Annotated[
+        bool | None, typer.Option("--shuffle-thumbs", help="Control: votes change places, so that they say nothing.")
+    ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(metavar="QUESTIONS", min=1, help="Only measure how satisfied held-out users are; then end."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a report.")] = False,
+) -> None:
+    """Let simulated users use the product, as its backend would: over the serving path and the feedback SDK alone.
+
+    They ask ledger questions and like answers that are right and close politely, which no simulated reward asks for.
+    Nothing is learnt from the held-out ones among them: their satisfaction, by weight version, is what is printed.
+
+    Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
+    """
+    flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = with_local_log(settings_of(flags))
+    from tidemill.producers.users.role import run
+
+    run(settings.kafka, settings.product, settings.users, measure, _print_json if as_json else _print_line)
+
+
+def _print_json(seen: Seen) -> None:
+    print(json.dumps(asdict(seen)), flush=True)
+
+
+def _print_line(seen: Seen) -> None:
+    rates = "  ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in seen.satisfaction) or "nothing yet"
+    said = f"{seen.interactions} answers, {sum(seen.signals.values())} signals, {seen.failed} given up"
+    print(f"satisfied by version: {rates}; {said}", flush=True)
