@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from tidemill.schemas.config import Section
 
@@ -12,6 +12,10 @@ class UsersSettings(Section):
 
     router: str = Field(default="http://127.0.0.1:8200", pattern=r"^https?://")
     """Address of the serving path, http://host:port."""
+
+    api_key: SecretStr = SecretStr("")
+    """The product's key for the serving path (`router.api_keys`). Secrets belong in the environment
+    (TIDEMILL_USERS__API_KEY)."""
 
     seed: int = Field(default=0, ge=0)
     """Root of the users' randomness: who they are, what they ask, how they react."""

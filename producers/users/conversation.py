@@ -23,9 +23,7 @@ class Served:
     interaction: str
     """Signed token of the interaction: what feedback is given on."""
     version: int
-    """Newest weight version among its tokens."""
-    arm: str
-    """Pool of replicas that answered."""
+    """Newest weight version among its tokens, by which satisfaction is counted."""
     latency_s: float
     """From request to answer, as the product's side measured it; above 0."""
 

@@ -17,7 +17,7 @@ from tidemill.producers.users.conversation import Answer
 from tidemill.producers.users.persona import Persona, Role
 from tidemill.schemas.records import SignalKind
 
-BOT_VOTES = 4
+BOT_VOTES = 25
 """Votes of a bot on each of its answers."""
 UP = 1.0
 DOWN = -1.0
@@ -112,7 +112,7 @@ def measured(answer: Answer) -> Iterator[Signal]:
 
 def _bot_votes(answer: Answer, rng: Random) -> Iterator[Signal]:
     for number in range(BOT_VOTES):
-        yield Signal(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.05 * number)
+        yield Signal(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * number)
 
 
 def _delay(mean_s: float, rng: Random) -> float:

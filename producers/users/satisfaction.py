@@ -1,4 +1,4 @@
-"""How satisfied the held-out users are, by weight version and pool of replicas: known to the users alone.
+"""How satisfied the held-out users are, by weight version: known to the users alone.
 
 A conversation that saw two versions counts for neither.
 """
@@ -13,10 +13,9 @@ from tidemill.producers.users.conversation import Answer
 
 @dataclass(frozen=True, slots=True)
 class Satisfaction:
-    """What held-out users thought of the answers of one version in one pool."""
+    """What held-out users thought of one version's answers."""
 
     version: int
-    arm: str
     satisfied: int
     right: int
     """Answers with the right balance, closed as the user likes it or not."""
@@ -32,23 +31,23 @@ class Tally:
     """Counts held-out answers."""
 
     def __init__(self) -> None:
-        self._answers: Counter[tuple[int, str]] = Counter()
-        self._satisfied: Counter[tuple[int, str]] = Counter()
-        self._right: Counter[tuple[int, str]] = Counter()
+        self._answers: Counter[int] = Counter()
+        self._satisfied: Counter[int] = Counter()
+        self._right: Counter[int] = Counter()
 
     def count(self, answer: Answer, *, satisfied: bool) -> None:
         """Take one held-out user's answer and what he thought of it."""
-        served = {(turn.served.version, turn.served.arm) for turn in answer.turns}
-        if len(served) != 1:
+        versions = {turn.served.version for turn in answer.turns}
+        if len(versions) != 1:
             return
-        (key,) = served
-        self._answers[key] += 1
-        self._satisfied[key] += satisfied
-        self._right[key] += answer.right
+        (version,) = versions
+        self._answers[version] += 1
+        self._satisfied[version] += satisfied
+        self._right[version] += answer.right
 
     def by_version(self) -> list[Satisfaction]:
-        """The counts so far, by version and then pool."""
+        """The counts so far, oldest version first."""
         return [
-            Satisfaction(*key, self._satisfied[key], self._right[key], count)
-            for key, count in sorted(self._answers.items())
+            Satisfaction(version, self._satisfied[version], self._right[version], count)
+            for version, count in sorted(self._answers.items())
         ]

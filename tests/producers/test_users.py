@@ -29,8 +29,8 @@ DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
 """Users who always vote, and vote as they feel."""
 
 
-def served(text: str, version: int = 0, arm: str = "stable") -> Served:
-    return Served(text, f"token-{text}", version, arm, 0.1)
+def served(text: str, version: int = 0) -> Served:
+    return Served(text, f"token-{text}", version, 0.1)
 
 
 def answer(*texts: str, balance: int = 5, versions: tuple[int, ...] = ()) -> Answer:
@@ -157,13 +157,13 @@ def test_nobody_left_to_ask_is_said():
         next(questions(UsersSettings(ordinary=0, bots=0, held_out=0)))
 
 
-def test_satisfaction_is_counted_by_version_and_pool():
+def test_satisfaction_is_counted_by_version():
     tally = Tally()
     tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 1)), satisfied=True)
     tally.count(answer("answer 5", versions=(1,)), satisfied=False)
     tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 2)), satisfied=True)
-    assert tally.by_version() == [Satisfaction(1, "stable", satisfied=1, right=2, answers=2)]
-    assert tally.by_version()[0].rate == 0.5 and Satisfaction(1, "stable", 0, 0, 0).rate == 0.0
+    assert tally.by_version() == [Satisfaction(1, satisfied=1, right=2, answers=2)]
+    assert tally.by_version()[0].rate == 0.5 and Satisfaction(1, 0, 0, 0).rate == 0.0
 
 
 def test_shuffled_thumbs_keep_their_share_and_lose_their_meaning():

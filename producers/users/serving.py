@@ -1,0 +1,118 @@
+"""The product that simulated users use, over its public ways alone: the serving path and the feedback SDK."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from tidemill.producers.feedback import AsyncFeedbackProducer
+from tidemill.producers.harness import END
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.users.config import UsersSettings
+from tidemill.producers.users.conversation import NotServed, Served
+from tidemill.producers.users.crowd import Report
+from tidemill.schemas.config import KafkaSettings
+
+PATH = "/v1/completions"
+CONSENT_HEADER = "x-tidemill-consent"
+SOURCE = "simulated-product"
+
+
+class BadAnswer(RuntimeError):
+    """The serving path answered something that the product cannot use; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversation:
+    """The model, for one conversation of one user."""
+
+    session: aiohttp.ClientSession
+    settings: UsersSettings
+    user_id: str
+    session_id: str
+    consent: bool
+
+    async def complete(self, prompt: str) -> Served:
+        """The next turn after a conversation. Raises NotServed, BadAnswer."""
+        began = time.monotonic()
+        headers = {CONSENT_HEADER: "true" if self.consent else "false"}
+        try:
+            async with self.session.post(PATH, json=self._body(prompt), headers=headers) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NotServed(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise NotServed(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
+        return served(body, time.monotonic() - began)
+
+    def _body(self, prompt: str) -> dict[str, Any]:
+        return {
+            "prompt": prompt,
+            "max_tokens": self.settings.max_turn_tokens,
+            "temperature": self.settings.temperature,
+            "stop": [END],
+            "skip_special_tokens": False,
+            "return_token_ids": True,
+            "user": self.user_id,
+            "metadata": {"session_id": self.session_id},
+        }
+
+
+def served(body: bytes, latency_s: float) -> Served:
+    """One answer of the serving path. Raises BadAnswer."""
+    try:
+        answer = json.loads(body)
+        (choice,) = answer["choices"]
+        return Served(
+            text=str(choice["text"]).split(END, 1)[0],
+            interaction=str(answer["tidemill"]["interaction"]),
+            version=max(int(span[0]) for span in choice["weight_versions"]),
+            latency_s=latency_s,
+        )
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise BadAnswer(f"the serving path answered {body[:300]!r}: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProduct:
+    """The product's backend: its serving path and its feedback SDK."""
+
+    session: aiohttp.ClientSession
+    feedback: AsyncFeedbackProducer
+    settings: UsersSettings
+
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> _Conversation:
+        """The model, for one conversation of a user."""
+        return _Conversation(self.session, self.settings, user_id, session_id, consent)
+
+    async def report(self, report: Report) -> None:
+        """Send one signal. Raises what the SDK raises."""
+        await self.feedback.send(
+            report.interaction,
+            report.kind,
+            report.value,
+            user=report.user_id,
+            event_id=report.event_id,
+            corrects=report.corrects,
+        )
+
+
+@asynccontextmanager
+async def open_product(
+    kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings
+) -> AsyncIterator[ServedProduct]:
+    """The product; at the end its connections are closed and its feedback is with the log. Raises KeysMissing."""
+    key = settings.api_key.get_secret_value()
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s)
+    async with (
+        aiohttp.ClientSession(settings.router, headers=headers, timeout=timeout) as session,
+        AsyncFeedbackProducer(kafka, product, source=SOURCE, deadline_s=settings.request_timeout_s) as feedback,
+    ):
+        yield ServedProduct(session, feedback, settings)
