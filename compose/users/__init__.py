@@ -6,6 +6,7 @@ import typer
 
 from tidemill.compose.options import with_settings
 from tidemill.compose.users.commands import erase, opt_in, opt_out, show
+from tidemill.compose.users.simulate import simulate
 
 users_app = typer.Typer(
     no_args_is_help=True,
@@ -15,7 +16,7 @@ users_app = typer.Typer(
 USER is the product's own id; the log knows him by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
 USER is what the log calls him.""",
 )
-for _command in (erase, opt_out, opt_in, show):
+for _command in (erase, opt_out, opt_in, show, simulate):
     users_app.command()(with_settings(_command))
 
 __all__ = ["users_app"]
