@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from tidemill.consumers.replica.anchor import AnchorReader
-from tidemill.consumers.replica.config import ReplicaSettings
+from tidemill.consumers.replica.config import Pool, ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.join import Joined
 from tidemill.consumers.replica.ledger import Identity, Ledger
@@ -86,14 +86,15 @@ async def running_replica(
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
-        status = partial(_status, ledger, state, now_us())
+        status = partial(_status, ledger, state, settings.pool, now_us())
         app = await build_replica_app(engine, arguments, settings.replica_id, status)
         yield Running(engine, subscriber, make_server(app))
 
 
-def _status(ledger: Ledger, state: ReplicaState, started_at: int) -> ReplicaStatus:
+def _status(ledger: Ledger, state: ReplicaState, pool: Pool, started_at: int) -> ReplicaStatus:
     return ReplicaStatus(
         **asdict(ledger.identity),
+        pool=pool.value,
         started_at=started_at,
         version=ledger.version,
         fingerprint=ledger.fingerprint,

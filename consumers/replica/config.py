@@ -29,6 +29,17 @@ class EngineDtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Pool(StrEnum):
+    """Which versions a replica goes to."""
+
+    ALL = ""
+    """Every version that is published, as far as the gate's limits let it."""
+    STABLE = "stable"
+    """Versions that were promoted, or rolled back to; before the first of them the oldest that can be reached."""
+    CANARY = "canary"
+    """The version under trial while there is one, else as the stable pool."""
+
+
 class ReplicaSettings(Section):
     """How one replica serves and how it follows the weight versions of a branch."""
 
@@ -36,6 +47,9 @@ class ReplicaSettings(Section):
     """Name of the replica: key of its acknowledgements, value of the `x-tidemill-replica` header."""
     region: str = "local"
     """Region that staleness is reported for."""
+    pool: Pool = Pool.ALL
+    """Pool of the replica: empty (every published version), "stable" (promoted versions) or "canary" (the version under
+    trial)."""
     host: str = "127.0.0.1"
     """Address that the HTTP server listens on; loopback unless the operator opens it."""
     port: int = Field(default=8000, ge=0, le=65535)

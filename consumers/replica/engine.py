@@ -23,7 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.proof import Applied, Proof
@@ -62,6 +62,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     def _forked(cls, arguments: AsyncEngineArgs) -> ReplicaEngine:
         config = arguments.create_engine_config()
         hide_llvmlite_from_kernel_search()
+        tell_spans_before_the_end()
         # vLLM chooses to spawn on a CPU, which imports everything a second time; a fork is safe here because nothing
         # has used a compute thread or opened a client of the log yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"

@@ -45,7 +45,7 @@ class Joined:
 def join(
     kafka: KafkaSettings, settings: ReplicaSettings, state: ReplicaState, directory: Path, stopped: Callable[[], bool]
 ) -> Joined | None:
-    """The newest version that may be served and can be reached now, or as soon as there is one; None when stopped.
+    """The version that `state` goes to from nothing, now or as soon as there is one; None when stopped.
 
     Raises:
         TimeoutError: no anchor that can be used came within `anchor_wait_s`.

@@ -50,7 +50,7 @@ class Replica:
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, directory: Path) -> None:
         self._kafka, self._run, self._settings, self._directory = kafka, run, settings, directory
-        self._state = ReplicaState(run.run_id, run.branch)
+        self._state = ReplicaState(run.run_id, run.branch, settings.pool)
         self._stop = asyncio.Event()
 
     async def run(self) -> None:

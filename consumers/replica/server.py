@@ -1,10 +1,9 @@
 """vLLM's own OpenAI-compatible server around the replica's engine, and what Tidemill adds to it.
 
-The application, its routes and its metrics are vLLM's. Added, by a subclass of the completion handler, a middleware
-and one route:
+The application, its routes and its metrics are vLLM's. Added, by subclasses of two handlers, a middleware and a route:
 
-- each choice of `/v1/completions` carries `weight_versions`: [[version, start, end], ...] over its sampled tokens
-  (not in streamed responses);
+- each choice of `/v1/completions` and `/v1/chat/completions` carries `weight_versions`: [[version, start, end], ...]
+  over its sampled tokens; a streamed response says them as `versions` describes;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -23,14 +22,18 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.status import ReplicaStatus
+from tidemill.consumers.replica.versions import SpanNews, said
 
 _EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
 
@@ -75,9 +78,64 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
         response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True):
-            spans = output.weight_versions or []
-            choice.weight_versions = [[int(span.version), span.start, span.end] for span in spans]
+            choice.weight_versions = said(output)
         return response
+
+    def completion_stream_generator(
+        self,
+        request: Any,  # noqa: ANN401 - vLLM's own types
+        engine_inputs: Any,  # noqa: ANN401 - vLLM's own types
+        result_generator: AsyncIterator[tuple[int, RequestOutput]],
+        *rest: Any,  # noqa: ANN401 - passed through to vLLM
+        **options: Any,  # noqa: ANN401 - passed through to vLLM
+    ) -> AsyncIterator[str]:
+        """vLLM's events, with the `weight_versions` of the choices that there is news of."""
+        news = SpanNews()
+
+        async def watched() -> AsyncGenerator[tuple[int, RequestOutput], None]:
+            async for prompt, result in result_generator:
+                news.watch(result.outputs, first=prompt * (request.n or 1))
+                yield prompt, result
+
+        events = super().completion_stream_generator(request, engine_inputs, watched(), *rest, **options)
+        return news.told(events)
+
+
+class VersionedChat(OpenAIServingChat):  # type: ignore[misc]  # vLLM is read without its types
+    """vLLM's chat handler, whose choices say which version sampled which token."""
+
+    def chat_completion_stream_generator(
+        self,
+        request: Any,  # noqa: ANN401 - vLLM's own types
+        result_generator: AsyncIterator[RequestOutput],
+        *rest: Any,  # noqa: ANN401 - passed through to vLLM
+        **options: Any,  # noqa: ANN401 - passed through to vLLM
+    ) -> AsyncIterator[str]:
+        """vLLM's events, with the `weight_versions` of the choices that there is news of."""
+        news = SpanNews()
+        events = super().chat_completion_stream_generator(request, _watched(result_generator, news), *rest, **options)
+        return news.told(events)
+
+    async def chat_completion_full_generator(
+        self,
+        request: Any,  # noqa: ANN401 - vLLM's own types
+        result_generator: AsyncIterator[RequestOutput],
+        *rest: Any,  # noqa: ANN401 - passed through to vLLM
+        **options: Any,  # noqa: ANN401 - passed through to vLLM
+    ) -> ErrorResponse | ChatCompletionResponse:
+        """vLLM's response with `weight_versions` in each choice."""
+        news, full = SpanNews(), super().chat_completion_full_generator
+        response = await full(request, _watched(result_generator, news), *rest, **options)
+        if isinstance(response, ChatCompletionResponse):
+            for choice in response.choices:
+                choice.weight_versions = news.take(choice.index)
+        return response
+
+
+async def _watched(results: AsyncIterator[RequestOutput], news: SpanNews) -> AsyncIterator[RequestOutput]:
+    async for result in results:
+        news.watch(result.outputs)
+        yield result
 
 
 class ReplicaHeader:
@@ -113,6 +171,15 @@ async def build_replica_app(
         app.state.openai_serving_models,
         online_renderer=app.state.online_renderer,
         request_logger=None,
+    )
+    app.state.openai_serving_chat = VersionedChat(
+        engine,
+        app.state.openai_serving_models,
+        arguments.response_role,
+        online_renderer=app.state.online_renderer,
+        request_logger=None,
+        chat_template=None,
+        chat_template_content_format=arguments.chat_template_content_format,
     )
     app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
     # vLLM has built its middleware stack already: the header goes around the whole application.

@@ -8,12 +8,22 @@ it where to go (`plan`), carries that out and reports: `proved`, `delta_refused`
 - the same record twice changes nothing; a version published twice with different contents is refused, not followed;
 - every version that it sees and does not go to is refused once, with the reason;
 - while nothing can be reached, the last proved version goes on being served.
+
+In a pool (`gate.Gate`) the gate names what is served, and these replace the first, second and fourth:
+
+- it goes to the best version that the gate names and that can be reached, forwards or back; while that one has not
+  been seen in the log, it stays;
+- where none of them can be reached it serves the oldest version that can be, and no other unnamed one;
+- only named versions that cannot be reached are refused: the others are none of its business.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
+from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.gate import Gate
 from tidemill.consumers.replica.lineage import Delta, Lineage, Way
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
@@ -42,12 +52,12 @@ Said = Manifest | SkipDelta | GateDecision
 
 
 class ReplicaState:
-    """The lineage of one branch of one run, its gate, and the version served."""
+    """The lineage of one branch of one run, its gate for a pool, and the version served."""
 
-    def __init__(self, run_id: str, branch: str) -> None:
-        self._run_id, self._branch = run_id, branch
+    def __init__(self, run_id: str, branch: str, pool: Pool = Pool.ALL) -> None:
+        self._run_id, self._branch, self._pool = run_id, branch, pool
         self._lineage = Lineage()
-        self._gate = Gate()
+        self._gate = Gate(pool)
         self._answered: set[int] = set()
         self._notice = ""
         self._serving: int | None = None
@@ -79,6 +89,8 @@ class ReplicaState:
 
     def plan(self) -> Move | None:
         """Where to go now; None to stay. The same answer until something is observed or reported."""
+        if self._pool is not Pool.ALL:
+            return self._plan_in_pool()
         notice = "" if self._serving is None else self._gate.notice(self._serving)
         for version in self._candidates(go_back=bool(notice)):
             way = self._lineage.way(version, self._serving)
@@ -92,8 +104,7 @@ class ReplicaState:
         The versions newer than the served one that cannot or may not be gone to; and the served one, where it should
         be left and nothing leads away from it.
         """
-        floor = -1 if self._serving is None else self._serving
-        found = sorted(version for version in self._lineage.manifests if version > floor)
+        found = self._passed_over()
         refused = [self._lineage.manifests[version] for version in found if version not in self._answered]
         self._answered.update(found)
         return [*self._stuck(), *(Refuse(manifest, self._objection(manifest)) for manifest in refused)]
@@ -112,6 +123,38 @@ class ReplicaState:
     def anchor_refused(self, version: int) -> None:
         """An anchor cannot be read or is not what its manifest says."""
         self._lineage.refuse_anchor(version)
+
+    def _plan_in_pool(self) -> Move | None:
+        for version in self._wanted():
+            if version == self._serving:
+                return None
+            way = self._lineage.way(version, self._serving)
+            if way is not None:
+                back = self._serving is not None and version < self._serving
+                left = self._gate.objection(self._serving) if back and self._serving is not None else ""
+                return Move(self._lineage.manifests[version], way, left or _reason(way, self._serving))
+        return None
+
+    def _wanted(self) -> Iterator[int]:
+        """What a replica of a pool should serve, the best first; the served one where it should wait."""
+        serving = self._serving
+        for version in self._gate.preferred(serving):
+            if version in self._lineage.manifests:
+                yield version
+            elif serving is not None and version > self.head and not self._gate.notice(serving):
+                # The decision came before its version: the two topics are read apart.
+                yield serving
+        oldest = next((v for v in sorted(self._lineage.manifests) if self._lineage.way(v, serving) is not None), None)
+        if oldest is not None and not self._gate.forbidden(oldest):
+            yield oldest
+
+    def _passed_over(self) -> list[int]:
+        """The versions that would be gone to if they could or might be."""
+        if self._pool is not Pool.ALL:
+            better = takewhile(lambda version: version != self._serving, self._gate.preferred(self._serving))
+            return sorted(version for version in better if version in self._lineage.manifests)
+        floor = -1 if self._serving is None else self._serving
+        return sorted(version for version in self._lineage.manifests if version > floor)
 
     def _stuck(self) -> list[Refuse]:
         notice = "" if self._serving is None else self._gate.notice(self._serving)

@@ -13,6 +13,8 @@ class ReplicaStatus:
     region: str
     run_id: str
     branch: str
+    pool: str
+    """The pool that it serves in; empty for none."""
     pid: int
     incarnation: str
     started_at: int

@@ -58,7 +58,9 @@ def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200
     model.to(torch.bfloat16).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0").save_pretrained(directory)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}t2"
+    tokenizer.save_pretrained(directory)
     return directory
 
 

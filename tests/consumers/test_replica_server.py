@@ -120,6 +120,47 @@ def test_a_completion_says_its_tokens_logprobs_and_version(served):
     assert choice["weight_versions"] == [[version, 0, 8]]
 
 
+CHAT = {"messages": [{"role": "user", "content": "t5 t6 t7"}], "logprobs": True, "model": "tidemill"}
+
+
+def streamed(served, path, body):
+    """The chunks of a streamed answer."""
+    chunks = []
+    with served.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+    return chunks
+
+
+def test_a_chat_answer_says_its_tokens_and_version(served):
+    version = served.http.get("/tidemill/status").json()["version"]
+    body = {**CHAT, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, "n": 2}
+    answer = served.http.post("/v1/chat/completions", json=body).json()
+    for choice in answer["choices"]:
+        assert choice["weight_versions"] == [[version, 0, 8]] and len(choice["token_ids"]) == 8
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, path):
+    body = {**(BODY if path == "/v1/completions" else CHAT), "return_token_ids": True, "ignore_eos": True, "n": 2}
+    chunks = []
+    running = threading.Thread(target=lambda: chunks.extend(streamed(served, path, {**body, "max_tokens": 460})))
+    running.start()
+    served.send()
+    assert served.ack().status is AckStatus.PROVED
+    running.join(240)
+    for index in range(2):
+        parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert sum(len(part.get("token_ids") or []) for part in parts) == 460
+        told = [part["weight_versions"] for part in parts if "weight_versions" in part]
+        (old, start, middle), (new, middle_, end) = told[-1]
+        assert (old, new) == (served.version - 1, served.version) and "weight_versions" in parts[-1]
+        assert (start, end) == (0, 460) and 0 < middle == middle_ < 460
+        assert len(told) == 3 and told[0][0][:2] == [old, 0] and told[1][1][:2] == [new, middle]
+
+
 def test_a_version_that_arrives_mid_request_splits_its_tokens_and_stops_nothing(served):
     answers = []
     running = threading.Thread(target=lambda: answers.append(served.complete(max_tokens=480).json()))

@@ -1,0 +1,84 @@
+"""Adds to a streamed answer which weight version sampled which token; needs nothing of the engine but its outputs.
+
+What holds: a choice's spans so far are on its first chunk with a token, on the chunk that begins another version, and,
+complete, on the chunk that ends the choice; so that a client that is cut off anywhere knows the version of every token
+it has. Every other chunk goes through as it came, unparsed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+_EVENT = "data: "
+
+
+class Span(Protocol):
+    """Tokens [start, end) of a choice, sampled under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Output(Protocol):
+    """The part of vLLM's `CompletionOutput` that is used here."""
+
+    index: int
+    finish_reason: str | None
+    weight_versions: list[Span] | None
+
+
+def said(output: Output) -> list[list[int]]:
+    """An output's spans as they are written: [version, start, end] each."""
+    return [[int(span.version), span.start, span.end] for span in output.weight_versions or []]
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """Spans that a choice's client has not been told."""
+
+    spans: list[list[int]]
+    ended: bool
+
+
+class SpanNews:
+    """What is to be told of each choice's spans."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, _News] = {}
+        self._known: dict[int, int] = {}
+        """Spans of each choice that were seen."""
+
+    def watch(self, outputs: Iterable[Output], first: int = 0) -> None:
+        """Look at outputs on their way to the client; `first` is added to the number of a choice."""
+        for output in outputs:
+            spans, ended = output.weight_versions, output.finish_reason is not None
+            if spans and (ended or len(spans) != self._known.get(first + output.index)):
+                self._known[first + output.index] = len(spans)
+                self._news[first + output.index] = _News(said(output), ended)
+
+    async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Server-sent events, with `weight_versions` in the choices that there is news of."""
+        async for event in events:
+            yield self._extended(event) if self._news else event
+
+    def take(self, choice: int) -> list[list[int]]:
+        """The newest spans of a choice, once; none when none were seen."""
+        news = self._news.pop(choice, None)
+        return news.spans if news is not None else []
+
+    def _extended(self, event: str) -> str:
+        if not event.startswith(_EVENT + "{"):
+            return event
+        chunk = json.loads(event.removeprefix(_EVENT))
+        for choice in chunk.get("choices", ()):
+            news = self._news.get(choice["index"])
+            if news is not None:
+                choice["weight_versions"] = news.spans
+                # A chat begins with a chunk that only names the role: what ends the choice is still to come then.
+                if not news.ended or choice.get("finish_reason") is not None:
+                    del self._news[choice["index"]]
+        return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

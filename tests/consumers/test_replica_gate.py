@@ -1,0 +1,177 @@
+"""Pools: users get what was promoted and nothing else, the canary pool what is tried; both come back by themselves."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.consumers.test_replica_state import decision, first, manifest, refused, skip, way
+from tidemill.consumers.replica.config import Pool
+from tidemill.consumers.replica.state import ReplicaState
+from tidemill.schemas.records import GateDecision, GateVerdict, Manifest
+
+ANCHORS = (0, 4, 8)
+
+
+def versions(count: int) -> list[Manifest]:
+    """A chain with an anchor every fourth version."""
+    return [first(), *(manifest(version, anchor=version in ANCHORS) for version in range(1, count))]
+
+
+def settle(state: ReplicaState) -> list[int]:
+    """Carry every plan out; returns where it led."""
+    passed = []
+    while (move := state.plan()) is not None:
+        state.proved(move.target.version)
+        passed.append(move.target.version)
+        assert len(passed) < 30, f"it does not settle: {passed}"
+    return passed
+
+
+def in_pool(pool: Pool, *records) -> ReplicaState:
+    """A replica that has read `records` and gone where they lead."""
+    state = ReplicaState("r", "main", pool)
+    for record in records:
+        state.observe(record)
+    settle(state)
+    return state
+
+
+def then(state: ReplicaState, *records) -> int | None:
+    """Read on, go where it leads: the version served."""
+    for record in records:
+        state.observe(record)
+    settle(state)
+    return state.serving
+
+
+@pytest.mark.parametrize("pool", [Pool.STABLE, Pool.CANARY])
+def test_before_a_decision_the_oldest_version_is_served_and_no_newer_one(pool):
+    state = in_pool(pool, *versions(10))
+    assert state.serving == 0 and refused(state) == []
+
+
+def test_the_stable_pool_goes_to_promoted_versions_alone():
+    state = in_pool(Pool.STABLE, *versions(10))
+    assert then(state, decision("promote", 3)) == 3
+    assert then(state, decision("canary", 7), decision("admit", 9)) == 3
+    assert then(state, decision("promote", 7)) == 7
+
+
+def test_a_late_joiner_of_the_stable_pool_builds_the_promoted_version_from_an_older_anchor():
+    state = ReplicaState("r", "main", Pool.STABLE)
+    for record in (*versions(10), decision("promote", 6)):
+        state.observe(record)
+    assert way(state) == (4, [(4, 5), (5, 6)])
+
+
+def test_a_roll_back_and_a_rejection_lead_back_without_a_restart():
+    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("promote", 7))
+    state.observe(decision("roll_back", 3))
+    assert way(state) == (0, [(0, 1), (1, 2), (2, 3)])
+    assert state.plan().reason == "rolled back to version 3 by ada: reward fell"
+    assert then(state) == 3
+    assert then(state, decision("reject", 7), decision("release")) == 3
+    assert then(state, decision("reject", 3)) == 0
+
+
+def test_a_hold_stops_the_stable_pool_and_brings_nothing_to_users():
+    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("hold", 5))
+    assert state.serving == 3
+    assert then(state, decision("promote", 7)) == 7
+    assert then(state, decision("hold", 5)) == 7
+
+
+def test_the_canary_pool_follows_the_trial_and_the_promotion():
+    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3))
+    assert state.serving == 3
+    assert then(state, decision("canary", 7)) == 7
+    assert then(state, decision("promote", 7)) == 7
+    assert then(state, decision("canary", 5)) == 5, "an older candidate is tried too"
+
+
+@pytest.mark.parametrize("ending", [("reject", 7), ("roll_back", 3), ("hold", 3), ("promote", 3), ("release", None)])
+def test_a_trial_that_ends_leads_the_canary_pool_back_to_the_promoted_version(ending):
+    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
+    assert then(state, decision(*ending)) == 3
+
+
+def test_the_rejection_of_another_version_does_not_end_a_trial():
+    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
+    assert then(state, decision("reject", 6)) == 7
+
+
+def test_a_decision_that_comes_before_its_version_moves_nothing_until_it_is_there():
+    state = in_pool(Pool.CANARY, *versions(5), decision("canary", 3))
+    assert then(state, decision("canary", 5)) == 3
+    assert then(state, manifest(5)) == 5
+
+
+def test_a_promoted_version_that_cannot_be_reached_is_refused_once():
+    state = in_pool(Pool.STABLE, first(), manifest(3), decision("promote", 3))
+    assert state.serving == 0
+    assert refused(state) == [3] and refused(state) == []
+
+
+def test_a_rejected_first_version_is_not_replaced_by_an_unpromoted_one():
+    state = in_pool(Pool.STABLE, *versions(10))
+    assert then(state, decision("reject", 0)) == 0
+    (said,) = state.refusals()
+    assert "no usable anchor" in said.reason
+    assert in_pool(Pool.STABLE, *versions(10), decision("reject", 0)).serving is None
+
+
+@pytest.mark.parametrize("verdict", ["canary", "admit"])
+def test_without_a_pool_a_trial_and_an_admission_change_nothing(verdict):
+    state = in_pool(Pool.ALL, *versions(6), decision("hold", 6), decision(verdict, 2))
+    assert state.serving == 5 and then(state, manifest(6), manifest(7)) == 6
+
+
+def step(verdict: GateVerdict, version: int) -> GateDecision:
+    return decision(verdict.value, None if verdict is GateVerdict.RELEASE else version)
+
+
+DECISIONS = st.builds(step, st.sampled_from(list(GateVerdict)), st.integers(0, 9))
+PUBLISHED = st.builds(
+    lambda v, a: manifest(v, None if v == 0 else v - 1, a or v == 0), st.integers(0, 9), st.booleans()
+)
+SKIPS = st.builds(skip, st.integers(0, 9), st.integers(0, 9))
+LOGS = st.lists(DECISIONS | PUBLISHED | SKIPS, max_size=30)
+
+
+@given(LOGS, st.sampled_from([Pool.STABLE, Pool.CANARY]))
+def test_no_replica_of_a_pool_goes_where_the_gate_did_not_lead_it(log, pool):
+    state, said = ReplicaState("r", "main", pool), []
+    for record in log:
+        state.observe(record)
+        said += [record] if isinstance(record, GateDecision) else []
+        for version in settle(state):
+            _check(version, said, pool, state)
+    while_it_stays = state.serving
+    assert settle(state) == [] and state.serving == while_it_stays
+
+
+def _check(version: int, said: list[GateDecision], pool: Pool, state: ReplicaState) -> None:
+    assert version not in {one.version for one in said if one.verdict is GateVerdict.REJECT}
+    served = {GateVerdict.PROMOTE, GateVerdict.ROLL_BACK} | ({GateVerdict.CANARY} if pool is Pool.CANARY else set())
+    oldest = next(v for v in sorted(state._lineage.manifests) if state._lineage.way(v, None) is not None)
+    assert version in {one.version for one in said if one.verdict in served} | {oldest}
+    limits = [one for one in said if one.verdict not in (GateVerdict.REJECT, GateVerdict.ADMIT)]
+    while limits and limits[-1].verdict is GateVerdict.CANARY:
+        if pool is Pool.CANARY and limits[-1].version == version:
+            return
+        limits.pop()
+    if limits and limits[-1].verdict is not GateVerdict.RELEASE:
+        assert version <= limits[-1].version
+
+
+@given(LOGS, st.integers(0, 9), st.sampled_from(["promote", "roll_back"]))
+def test_the_stable_pool_serves_what_was_named_last_where_it_can_be_reached(log, version, verdict):
+    state = in_pool(Pool.STABLE, *log)
+    rejected = any(one.verdict is GateVerdict.REJECT and one.version == version for one in log if _decides(one))
+    reachable = state._lineage.way(version, state.serving) is not None
+    served = then(state, decision(verdict, version))
+    assert (served == version) or rejected or not reachable
+
+
+def _decides(record: object) -> bool:
+    return isinstance(record, GateDecision)

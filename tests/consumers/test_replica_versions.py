@@ -1,0 +1,77 @@
+"""Spans on their way to a client: told when a version begins and when a choice ends, and nothing else is touched."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+from tidemill.consumers.replica.versions import SpanNews
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+@dataclass
+class Output:
+    index: int
+    weight_versions: list[Span] | None = None
+    finish_reason: str | None = None
+
+
+def event(index: int, finish_reason: str | None = None, text: str = "a") -> str:
+    return f"data: {json.dumps({'choices': [{'index': index, 'text': text, 'finish_reason': finish_reason}]})}\n\n"
+
+
+def told(news: SpanNews, *events: str) -> list[str]:
+    async def source():
+        for one in events:
+            yield one
+
+    async def collect():
+        return [one async for one in news.told(source())]
+
+    return asyncio.run(collect())
+
+
+def spans_in(text: str):
+    return json.loads(text.removeprefix("data: "))["choices"][0].get("weight_versions")
+
+
+def test_every_choice_ends_with_its_own_spans():
+    news = SpanNews()
+    news.watch([Output(0, [Span("3", 0, 2)], "length"), Output(1, [Span("3", 0, 1), Span("4", 1, 5)], "stop")])
+    first, second, done = told(news, event(1, "stop"), event(0, "length"), "data: [DONE]\n\n")
+    assert spans_in(first) == [[3, 0, 1], [4, 1, 5]] and spans_in(second) == [[3, 0, 2]]
+    assert done == "data: [DONE]\n\n"
+
+
+def test_a_version_is_told_when_it_begins_and_once():
+    news, found = SpanNews(), []
+    for end in range(1, 5):
+        spans = [Span("3", 0, min(end, 2))] + ([Span("4", 2, end)] if end > 2 else [])
+        news.watch([Output(0, spans)])
+        found += told(news, event(0))
+    assert [spans_in(one) for one in found] == [[[3, 0, 1]], None, [[3, 0, 2], [4, 2, 3]], None]
+    assert found[1] == event(0)
+
+
+def test_what_ends_a_choice_is_told_again_after_a_chunk_that_did_not_end_it():
+    news = SpanNews()
+    news.watch([Output(0, [Span("3", 0, 1)], "length")])
+    role, last = told(news, event(0), event(0, "length"))
+    assert spans_in(role) == spans_in(last) == [[3, 0, 1]]
+
+
+def test_choices_of_several_prompts_are_counted_through():
+    news = SpanNews()
+    news.watch([Output(0, [Span("3", 0, 2)], "stop")], first=2)
+    assert news.take(2) == [[3, 0, 2]] and news.take(2) == []
+
+
+def test_a_chunk_without_news_goes_through_as_it_came():
+    news = SpanNews()
+    news.watch([Output(0)])
+    assert told(news, event(0, text="é"), "data: [DONE]\n\n") == [event(0, text="é"), "data: [DONE]\n\n"]
