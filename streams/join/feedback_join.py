@@ -1,0 +1,461 @@
+"""The feedback join as a pure state machine: interactions and feedback of one partition in, outcomes out.
+
+Invariants:
+
+- the outcomes are a function of the two logs alone, however their records interleave while they are read: both are
+  decided in one order (`merge`), and time is what the clocks of both have passed;
+- every interaction of the run ends in exactly one outcome of revision 0: a reward, or an exclusion with its reason;
+  whatever changes its reward afterwards is one more outcome with the next revision;
+- an event counts once, by its id; a correction replaces the event that it names, whichever of them is read first;
+- only the user who was served is heard;
+- memory is bounded in event time: an ended interaction, feedback without interaction and an idle user are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, UserRequest, UserWish
+from tidemill.streams.join import join_input
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.join.join_input import Item, Tombstone, Vote
+from tidemill.streams.join.join_state import NEVER, Case, Early, Entry, Head, Held, Wish, Wishes
+from tidemill.streams.join.join_store import JoinStore
+from tidemill.streams.join.merge import Merge
+from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
+from tidemill.streams.machine import Changes, Emit, Output, Rejected
+
+INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
+"""Of two records of equal time, the interaction is decided first."""
+OUTCOMES_PARTITION = 0
+
+NO_CONSENT = "no_consent"
+OPTED_OUT = "opted_out"
+ERASED = "erased"
+BOT = "bot"
+TOO_LATE = "too_late"
+NO_SIGNAL = "no_signal"
+NO_TOKENS = "no_tokens"
+EXCLUSIONS = (NO_CONSENT, OPTED_OUT, ERASED, BOT, TOO_LATE, NO_SIGNAL, NO_TOKENS)
+"""Every reason for which an interaction is left out."""
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRules:
+    """The settings that decide outcomes."""
+
+    run_id: str
+    settings: JoinSettings
+
+
+class FeedbackJoin:
+    """The interactions of one partition, and what users said of them."""
+
+    def __init__(self, partition: int, rules: JoinRules, states: Iterable[tuple[str, bytes]] = ()) -> None:
+        """`states` is everything of the partition in the state topic. Raises StateError."""
+        self._partition = partition
+        self._run_id = rules.run_id
+        self._settings = rules.settings
+        self._map = rules.settings.map
+        self._map_version = map_version(self._map)
+        self._store = JoinStore(partition, states)
+        head = self._store.head
+        self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
+        self._counts = Counter(head.counts)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Records that left no outcome of their own, by why."""
+        return self._counts
+
+    @property
+    def open_cases(self) -> int:
+        """Interactions that wait for signals."""
+        return sum(isinstance(entry, Case) and entry.open for entry in self._store.entries())
+
+    def next_offset(self, topic: Topic) -> int:
+        """The first offset of a topic that is not decided yet."""
+        return self._merge.marks[topic].offset + 1
+
+    def clock_us(self, topic: Topic) -> int:
+        """Event time of a topic, with the records that wait for the other."""
+        return self._merge.clock_us(topic)
+
+    def next_deadline_us(self) -> int | None:
+        """The earliest time at which an interaction ends, early feedback is given up, or a waiting record is decided.
+
+        What is only forgotten then is no reason to hurry.
+        """
+        times = (self._store.next_awaited_us(), self._merge.wanted_us())
+        return min((time for time in times if time is not None), default=None)
+
+    def observe(self, located: Located) -> list[Output]:
+        """Take one record of either topic; what is decided by it."""
+        if self._merge.has_read(located.topic, located.offset):
+            return []
+        item = join_input.read(located, _us(self._settings.clock_skew_s))
+        self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
+        outputs: list[Output] = []
+        while (step := self._merge.take()) is not None:
+            outputs += self._advance(step.at_us)
+            outputs += self._decide(step.item, step.offset, step.at_us)
+            # What falls due at once does so before the next record, or the order would depend on the reading.
+            outputs += self._advance(step.at_us)
+        outputs += self._advance(self._merge.frontier_us)
+        return outputs
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
+        return self._store.changes(Head(marks, dict(self._counts)))
+
+    def _advance(self, time_us: int) -> list[Output]:
+        """Everything that falls due up to a time, in the order of time."""
+        return [output for entry in self._store.due(time_us) for output in self._fall_due(entry)]
+
+    def _fall_due(self, entry: Entry) -> list[Output]:
+        match entry:
+            case Case() if entry.open:
+                return [self._end(entry, self._exclusion(entry), entry.due_at)]
+            case Early():
+                return self._give_up(entry)
+            case _:
+                self._store.forget(entry)
+                return []
+
+    def _give_up(self, early: Early) -> list[Output]:
+        """Reject the feedback that waited long enough."""
+        overdue = [held for held in early.held if self._patience_ends(held) <= early.due_at]
+        self._keep_held(early, [held for held in early.held if held not in overdue])
+        reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
+        return [self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue]
+
+    def _patience_ends(self, held: Held) -> int:
+        return held.arrived_at + _us(self._settings.early_wait_s)
+
+    def _keep_held(self, early: Early, held: list[Held]) -> None:
+        early.held = held
+        if held:
+            early.due_at = min(map(self._patience_ends, held))
+            self._store.save(early)
+        else:
+            self._store.forget(early)
+
+    # Records
+
+    def _decide(self, item: Item, offset: int, at_us: int) -> list[Output]:
+        match item:
+            case None:
+                return []
+            case Rejected():
+                return [item]
+            case Interaction():
+                return self._admit(item, offset, at_us)
+            case Vote():
+                return self._hear(item, offset, at_us)
+            case UserRequest():
+                return self._heed(item, at_us)
+            case Tombstone():
+                return self._erase(item.key, at_us)
+
+    def _admit(self, interaction: Interaction, offset: int, at_us: int) -> list[Output]:
+        if self._store.case(interaction.interaction_id) is not None:
+            self._counts["duplicate_interaction"] += 1
+            return []
+        case = self._new_case(interaction, offset, at_us)
+        early = self._store.early(case.interaction_id)
+        if early is not None:
+            self._store.forget(early)
+        outputs: list[Output] = []
+        if interaction.run_id != self._run_id:
+            # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
+            self._counts["other_run"] += 1
+            self._seal(case, self._remembered_until(at_us))
+        else:
+            outputs += self._begin(case, at_us)
+        return outputs + [o for held in (early.held if early else ()) for o in self._add(case, held, at_us)]
+
+    def _begin(self, case: Case, at_us: int) -> list[Output]:
+        self._store.save(case)
+        case.bot = self._is_bot(case.user_id, at_us)
+        if self._store.wishes(case.user_id).erased(case.served_at):
+            return [self._end(case, ERASED, at_us)]
+        if at_us - case.served_at > _us(self._settings.late_s):
+            return [self._end(case, TOO_LATE, at_us)]
+        return []
+
+    def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
+        grace_us = _us(self._settings.grace_s)
+        # Feedback may be as late on its way as the interaction was.
+        full_wait_at = max(interaction.served_at + _us(self._map.wait_s), at_us) + grace_us
+        return Case(
+            interaction_id=interaction.interaction_id,
+            offset=offset,
+            branch=interaction.branch,
+            user_id=interaction.user_id,
+            arm=interaction.arm,
+            version_min=interaction.version_min,
+            version_max=interaction.version_max,
+            sampled_tokens=interaction.sampled_tokens,
+            latency_ms=interaction.latency_ms,
+            consent=interaction.consent,
+            served_at=interaction.served_at,
+            full_wait_at=full_wait_at,
+            due_at=full_wait_at,
+        )
+
+    def _hear(self, vote: Vote, offset: int, at_us: int) -> list[Output]:
+        feedback = vote.feedback
+        signal = _signal(feedback, offset)
+        held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
+        case = self._store.case(feedback.interaction_id)
+        if case is None:
+            return self._hold(feedback.interaction_id, held, at_us)
+        if not case.sealed and signal.event_id not in case.signals:
+            self._is_bot(feedback.user_id, at_us)
+        return self._add(case, held, at_us)
+
+    def _hold(self, interaction_id: str, held: Held, at_us: int) -> list[Output]:
+        early = self._store.early(interaction_id) or Early(interaction_id, self._patience_ends(held))
+        if any((h.user_id, h.signal.event_id) == (held.user_id, held.signal.event_id) for h in early.held):
+            self._counts["duplicate_feedback"] += 1
+            return []
+        self._is_bot(held.user_id, at_us)
+        if len(early.held) >= self._settings.max_signals:
+            return [self._too_many(held)]
+        self._keep_held(early, [*early.held, held])
+        return []
+
+    def _add(self, case: Case, held: Held, at_us: int) -> list[Output]:
+        signal = held.signal
+        if case.sealed:
+            self._counts["after_exclusion"] += 1
+            return []
+        if held.user_id != case.user_id:
+            reason = f"user {held.user_id!r} was not served interaction {case.interaction_id!r}"
+            return [self._rejected(held.key, held.value, held.timestamp_ms, signal, reason)]
+        if signal.event_id in case.signals:
+            self._counts["duplicate_feedback"] += 1
+            return []
+        if not self._within_horizon(case, signal):
+            self._counts["out_of_horizon"] += 1
+            return []
+        if len(case.signals) >= self._settings.max_signals:
+            return [self._too_many(held)]
+        case.signals[signal.event_id] = signal
+        case.arrivals[signal.event_id] = at_us
+        return self._signals_changed(case, at_us)
+
+    def _within_horizon(self, case: Case, signal: Signal) -> bool:
+        earliest = case.served_at - round(case.latency_ms * 1_000) - _us(self._settings.clock_skew_s)
+        return earliest <= signal.observed_at <= case.served_at + _us(self._map.horizon_s(signal.kind))
+
+    def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
+        if not case.open:
+            return self._revise(case, at_us)
+        decisive = [
+            case.arrivals[signal.event_id]
+            for kind, signal in standing(case.signals.values()).items()
+            if kind in self._settings.close_on
+        ]
+        ends = [case.full_wait_at, *(arrived + _us(self._settings.settle_s) for arrived in decisive)]
+        case.due_at = max(min(ends), at_us)
+        self._store.save(case)
+        return []
+
+    # Users
+
+    def _is_bot(self, user_id: str, at_us: int) -> bool:
+        """Count an event of a user; whether he is a bot now."""
+        window_us = _us(self._settings.bot_window_s)
+        activity = self._store.activity(user_id, at_us)
+        if at_us >= activity.opened_at + window_us:
+            activity.opened_at, activity.events = at_us, 0
+        activity.events += 1
+        if activity.events > self._settings.bot_max_events:
+            activity.bot_until = at_us + window_us
+            for case in self._store.cases_of(user_id):
+                if case.open and not case.bot:
+                    case.bot = True
+                    self._store.save(case)
+        activity.due_at = max(activity.opened_at + window_us, activity.bot_until)
+        self._store.save(activity)
+        return at_us < activity.bot_until
+
+    def _heed(self, request: UserRequest, at_us: int) -> list[Output]:
+        wishes = self._store.wishes(request.user_id)
+        if any(wish.request_id == request.request_id for wish in wishes.wishes):
+            return []
+        # A demand is never for a later time than the one at which it was read.
+        wish = Wish(min(request.at, at_us), request.request_id, request.wish)
+        self._remember(wishes, wish, at_us)
+        return self._erase_user(request.user_id, wish.at, at_us) if wish.wish is UserWish.ERASE else []
+
+    def _remember(self, wishes: Wishes, wish: Wish, at_us: int) -> None:
+        settings = self._settings
+        # An interaction that was served before a demand ends within this time after it.
+        keep_us = _us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
+        ordered = sorted([*wishes.wishes, wish], key=lambda w: (w.at, w.request_id))
+        past = [w for w in ordered if w.at + keep_us <= at_us and w.wish is not UserWish.ERASE]
+        wishes.wishes = past[-1:] + [w for w in ordered if w.at + keep_us > at_us]
+        wishes.due_at = NEVER if wishes.opted_out(at_us) else at_us + keep_us
+        self._store.save(wishes)
+
+    def _erase_user(self, user_id: str, until_us: int, at_us: int) -> list[Output]:
+        outputs: list[Output] = []
+        for case in self._store.cases_of(user_id):
+            if case.served_at <= until_us:
+                outputs += self._erase_case(case, at_us)
+        for early in self._store.early_of(user_id):
+            self._counts["erased_feedback"] += sum(held.user_id == user_id for held in early.held)
+            self._store.release(early, user_id)
+            self._keep_held(early, [held for held in early.held if held.user_id != user_id])
+        return outputs
+
+    def _erase(self, key: str, at_us: int) -> list[Output]:
+        """A tombstone: of an interaction, or of one feedback event."""
+        case = self._store.case(key)
+        if case is not None:
+            return self._erase_case(case, at_us)
+        unclaimed = self._store.early(key)
+        if unclaimed is not None:
+            self._counts["erased_feedback"] += len(unclaimed.held)
+            self._store.forget(unclaimed)
+        # Either id may hold a slash, so that every one of them may be the one between the two.
+        for place in (place for place, letter in enumerate(key) if letter == "/"):
+            interaction_id, event_id = key[:place], key[place + 1 :]
+            found, early = self._store.case(interaction_id), self._store.early(interaction_id)
+            if found is not None and event_id in found.signals:
+                del found.signals[event_id], found.arrivals[event_id]
+                self._counts["erased_feedback"] += 1
+                if found.open:
+                    return self._signals_changed(found, at_us)
+                self._store.save(found)
+            elif early is not None and any(held.signal.event_id == event_id for held in early.held):
+                self._counts["erased_feedback"] += 1
+                self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])
+        return []
+
+    def _erase_case(self, case: Case, at_us: int) -> list[Output]:
+        if case.open:
+            return [self._end(case, ERASED, at_us)]
+        self._seal(case, case.due_at)
+        return []
+
+    # Endings
+
+    def _exclusion(self, case: Case) -> str:
+        """Why an interaction is left out whatever the signals say; empty when it is not."""
+        wishes = self._store.wishes(case.user_id)
+        if wishes.erased(case.served_at):
+            return ERASED
+        if not case.consent:
+            return NO_CONSENT
+        if wishes.opted_out(case.served_at):
+            return OPTED_OUT
+        if case.bot:
+            return BOT
+        return "" if case.sampled_tokens else NO_TOKENS
+
+    def _end(self, case: Case, exclusion: str, at_us: int) -> Emit:
+        """Give an interaction its one ending."""
+        result = reward_of(self._map, case.signals.values())
+        if exclusion:
+            observed = {} if exclusion == ERASED else result.observed
+            result = RewardResult(None, (), observed)
+        case.revision, case.reward = 0, result.reward
+        outcome = self._outcome(case, result, exclusion, None, at_us)
+        if exclusion:
+            self._seal(case, self._remembered_until(at_us))
+        else:
+            case.due_at = self._remembered_until(at_us)
+            self._store.save(case)
+        return outcome
+
+    def _remembered_until(self, ended_us: int) -> int:
+        return ended_us + _us(self._settings.done_ttl_s)
+
+    def _seal(self, case: Case, due_at: int) -> None:
+        """Nothing changes this ending any more, and nothing is kept that could."""
+        case.revision, case.reward, case.sealed = max(case.revision, 0), None, True
+        case.signals.clear()
+        case.arrivals.clear()
+        case.due_at = due_at
+        self._store.save(case)
+
+    def _revise(self, case: Case, at_us: int) -> list[Output]:
+        self._store.save(case)
+        result = reward_of(self._map, case.signals.values())
+        if result.reward == case.reward or self._exclusion(case):
+            return []
+        previous, case.reward = case.reward, result.reward
+        case.revision += 1
+        return [self._outcome(case, result, "", previous, at_us)]
+
+    def _outcome(
+        self, case: Case, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
+    ) -> Emit:
+        signals = [
+            SignalUse(
+                kind=use.signal.kind,
+                event_id=use.signal.event_id,
+                value=use.signal.value or 0.0,
+                contribution=use.contribution,
+                topic=Topic.FEEDBACK.value,
+                partition=self._partition,
+                offset=use.signal.offset,
+            )
+            for use in result.uses
+        ]
+        outcome = Outcome(
+            interaction_id=case.interaction_id,
+            run_id=self._run_id,
+            branch=case.branch,
+            user_id=case.user_id,
+            arm=case.arm,
+            topic=Topic.INTERACTIONS.value,
+            partition=self._partition,
+            offset=case.offset,
+            version_min=case.version_min,
+            version_max=case.version_max,
+            sampled_tokens=case.sampled_tokens,
+            latency_ms=case.latency_ms,
+            reward=result.reward,
+            exclusion=exclusion or ("" if result.reward is not None else NO_SIGNAL),
+            signals=signals,
+            observed=dict(result.observed),
+            map_version=self._map_version,
+            revision=case.revision,
+            previous_reward=previous,
+            served_at=case.served_at,
+            feedback_at=max((use.signal.observed_at for use in result.uses), default=None),
+            closed_at=closed_at,
+        )
+        return Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION)
+
+    def _too_many(self, held: Held) -> Rejected:
+        reason = f"the interaction has {self._settings.max_signals} signals already"
+        return self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason)
+
+    def _rejected(self, key: bytes, value: bytes, timestamp_ms: int, signal: Signal, reason: str) -> Rejected:
+        located = Located(Topic.FEEDBACK, self._partition, signal.offset, timestamp_ms, key, value, None)
+        return Rejected(located, reason)
+
+
+def _signal(feedback: Feedback, offset: int) -> Signal:
+    return Signal(
+        event_id=feedback.event_id,
+        kind=feedback.kind,
+        value=feedback.value,
+        observed_at=feedback.observed_at,
+        corrects=feedback.corrects,
+        offset=offset,
+    )

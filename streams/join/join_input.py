@@ -1,0 +1,102 @@
+"""What the feedback join makes of one record by itself: something to decide, or a reason to reject it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from tidemill.schemas import signals
+from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
+from tidemill.streams.machine import Rejected
+
+NO_IDENTIFIER = "\x00"
+"""Keys that begin with it are Tidemill's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """Feedback, with its bytes: it is a dead letter when its interaction never comes."""
+
+    feedback: Feedback
+    key: bytes
+    value: bytes
+    timestamp_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """The record under this key is erased."""
+
+    key: str
+
+
+Item = Interaction | Vote | UserRequest | Tombstone | Rejected | None
+"""None: only the clock moves."""
+
+
+def read(located: Located, clock_skew_us: int) -> Item:
+    """The item of a record of `interactions` or `feedback`; an interaction comes without its tokens."""
+    if located.value is None and located.record is None:
+        return _tombstone(located)
+    match located.topic, located.record:
+        case _, None:
+            return Rejected(located, located.error)
+        case _, Tick():
+            return None
+        case Topic.INTERACTIONS, UserRequest() as request:
+            problem = "" if request.user_id and request.request_id else "a user's request names no user or has no id"
+            return Rejected(located, problem) if problem else request
+        case Topic.INTERACTIONS, Interaction() as interaction:
+            problem = broken_interaction(located, interaction, clock_skew_us)
+            # Tokens stay in the log: nothing here looks at them, and many interactions may wait at once.
+            return Rejected(located, problem) if problem else replace(interaction, segments=[], claim=None)
+        case Topic.FEEDBACK, Feedback() as feedback:
+            problem = broken_feedback(located.key, feedback)
+            vote = Vote(feedback, located.key or b"", located.value or b"", located.timestamp_ms)
+            return Rejected(located, problem) if problem else vote
+        case topic, other:
+            return Rejected(located, f"{type(other).__name__} is no record of {topic.value}")
+
+
+def _tombstone(located: Located) -> Item:
+    try:
+        key = (located.key or b"").decode()
+    except UnicodeDecodeError:
+        return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
+    return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
+
+
+def broken_interaction(located: Located, interaction: Interaction, clock_skew_us: int) -> str:
+    """Why an interaction cannot be joined; empty when it can."""
+    name = interaction.interaction_id
+    if located.key != name.encode():
+        return f"the key {located.key!r} is not the interaction_id {name!r}"
+    if not name or name.startswith(NO_IDENTIFIER) or not interaction.user_id:
+        return f"interaction_id {name!r} or user_id {interaction.user_id!r} is no identifier"
+    if interaction.sampled_tokens < 0 or not -1 <= interaction.version_min <= interaction.version_max:
+        versions = f"versions {interaction.version_min} to {interaction.version_max}"
+        return f"{interaction.sampled_tokens} sampled tokens of {versions} cannot be"
+    if not (math.isfinite(interaction.latency_ms) and interaction.latency_ms >= 0):
+        return f"latency_ms {interaction.latency_ms} is no duration"
+    ahead_us = interaction.served_at - located.timestamp_ms * 1_000
+    if interaction.served_at < 0 or ahead_us > clock_skew_us:
+        return f"served_at {interaction.served_at} lies {ahead_us / 1e6:g} s after the time of its own record"
+    return ""
+
+
+def broken_feedback(key: bytes | None, feedback: Feedback) -> str:
+    """Why feedback cannot be joined; empty when it can."""
+    if not feedback.event_id or not feedback.interaction_id or not feedback.user_id:
+        return "event_id, interaction_id and user_id must not be empty"
+    expected = feedback_key(feedback.interaction_id, feedback.event_id)
+    if key != expected.encode():
+        return f"the key {key!r} is not interaction_id/event_id, {expected!r}"
+    if feedback.observed_at < 0:
+        return f"observed_at {feedback.observed_at} is before 1970"
+    if feedback.corrects == feedback.event_id:
+        return f"event {feedback.event_id!r} corrects itself"
+    if feedback.value is None:
+        return "" if feedback.corrects else "a signal without a value must say in `corrects` which event it withdraws"
+    return signals.check(feedback.kind, feedback.value)

@@ -1,0 +1,245 @@
+"""What the feedback join remembers, and its bytes: interactions, early feedback, users, and how far it decided.
+
+Each entry has a timer, `due_at`: the event time at which it is looked at again without a record. Invariant: `decode` of
+`encode` is the same entry under its key, and bytes that are not one raise `StateError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import cattrs
+import fastavro
+
+from tidemill.schemas.records import UserWish
+from tidemill.streams.join.merge import Mark
+from tidemill.streams.join.reward_map import Signal
+from tidemill.streams.journal import StateError, read_avro, write_avro
+
+OPEN = -1
+
+
+@dataclass(slots=True)
+class Case:
+    """One interaction: open, or ended and remembered."""
+
+    interaction_id: str
+    offset: int
+    branch: str
+    user_id: str
+    arm: str
+    version_min: int
+    version_max: int
+    sampled_tokens: int
+    latency_ms: float
+    consent: bool
+    served_at: int
+    full_wait_at: int
+    """Event time at which it ends when no signal ends it before."""
+    due_at: int
+    """While open, when it ends; then, when it is forgotten."""
+    revision: int = OPEN
+    """-1 while open; then the revision of its newest outcome."""
+    reward: float | None = None
+    """That outcome's reward."""
+    bot: bool = False
+    sealed: bool = False
+    """Nothing that comes changes its ending: it was left out for good, erased, or belongs to another run."""
+    signals: dict[str, Signal] = field(default_factory=dict)
+    arrivals: dict[str, int] = field(default_factory=dict)
+    """Event time at which each signal was read, by event id."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it has no ending yet."""
+        return self.revision == OPEN
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"case/{self.interaction_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Feedback that waits for its interaction; with its bytes, since it may yet be a dead letter."""
+
+    arrived_at: int
+    user_id: str
+    signal: Signal
+    key: bytes
+    value: bytes
+    timestamp_ms: int
+
+
+@dataclass(slots=True)
+class Early:
+    """The feedback of an interaction that is not known yet, in order of arrival."""
+
+    interaction_id: str
+    due_at: int
+    held: list[Held] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"early/{self.interaction_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a user demanded, and since when."""
+
+    at: int
+    request_id: str
+    wish: UserWish
+
+
+@dataclass(slots=True)
+class Wishes:
+    """The demands of one user, as far as interactions that still come may need them."""
+
+    partition: int
+    user_id: str
+    due_at: int
+    """When they may be forgotten; never while the user has opted out."""
+    wishes: list[Wish] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"wishes/{self.partition}/{self.user_id}"
+
+    def opted_out(self, served_at: int) -> bool:
+        """Whether the newest word before an interaction was served is a no."""
+        said = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
+        return bool(said) and said[-1].wish is UserWish.OPT_OUT
+
+    def erased(self, served_at: int) -> bool:
+        """Whether an interaction served then was demanded to be erased."""
+        return any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
+
+
+@dataclass(slots=True)
+class Activity:
+    """How much one user did in the window that opened last."""
+
+    partition: int
+    user_id: str
+    due_at: int
+    """When the window, and what followed from it, is over."""
+    opened_at: int
+    events: int = 0
+    bot_until: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"activity/{self.partition}/{self.user_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How far the inputs were decided, by topic, and what was counted on the way."""
+
+    marks: Mapping[str, Mark]
+    counts: Mapping[str, int]
+
+
+Entry = Case | Early | Wishes | Activity
+NEVER = 2**62
+
+
+def _record(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
+    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
+
+
+def _array(items: Any) -> dict[str, Any]:  # noqa: ANN401 - an Avro type
+    return {"type": "array", "items": items}
+
+
+_SIGNAL = _record(
+    "Signal",
+    event_id="string",
+    kind="string",
+    value=["null", "double"],
+    observed_at="long",
+    corrects=["null", "string"],
+    offset="long",
+)
+_CASE = _record(
+    "Case",
+    interaction_id="string",
+    offset="long",
+    branch="string",
+    user_id="string",
+    arm="string",
+    version_min="long",
+    version_max="long",
+    sampled_tokens="long",
+    latency_ms="double",
+    consent="boolean",
+    served_at="long",
+    full_wait_at="long",
+    due_at="long",
+    revision="long",
+    reward=["null", "double"],
+    bot="boolean",
+    sealed="boolean",
+    signals={"type": "map", "values": _SIGNAL},
+    arrivals={"type": "map", "values": "long"},
+)
+_HELD = _record(
+    "Held", arrived_at="long", user_id="string", signal=_SIGNAL, key="bytes", value="bytes", timestamp_ms="long"
+)
+_EARLY = _record("Early", interaction_id="string", due_at="long", held=_array(_HELD))
+_WISH = _record("Wish", at="long", request_id="string", wish="string")
+_WISHES = _record("Wishes", partition="long", user_id="string", due_at="long", wishes=_array(_WISH))
+_ACTIVITY = _record(
+    "Activity", partition="long", user_id="string", due_at="long", opened_at="long", events="long", bot_until="long"
+)
+_MARK = _record("Mark", offset="long", clock_us="long")
+_COUNTS = {"type": "map", "values": "long"}
+_HEAD: Any = fastavro.parse_schema(_record("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS))
+_TYPES: Mapping[bytes, type[Entry]] = {b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}
+_KINDS: Mapping[type[Entry], bytes] = {entry: kind for kind, entry in _TYPES.items()}
+_SCHEMAS: Mapping[bytes, Any] = {
+    kind: fastavro.parse_schema(schema)
+    for kind, schema in ((b"c", _CASE), (b"e", _EARLY), (b"w", _WISHES), (b"a", _ACTIVITY))
+}
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+
+
+def encode(entry: Entry) -> bytes:
+    """The bytes of an entry."""
+    kind = _KINDS[type(entry)]
+    return kind + write_avro(_SCHEMAS[kind], _CONVERTER.unstructure(entry))
+
+
+def decode(data: bytes) -> Entry:
+    """The entry of `encode`d bytes. Raises StateError."""
+    schema = _SCHEMAS.get(data[:1])
+    if schema is None:
+        raise StateError(f"an entry begins with one of {sorted(_SCHEMAS)}, not {data[:1]!r}")
+    entry: Entry = _structured(read_avro(schema, data[1:]), _TYPES[data[:1]])
+    return entry
+
+
+def encode_head(head: Head) -> bytes:
+    """The bytes of a head."""
+    return write_avro(_HEAD, _CONVERTER.unstructure(head))
+
+
+def decode_head(data: bytes) -> Head:
+    """The head of `encode_head`'s bytes. Raises StateError."""
+    head: Head = _structured(read_avro(_HEAD, data), Head)
+    return head
+
+
+def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
+    try:
+        return _CONVERTER.structure(body, kind)
+    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+        raise StateError(f"unreadable {kind.__name__}: {error}") from error

@@ -1,0 +1,113 @@
+"""Two topics decided in one order, however their records interleave while they are read.
+
+Each topic has a clock, the running maximum of its record timestamps; a record's time is its topic's clock at its
+offset. Records are decided in the order (time, place of the topic, offset), each as soon as no record that may still
+come can stand before it. Invariant: the order is a function of the logs alone, and what is decided is a prefix of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from tidemill.schemas.catalogue import Topic
+
+Item = TypeVar("Item")
+
+NOT_BEGUN = -1
+MILLISECOND_US = 1_000
+"""Kafka's timestamps are whole milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a topic is decided: the last decided offset, and the clock there in microseconds."""
+
+    offset: int = NOT_BEGUN
+    clock_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[Item]):
+    """The next record in the common order."""
+
+    at_us: int
+    topic: Topic
+    offset: int
+    item: Item
+
+
+@dataclass(slots=True)
+class _Input(Generic[Item]):
+    place: int
+    mark: Mark
+    read: Mark
+    waiting: deque[Step[Item]] = field(default_factory=deque)
+
+
+class Merge(Generic[Item]):
+    """The common order of some topics' equal partitions. Of records of equal time, the earlier topic's come first."""
+
+    def __init__(self, topics: Sequence[Topic], marks: Mapping[Topic, Mark]) -> None:
+        self._inputs: dict[Topic, _Input[Item]] = {}
+        for place, topic in enumerate(topics):
+            mark = marks.get(topic, Mark())
+            self._inputs[topic] = _Input(place, mark, mark)
+
+    @property
+    def marks(self) -> dict[Topic, Mark]:
+        """How far each topic is decided."""
+        return {topic: source.mark for topic, source in self._inputs.items()}
+
+    @property
+    def frontier_us(self) -> int:
+        """The clock that every topic has reached."""
+        return min(source.read.clock_us for source in self._inputs.values())
+
+    def clock_us(self, topic: Topic) -> int:
+        """The clock of a topic, with the records that wait."""
+        return self._inputs[topic].read.clock_us
+
+    def wanted_us(self) -> int | None:
+        """The clock that every topic must reach for the first waiting record to be decided; None when none waits."""
+        heads = [source.waiting[0] for source in self._inputs.values() if source.waiting]
+        if not heads:
+            return None
+        first = min(heads, key=self._order)
+        return first.at_us + (MILLISECOND_US if self._inputs[first.topic].place else 0)
+
+    def has_read(self, topic: Topic, offset: int) -> bool:
+        """Whether a record was given before."""
+        return offset <= self._inputs[topic].read.offset
+
+    def read(self, topic: Topic, offset: int, timestamp_us: int, item: Item) -> None:
+        """Add the next record of a topic."""
+        source = self._inputs[topic]
+        source.read = Mark(offset, max(source.read.clock_us, timestamp_us))
+        source.waiting.append(Step(source.read.clock_us, topic, offset, item))
+
+    def take(self) -> Step[Item] | None:
+        """The next record in the common order; None while a record that may still come could stand before it."""
+        heads = [source.waiting[0] for source in self._inputs.values() if source.waiting]
+        if not heads:
+            return None
+        first = min(heads, key=self._order)
+        if not all(self._has_passed(source, first) for source in self._inputs.values()):
+            return None
+        source = self._inputs[first.topic]
+        source.waiting.popleft()
+        source.mark = Mark(first.offset, first.at_us)
+        return first
+
+    def _order(self, step: Step[Item]) -> tuple[int, int, int]:
+        return step.at_us, self._inputs[step.topic].place, step.offset
+
+    def _has_passed(self, source: _Input[Item], step: Step[Item]) -> bool:
+        """Whether no later record of `source` can stand before `step`."""
+        place = self._inputs[step.topic].place
+        # The next record of a topic may have the time of the one before.
+        if source.place < place:
+            return source.read.clock_us > step.at_us
+        return source.read.clock_us >= step.at_us

@@ -1,0 +1,124 @@
+"""From the signals of one interaction to its reward: a pure function of the map and the signals, in whatever order.
+
+Invariants: "no signal" is a decision of the map and never a silent zero; of several votes of one kind the latest holds;
+a corrected or withdrawn event holds no longer, whichever of the two was read first.
+
+Target rate: accepted 1-rate, rejected -rate, not shown 0 (Cursor, "Improving Cursor Tab with online RL").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from tidemill.schemas.records import SignalKind
+from tidemill.schemas.signals import LEGAL, YES_OR_NO
+from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetRate
+
+HASH_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """One signal about an interaction."""
+
+    event_id: str
+    kind: SignalKind
+    value: float | None
+    """None: the event that it corrects is withdrawn."""
+    observed_at: int
+    """Event time, microseconds."""
+    corrects: str | None = None
+    offset: int = 0
+    """Where it lies in its partition of the feedback topic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A signal that the reward was made of, and what it added."""
+
+    signal: Signal
+    contribution: float
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """What the signals of an interaction amount to."""
+
+    reward: float | None
+    """None: no signal tells anything, and the map excludes that."""
+    uses: tuple[Use, ...]
+    """Sorted by event id."""
+    observed: Mapping[str, float]
+    """The value of each kind that was seen, with weight or without."""
+
+
+def map_version(reward_map: RewardMap) -> str:
+    """Name and hash of a map: equal for equal settings."""
+    canonical = json.dumps(reward_map.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    return f"{reward_map.name}-{hashlib.sha256(canonical.encode()).hexdigest()[:HASH_DIGITS]}"
+
+
+def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
+    """The reward of an interaction with these signals; each is within its kind's horizon."""
+    latest = standing(signals)
+    uses = [
+        Use(signal, reward_map.rules[kind].weight * _read(reward_map.rules[kind], signal))
+        for kind, signal in latest.items()
+        if reward_map.weighs(kind) and kind not in reward_map.target_kinds
+    ]
+    if reward_map.target_rate is not None:
+        uses += _at_target_rate(reward_map.target_rate, latest)
+    observed = {kind.value: _value(signal) for kind, signal in latest.items()}
+    if not any(_tells(reward_map, use.signal) for use in uses):
+        reward = None if reward_map.no_signal == "exclude" else reward_map.no_signal
+        return RewardResult(reward, (), observed)
+    total = math.fsum(use.contribution for use in uses)
+    bounded = min(max(total, reward_map.low), reward_map.high)
+    return RewardResult(bounded, tuple(sorted(uses, key=lambda use: use.signal.event_id)), observed)
+
+
+def standing(signals: Iterable[Signal]) -> dict[SignalKind, Signal]:
+    """The signal of each kind that holds: not corrected by another, and the latest of those (then by event id)."""
+    distinct = list(signals)
+    corrected = {(signal.kind, signal.corrects) for signal in distinct}
+    held = [s for s in distinct if s.value is not None and (s.kind, s.event_id) not in corrected]
+    return {signal.kind: signal for signal in sorted(held, key=lambda s: (s.observed_at, s.event_id))}
+
+
+def _value(signal: Signal) -> float:
+    if signal.value is None:
+        raise ValueError(f"signal {signal.event_id!r} is a withdrawal and has no value")
+    return signal.value
+
+
+def _read(rule: SignalRule, signal: Signal) -> float:
+    value = _value(signal)
+    match rule.reading:
+        case Reading.LINEAR:
+            return value
+        case Reading.CLIPPED:
+            return min(max(value, rule.low), rule.high)
+        case Reading.THRESHOLD:
+            return rule.high if value >= rule.threshold else rule.low
+
+
+def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> list[Use]:
+    accepted, shown = latest.get(target.accepted_by), latest.get(target.shown_by)
+    if accepted is not None:
+        return [Use(accepted, 1 - target.rate if _value(accepted) >= target.accepted_from else -target.rate)]
+    if shown is not None:
+        return [Use(shown, -target.rate if shown.value else 0.0)]
+    return []
+
+
+def _tells(reward_map: RewardMap, signal: Signal) -> bool:
+    """Whether a signal is enough for a reward when there is no other."""
+    if signal.kind in reward_map.target_kinds:
+        return True
+    # "It did not ask" and "it did nothing" are reports of every answer, and no opinion of anybody's.
+    silent = LEGAL[signal.kind] == YES_OR_NO and not signal.value
+    return reward_map.rules[signal.kind].alone and not silent
