@@ -25,6 +25,11 @@ class ReplicaPool:
         self._backoff_s = backoff_s
         self._backoff_limit_s = backoff_limit_s
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no replica at all."""
+        return not self._replicas
+
     def pick(self, now: float) -> str | None:
         """Take a place on the least loaded replica that is not resting; None when all rest."""
         awake = [address for address, replica in self._replicas.items() if replica.rests_until <= now]

@@ -27,12 +27,13 @@ class RolloutClaims:
 
     def checked(self, rollout: Rollout) -> Rollout:
         """The rollout as it goes to the log: itself, or without segments and with a claim."""
-        if OVERHEAD_BYTES + sum(_segment_bytes(segment) for segment in rollout.segments) <= self._limit_bytes:
+        if OVERHEAD_BYTES + sum(segment_bytes(segment) for segment in rollout.segments) <= self._limit_bytes:
             return rollout
         payload = self._codec.encode(rollout)
         return with_claim(rollout, store_claim(self._root, digest(payload), payload))
 
 
-def _segment_bytes(segment: Segment) -> int:
+def segment_bytes(segment: Segment) -> int:
+    """More than a segment takes on the log."""
     arrays = len(segment.token_ids) + len(segment.loss_mask) + len(segment.logprobs)
     return arrays + SPAN_BYTES * len(segment.spans)

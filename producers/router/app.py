@@ -1,0 +1,191 @@
+"""The router's HTTP side: who may ask, how much, and where the answers go.
+
+`POST /v1/completions`, `POST /v1/chat/completions` and `GET /v1/models` speak OpenAI's protocol and need an API key;
+`GET /healthz` and `GET /metrics` do not. A client that goes away ends its request at the replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidemill.producers.product.pseudonym import BadUser
+from tidemill.producers.router.ask import Kind, parse
+from tidemill.producers.router.config import LogFailure
+from tidemill.producers.router.errors import Refusal, bad_request, unavailable
+from tidemill.producers.router.exchange import Client, Exchange, Router
+from tidemill.producers.router.replicas import ReplicaFailed
+from tidemill.producers.router.transcribe import BadAnswer
+
+LOG = logging.getLogger(__name__)
+CONSENT_HEADER = "x-tidemill-consent"
+_CONSENT = {"yes": True, "no": False}
+
+
+def check_key(keys: Mapping[str, SecretStr], authorization: str) -> str:
+    """The name of the API key in an `Authorization` header. Raises Refusal (401)."""
+    scheme, _, given = authorization.partition(" ")
+    offered = given.strip().encode()
+    found = [name for name, key in keys.items() if hmac.compare_digest(offered, key.get_secret_value().encode())]
+    if scheme.lower() != "bearer" or not found:
+        raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
+    return found[0]
+
+
+class Application:
+    """The endpoints over one router, and the requests in hand."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._running: set[asyncio.Task[None]] = set()
+
+    def build(self) -> Starlette:
+        """The ASGI application."""
+        answers = [Route(kind.value, _Answering(self, kind), methods=["POST"]) for kind in Kind]
+        return Starlette(
+            routes=[
+                *answers,
+                Route("/v1/models", self._models),
+                Route("/healthz", self._health),
+                Route("/metrics", self._metrics),
+            ]
+        )
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that running answers get to finish."""
+        return self._router.settings.grace_s
+
+    async def drain(self) -> None:
+        """Wait until every request in hand has been recorded."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def answer(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request from its first byte to its last."""
+        reply = _Reply(self._router, send)
+        try:
+            exchange = await self._admit(kind, Request(scope, receive), reply)
+            await self._run(exchange, receive)
+            await reply.end()
+        except Refusal as refusal:
+            await reply.refuse(refusal, scope, receive)
+
+    async def _admit(self, kind: Kind, request: Request, reply: _Reply) -> Exchange:
+        arrived, router = time.monotonic(), self._router
+        check_key(router.settings.api_keys, request.headers.get("authorization", ""))
+        consent = _consent(request, router.settings.consent_default)
+        ask = parse(kind, await _body(request, router.settings.max_body_bytes))
+        if len(self._running) >= router.settings.max_concurrent_requests:
+            raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+        try:
+            exchange = Exchange(router, ask, consent, Client(reply.begin, reply.send), arrived)
+        except BadUser as error:
+            raise bad_request(str(error), "user") from error
+        if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
+            raise unavailable("answers cannot be recorded: try again later")
+        return exchange
+
+    async def _run(self, exchange: Exchange, receive: Receive) -> None:
+        work = asyncio.create_task(exchange.run())
+        gone = asyncio.create_task(_departure(receive))
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        with self._router.metrics.in_flight.track_inprogress():
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                gone.cancel()
+                work.cancel()
+                await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            check_key(self._router.settings.api_keys, request.headers.get("authorization", ""))
+            return JSONResponse(await self._router.replicas.models())
+        except Refusal as refusal:
+            return JSONResponse(refusal.body(), refusal.status)
+        except (ReplicaFailed, BadAnswer) as error:
+            LOG.warning("models: %s", error)
+            nobody = unavailable("no replica answers: try again later")
+            return JSONResponse(nobody.body(), nobody.status)
+
+    async def _health(self, _request: Request) -> Response:
+        canary, failing = self._router.canary, self._router.recorder.failing
+        said = {"log": "failing" if failing else "ok", "canary": {"version": canary.version, "share": canary.share}}
+        return JSONResponse(said, 503 if failing else 200)
+
+    async def _metrics(self, _request: Request) -> Response:
+        return PlainTextResponse(self._router.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answering:
+    """An endpoint as an ASGI application: an answer's parts are sent as they come."""
+
+    application: Application
+    kind: Kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.application.answer(self.kind, scope, receive, send)
+
+
+class _Reply:
+    """The way back to one client."""
+
+    def __init__(self, router: Router, send: Send) -> None:
+        self._router, self._send = router, send
+        self._begun = False
+
+    async def begin(self, status: int, headers: dict[str, str]) -> None:
+        self._begun = True
+        self._router.metrics.responses.labels(str(status)).inc()
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def send(self, part: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    async def end(self) -> None:
+        if self._begun:
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def refuse(self, refusal: Refusal, scope: Scope, receive: Receive) -> None:
+        self._router.metrics.responses.labels(str(refusal.status)).inc()
+        await JSONResponse(refusal.body(), refusal.status)(scope, receive, self._send)
+
+
+def _consent(request: Request, default: bool) -> bool:
+    said = request.headers.get(CONSENT_HEADER)
+    if said is None:
+        return default
+    if said not in _CONSENT:
+        raise bad_request(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
+    return _CONSENT[said]
+
+
+async def _body(request: Request, most: int) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
+    return bytes(body)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,231 @@
+"""A router over replicas that answer as told, in one event loop: what the router's tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import uvicorn
+from aiohttp import web
+
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import Signer
+from tidemill.producers.router.app import Application
+from tidemill.producers.router.canary import CanaryShare
+from tidemill.producers.router.config import PoolAddresses, RouterSettings
+from tidemill.producers.router.exchange import Router
+from tidemill.producers.router.metrics import Metrics
+from tidemill.producers.router.recorder import Recorder
+from tidemill.producers.router.replicas import open_replicas
+from tidemill.producers.router.role import bind
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.producer import DeliveryError
+from tidemill.schemas.records import GateDecision, GateVerdict, Interaction
+
+KEY = "a-key-that-is-long-enough"
+RUN = RunSettings(run_id="r")
+PRODUCT = ProductSettings.with_random_keys()
+PROMPT = [7, 8, 9]
+TOKENS = [11, 12, 13]
+Told = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse]]
+
+
+def decision(verdict: str, version: int | None = 1, share: float | None = None) -> GateDecision:
+    """A gate decision of the run's main branch."""
+    numbers = {} if share is None else {"share": share}
+    return GateDecision("r", "main", GateVerdict(verdict), version, "", "gate", numbers, 0)
+
+
+class MemoryOutbox:
+    """Keeps what is written; `hold` makes it wait, `failing` makes it fail."""
+
+    def __init__(self) -> None:
+        self.written: list[Interaction] = []
+        self.failing = False
+        self.hold: asyncio.Event | None = None
+        self.asked = asyncio.Event()
+
+    async def write(self, key: str, record: Interaction) -> None:
+        """As `Outbox.write`."""
+        self.asked.set()
+        if self.hold is not None:
+            await self.hold.wait()
+        if self.failing:
+            raise DeliveryError("no broker")
+        assert key == record.interaction_id
+        self.written.append(record)
+
+
+@dataclass
+class FakeReplica:
+    """Answers `TOKENS`, one a chunk, in vLLM's shape with Tidemill's additions."""
+
+    replica_id: str = "r1"
+    address: str = ""
+    requests: list[dict] = field(default_factory=list)
+    told: Told | None = None
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    """Every chunk after the first waits for it; set unless a test clears it."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.go_on.set()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        if self.told is not None:
+            return await self.told(self, request, body)
+        return await self.stream(request, "messages" in body) if body["stream"] else self.whole("messages" in body)
+
+    def whole(self, chat: bool) -> web.Response:
+        logprobs = logprobs_of(chat, [-0.5] * 3)
+        choice = {"index": 0, "logprobs": logprobs, "token_ids": TOKENS, "finish_reason": "stop",
+                  "weight_versions": [[4, 0, 2], [5, 2, 3]]}  # fmt: skip
+        said = {"message": {"role": "assistant", "content": "abc"}} if chat else {"text": "abc"}
+        return self.json({"id": "x", "choices": [{**choice, **said, **({} if chat else {"prompt_token_ids": PROMPT})}],
+                          **({"prompt_token_ids": PROMPT} if chat else {})})  # fmt: skip
+
+    def json(self, body: Any, status: int = 200) -> web.Response:
+        return web.json_response(body, status=status, headers={"x-tidemill-replica": self.replica_id})
+
+    async def stream(self, request: web.Request, chat: bool, ends: bool = True) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"x-tidemill-replica": self.replica_id})
+        await response.prepare(request)
+        try:
+            for place, chunk in enumerate(chunks(chat)):
+                await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+                if place == 1 + chat:
+                    await self.go_on.wait()
+                    if not ends:
+                        request.transport.abort()
+                        return response
+            await response.write(b"data: [DONE]\n\n")
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.aborted.set()
+            raise
+        return response
+
+    async def status(self, _request: web.Request) -> web.Response:
+        return self.json({"replica_id": self.replica_id, "region": "here"})
+
+    async def models(self, _request: web.Request) -> web.Response:
+        return self.json({"data": [{"id": "tidemill", "object": "model", "root": "/secret/path"}]})
+
+
+def logprobs_of(chat: bool, values: list[float]) -> dict:
+    """Logprobs as each endpoint writes them."""
+    if chat:
+        return {"content": [{"token": "t", "logprob": value} for value in values]}
+    return {"tokens": ["t"] * len(values), "token_logprobs": values}
+
+
+def chunks(chat: bool) -> list[dict]:
+    """The documents of a streamed answer: version 4 samples two tokens, version 5 the last."""
+    spans = [[[4, 0, 1]], None, [[4, 0, 2], [5, 2, 3]]]
+    found = [{"id": "x", "prompt_token_ids": PROMPT, "choices": [{"index": 0, "delta": {"role": "assistant"}}]}]
+    for place, token in enumerate(TOKENS):
+        choice: dict = {"index": 0, "logprobs": logprobs_of(chat, [-0.5]), "token_ids": [token],
+                        "finish_reason": "stop" if place == 2 else None}  # fmt: skip
+        choice |= {"delta": {"content": "abc"[place]}} if chat else {"text": "abc"[place]}
+        if not chat and place == 0:
+            choice["prompt_token_ids"] = PROMPT
+        if spans[place]:
+            choice["weight_versions"] = spans[place]
+        found.append({"id": "x", "choices": [choice]})
+    return found if chat else found[1:]
+
+
+@dataclass
+class Rig:
+    """A running router, its log and its replicas."""
+
+    outbox: MemoryOutbox
+    router: Router
+    session: aiohttp.ClientSession
+    replicas: list[FakeReplica]
+    application: Application
+
+    def post(self, body: dict | bytes, path: str = "/v1/completions", **headers: str) -> Any:
+        """A request of the product; `headers` with underscores for dashes."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.session.post(path, data=data, headers={"authorization": f"Bearer {KEY}", **named})
+
+    async def asked(self, body: dict | bytes, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        async with self.post(body, path, **headers) as response:
+            return response.status, await response.json()
+
+    async def streamed(self, body: dict, path: str = "/v1/completions", **headers: str) -> list[Any]:
+        """The documents of a streamed answer; its end mark too."""
+        async with self.post({**body, "stream": True}, path, **headers) as response:
+            assert response.status == 200, await response.text()
+            return events(await response.text())
+
+
+def events(text: str) -> list[Any]:
+    """The documents of server-sent events, and "[DONE]" as it is."""
+    found = [one.removeprefix("data: ") for one in text.split("\n\n") if one]
+    return [json.loads(one) if one.startswith("{") else one for one in found]
+
+
+@asynccontextmanager
+async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **settings: Any) -> AsyncIterator[Rig]:
+    """A router over so many replicas of each pool."""
+    async with AsyncExitStack() as stack:
+        replicas = [FakeReplica(f"{'s' if n < stable else 'c'}{n}", told=told) for n in range(stable + canary)]
+        for replica in replicas:
+            await stack.enter_async_context(_served(replica))
+        addresses = [replica.address for replica in replicas]
+        chosen = RouterSettings(**{
+            "api_keys": {"web": KEY}, "backoff_s": 0.05, "log_rest_s": 0.05,
+            "pools": PoolAddresses(stable=addresses[:stable], canary=addresses[stable:]), **settings,
+        })  # fmt: skip
+        outbox = MemoryOutbox()
+        router = Router(
+            RUN, chosen, Signer(PRODUCT), Pseudonyms(PRODUCT), CanaryShare("r", "main"),
+            await stack.enter_async_context(open_replicas(chosen)), Recorder(outbox, 5.0, chosen.log_rest_s), Metrics(),
+        )  # fmt: skip
+        application = Application(router)
+        base = await stack.enter_async_context(_routed(application))
+        session = await stack.enter_async_context(aiohttp.ClientSession(base))
+        yield Rig(outbox, router, session, replicas, application)
+
+
+@asynccontextmanager
+async def _served(replica: FakeReplica) -> AsyncIterator[None]:
+    app = web.Application()
+    app.router.add_post("/v1/completions", replica.answer)
+    app.router.add_post("/v1/chat/completions", replica.answer)
+    app.router.add_get("/tidemill/status", replica.status)
+    app.router.add_get("/v1/models", replica.models)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    replica.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def _routed(application: Application) -> AsyncIterator[str]:
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
+    server = uvicorn.Server(uvicorn.Config(application.build(), log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server._serve([listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        await application.drain()
+        listener.close()

@@ -1,0 +1,417 @@
+"""The router over HTTP: every answer is recorded before its end is given away, whatever the replicas and clients do."""
+
+import asyncio
+
+import pytest
+
+from tests.producers.router_support import (
+    KEY,
+    PRODUCT,
+    PROMPT,
+    TOKENS,
+    chunks,
+    decision,
+    events,
+    logprobs_of,
+    rig,
+)
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.signing import BadToken, Signer
+from tidemill.schemas.records import VersionSpan
+
+ASK = {"prompt": "hello", "max_tokens": 3, "user": "ada", "metadata": {"session_id": "s1"}}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "ada"}
+ADA = Pseudonyms(PRODUCT).of("ada")
+
+
+def run(scenario):
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+async def until(happened, deadline_s: float = 20.0):
+    async with asyncio.timeout(deadline_s):
+        while not happened():
+            await asyncio.sleep(0.005)
+
+
+def check_recorded(made, interaction_id):
+    (segment,) = made.segments
+    assert made.interaction_id == interaction_id and (made.run_id, made.branch) == ("r", "main")
+    assert segment.ids().tolist() == PROMPT + TOKENS and segment.mask().tolist() == [0, 0, 0, 1, 1, 1]
+    assert segment.sampled_logprobs().tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
+    assert segment.spans == [VersionSpan(4, 3, 5), VersionSpan(5, 5, 6)]
+    assert (made.prompt_tokens, made.sampled_tokens, made.version_min, made.version_max) == (3, 3, 4, 5)
+    assert (made.user_id, made.arm, made.propensity, made.finish_reason) == (ADA, "stable", 1.0, "stop")
+    assert (made.replica_id, made.region) == ("s0", "here")
+    assert 0 < made.first_token_ms <= made.latency_ms and made.served_at > 1.7e15
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
+def test_a_whole_answer_is_recorded_and_signed(path, body):
+    async def scenario():
+        async with rig() as router, router.post(body, path) as response:
+            answer = await response.json()
+            token = answer["tidemill"]["interaction"]
+            assert response.status == 200 and response.headers["x-tidemill-interaction"] == token
+            (made,) = router.outbox.written
+            check_recorded(made, Signer(PRODUCT).verify(token, ADA))
+            with pytest.raises(BadToken):
+                Signer(PRODUCT).verify(token, Pseudonyms(PRODUCT).of("eve"))
+            assert made.consent is False and made.session_id == body.get("metadata", {}).get("session_id", "")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
+def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
+    async def scenario():
+        async with rig() as router:
+            router.outbox.hold = asyncio.Event()
+            async with router.post({**body, "stream": True}, path) as response:
+                token, seen = response.headers["x-tidemill-interaction"], b""
+                while b'"b"' not in seen:
+                    seen += await response.content.readany()
+                await asyncio.wait_for(router.outbox.asked.wait(), 20)
+                assert router.outbox.written == [] and b'"c"' not in seen
+                router.outbox.hold.set()
+                found = events((seen + await response.content.read()).decode())
+            *_, last, done = found
+            assert last["tidemill"] == {"interaction": token} and done == "[DONE]"
+            assert all("tidemill" not in one for one in found[:-2])
+            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ADA))
+
+    run(scenario)
+
+
+def test_what_only_the_recording_needs_is_not_given_away():
+    async def scenario():
+        async with rig() as router:
+            _, plain = await router.asked(ASK)
+            _, full = await router.asked({**ASK, "logprobs": 0, "return_token_ids": True})
+            streamed = await router.streamed(ASK)
+        (choice,) = plain["choices"]
+        assert choice.keys() == {"index", "text", "finish_reason", "logprobs"} and choice["logprobs"] is None
+        assert full["choices"][0]["token_ids"] == TOKENS and full["choices"][0]["logprobs"]
+        assert not any("token_ids" in one for chunk in streamed[:-1] for one in chunk["choices"])
+        sent = [request["return_token_ids"] for request in router.replicas[0].requests]
+        assert sent == [True] * 3 and router.replicas[0].requests[0]["logprobs"] == 0
+
+    run(scenario)
+
+
+def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
+    async def scenario():
+        async with rig() as router:
+            await router.asked(ASK)
+        (request,) = router.replicas[0].requests
+        assert not {"user", "metadata"} & request.keys() and "ada" not in str(router.outbox.written[0])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("said", "recorded"), [("yes", True), ("no", False), (None, True)])
+def test_consent_comes_with_the_request_or_from_the_settings(said, recorded):
+    async def scenario():
+        async with rig(consent_default=True) as router:
+            await router.asked(ASK, **({"x_tidemill_consent": said} if said else {}))
+            assert router.outbox.written[0].consent is recorded
+
+    run(scenario)
+
+
+BAD = [
+    (b"{", {}, 400, None),
+    (b"[]", {}, 400, None),
+    (b"[" * 100_000, {}, 400, None),
+    ({}, {}, 400, "prompt"),
+    ({**ASK, "prompt": ["a", "b"]}, {}, 400, "prompt"),
+    ({**ASK, "prompt": [True]}, {}, 400, "prompt"),
+    ({**ASK, "n": 2}, {}, 400, "n"),
+    ({**ASK, "echo": True}, {}, 400, "echo"),
+    ({**ASK, "seed": 3}, {}, 400, "seed"),
+    ({**ASK, "cache_salt": "x"}, {}, 400, "cache_salt"),
+    ({**ASK, "user": 5}, {}, 400, "user"),
+    ({**ASK, "user": ""}, {}, 400, "user"),
+    ({**ASK, "metadata": []}, {}, 400, "metadata"),
+    ({**ASK, "metadata": {"session_id": "x" * 300}}, {}, 400, "metadata.session_id"),
+    ({**ASK, "stream": "yes"}, {}, 400, "stream"),
+    ({**ASK, "logprobs": True}, {}, 400, "logprobs"),
+    ({**ASK, "stream_options": {"x": 1}}, {}, 400, "stream_options"),
+    ({**ASK, "temperature": 0.7}, {}, 400, "temperature"),
+    ({**ASK, "top_p": 0.9}, {}, 400, "top_p"),
+    ({**ASK, "prompt": [5] * 20}, {}, 400, "prompt"),
+    (ASK, {"x_tidemill_consent": "maybe"}, 400, "x-tidemill-consent"),
+    (ASK, {"authorization": "Bearer wrong"}, 401, None),
+    (ASK, {"authorization": f"Basic {KEY}"}, 401, None),
+    ({**ASK, "prompt": "x" * 3000}, {}, 413, None),
+]
+
+
+def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica():
+    async def scenario():
+        async with rig(max_body_bytes=2000, max_prompt_tokens=10) as router:
+            for body, headers, status, parameter in BAD:
+                if isinstance(body, bytes):
+                    body = body[:1900]
+                got, answer = await router.asked(body, **headers)
+                assert (got, answer["error"]["param"]) == (status, parameter), (body, answer)
+                assert answer["error"]["message"] and answer["error"]["type"]
+            assert router.replicas[0].requests == [] == router.outbox.written
+            assert (await router.asked(ASK))[0] == 200
+
+    run(scenario)
+
+
+def test_a_prompt_that_only_the_replica_can_count_is_refused_before_anything_is_sent():
+    async def scenario():
+        async with rig(max_prompt_tokens=2) as router:
+            status, answer = await router.asked({**ASK, "stream": True})
+            assert status == 400 and answer["error"]["param"] == "prompt" and router.outbox.written == []
+
+    run(scenario)
+
+
+def test_the_replicas_own_refusal_is_passed_on():
+    async def told(replica, _request, _body):
+        return replica.json({"error": {"message": "too long", "type": "BadRequestError", "param": "prompt"}}, 400)
+
+    async def scenario():
+        async with rig(told=told) as router:
+            assert await router.asked(ASK) == (
+                400,
+                {"error": {"message": "too long", "type": "BadRequestError", "param": "prompt", "code": 400}},
+            )
+
+    run(scenario)
+
+
+def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_where_the_operator_wants_it():
+    async def scenario():
+        async with rig(other_sampling="serve_untrained") as router:
+            assert (await router.asked({**ASK, "temperature": 0}))[0] == 200
+            (made,) = router.outbox.written
+            assert (made.sampled_tokens, made.version_min) == (0, -1)
+            assert made.segments[0].ids().tolist() == PROMPT + TOKENS and not any(made.segments[0].mask())
+            assert router.replicas[0].requests[0]["temperature"] == 0
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
+    async def told(replica, request, body):
+        if replica.replica_id == "s0":
+            return replica.json({"error": "starting"}, 503)
+        return await replica.stream(request, chat=False) if body["stream"] else replica.whole(chat=False)
+
+    async def scenario():
+        async with rig(stable=2, told=told) as router:
+            for _ in range(6):
+                async with router.post({**ASK, "stream": stream}) as response:
+                    assert response.status == 200 and await response.read()
+            assert {made.replica_id for made in router.outbox.written} == {"s1"} and len(router.outbox.written) == 6
+
+    run(scenario)
+
+
+def test_a_single_replica_that_comes_back_is_waited_for():
+    async def told(replica, _request, _body):
+        return replica.whole(chat=False) if len(replica.requests) > 2 else replica.json({}, 500)
+
+    async def scenario():
+        async with rig(told=told) as router:
+            assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
+
+    run(scenario)
+
+
+def test_without_a_replica_the_deadline_ends_the_wait():
+    async def scenario():
+        async with rig(request_timeout_s=0.3, pools={"stable": ["http://127.0.0.1:1"]}) as router:
+            status, answer = await router.asked(ASK)
+            assert status == 504 and answer["error"]["type"] == "timeout_error" and router.outbox.written == []
+
+    run(scenario)
+
+
+def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_error():
+    async def told(replica, request, _body):
+        return await replica.stream(request, chat=False, ends=False)
+
+    async def scenario():
+        async with rig(told=told) as router:
+            found = await router.streamed(ASK)
+            assert found[-1]["error"]["code"] == 503 and "[DONE]" not in found
+            (made,) = router.outbox.written
+            assert (made.finish_reason, made.sampled_tokens) == ("failed", 2)
+            assert made.segments[0].spans == [VersionSpan(4, 3, 5)]
+
+    run(scenario)
+
+
+def test_a_client_that_goes_away_leaves_a_record_and_ends_the_request_at_the_replica():
+    async def scenario():
+        async with rig() as router:
+            (replica,) = router.replicas
+            replica.go_on.clear()
+            async with router.post({**ASK, "stream": True}) as response:
+                seen = b""
+                while b'"b"' not in seen:
+                    seen += await response.content.readany()
+                response.close()
+            await until(lambda: router.outbox.written)
+            (made,) = router.outbox.written
+            assert (made.finish_reason, made.sampled_tokens) == ("abandoned", 2)
+            assert made.segments[0].spans == [VersionSpan(4, 3, 5)] and (made.version_min, made.version_max) == (4, 4)
+            await asyncio.wait_for(replica.aborted.wait(), 20)
+
+    run(scenario)
+
+
+def test_a_client_that_goes_away_before_an_answer_leaves_no_record():
+    async def told(replica, _request, _body):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            replica.aborted.set()
+
+    async def scenario():
+        async with rig(told=told) as router:
+            (replica,) = router.replicas
+            asking = asyncio.create_task(router.asked(ASK))
+            await until(lambda: replica.requests)
+            asking.cancel()
+            await asyncio.wait_for(replica.aborted.wait(), 20)
+            await until(lambda: not router.application._running)
+            assert router.outbox.written == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_log_does_not_take_is_not_served(stream):
+    async def scenario():
+        async with rig() as router:
+            router.outbox.failing = True
+            async with router.post({**ASK, "stream": stream}) as response:
+                text = await response.text()
+            assert "could not be recorded" in text and "[DONE]" not in text and '"c"' not in text
+            assert response.status == (200 if stream else 503)
+            before = len(router.replicas[0].requests)
+            assert (await router.asked(ASK))[0] == 503 and len(router.replicas[0].requests) == before
+            async with router.session.get("/healthz") as health:
+                assert health.status == 503
+            router.outbox.failing = False
+            await until(lambda: router.router.recorder._now() > router.router.recorder._rests_until)
+            assert (await router.asked(ASK))[0] == 200 and len(router.outbox.written) == 1
+            async with router.session.get("/healthz") as health:
+                assert health.status == 200
+
+    run(scenario)
+
+
+def test_an_unrecorded_answer_is_served_without_an_interaction_where_the_operator_wants_it():
+    async def scenario():
+        async with rig(on_log_failure="serve_unrecorded") as router:
+            router.outbox.failing = True
+            for _ in range(2):
+                status, answer = await router.asked(ASK)
+                assert status == 200 and "tidemill" not in answer
+            found = await router.streamed(ASK)
+            assert found[-1] == "[DONE]" and "tidemill" not in found[-2]
+            async with router.session.get("/metrics") as metrics:
+                assert 'tidemill_router_unrecorded_total{end="served"} 3.0' in await metrics.text()
+
+    run(scenario)
+
+
+def test_the_arm_recorded_is_the_pool_that_answered():
+    async def scenario():
+        async with rig(canary=1) as router:
+            router.router.canary.observe(decision("canary", 7, share=1.0))
+            await router.asked(ASK)
+            (made,) = router.outbox.written
+            assert (made.arm, made.propensity, made.replica_id) == ("canary", 1.0, "c1")
+            router.router.canary.observe(decision("reject", 7))
+            await router.asked(ASK)
+            assert (router.outbox.written[1].arm, router.outbox.written[1].propensity) == ("stable", 1.0)
+
+    run(scenario)
+
+
+def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
+    async def told(replica, _request, _body):
+        return replica.json({}, 500) if replica.replica_id == "c1" else replica.whole(chat=False)
+
+    async def scenario():
+        async with rig(canary=1, told=told) as router:
+            router.router.canary.observe(decision("canary", 7, share=0.9))
+            for user in range(20):
+                assert (await router.asked({**ASK, "user": f"u{user}"}))[0] == 200
+            made = router.outbox.written
+            assert {(one.arm, one.replica_id) for one in made} == {("stable", "s0")} and len(made) == 20
+            assert {round(one.propensity, 9) for one in made} == {0.1}
+
+    run(scenario)
+
+
+def test_too_many_requests_at_once_are_turned_away():
+    async def scenario():
+        async with rig(max_concurrent_requests=2) as router:
+            router.replicas[0].go_on.clear()
+            held = [asyncio.create_task(router.streamed(ASK)) for _ in range(2)]
+            await until(lambda: len(router.application._running) == 2)
+            status, answer = await router.asked(ASK)
+            assert status == 429 and answer["error"]["type"] == "rate_limit_error"
+            router.replicas[0].go_on.set()
+            await asyncio.gather(*held)
+            assert (await router.asked(ASK))[0] == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"logprobs": logprobs_of(False, [-0.5])},
+        {"logprobs": None},
+        {"token_ids": [-1, 2, 3]},
+        {"weight_versions": None},
+        {"weight_versions": [[4, 0, 1], [5, 2, 3]]},
+        {"weight_versions": [[4, 0, 2]]},
+        {"finish_reason": None},
+    ],
+)
+def test_an_answer_that_cannot_be_believed_is_never_trained(damage):
+    async def told(replica, _request, _body):
+        choice = {"index": 0, "text": "abc", "logprobs": logprobs_of(False, [-0.5] * 3), "token_ids": TOKENS,
+                  "finish_reason": "stop", "weight_versions": [[4, 0, 3]], "prompt_token_ids": PROMPT}  # fmt: skip
+        return replica.json({"choices": [{**choice, **damage}]})
+
+    async def scenario():
+        async with rig(told=told) as router:
+            status, _ = await router.asked(ASK)
+            assert status in (200, 502)
+            assert all(one.finish_reason == "failed" and one.sampled_tokens == 0 for one in router.outbox.written)
+            assert len(router.outbox.written) == (status == 200)
+
+    run(scenario)
+
+
+def test_the_models_are_listed_without_the_replicas_paths():
+    async def scenario():
+        async with rig() as router:
+            async with router.session.get("/v1/models") as refused:
+                assert refused.status == 401
+            async with router.session.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}) as response:
+                assert (await response.json())["data"][0]["id"] == "tidemill"
+                assert "secret" not in await response.text()
+
+    run(scenario)
+
+
+def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
+    """Where a version begins is told, and the end: as `tests/consumers/test_replica_server.py` sees it."""
+    told = [choice["weight_versions"] for chunk in chunks(False) for choice in chunk["choices"]
+            if "weight_versions" in choice]  # fmt: skip
+    assert told == [[[4, 0, 1]], [[4, 0, 2], [5, 2, 3]]]

@@ -1,0 +1,178 @@
+"""The router's pure parts: who is in the canary arm, what is asked, what an answer cut off anywhere amounts to."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.producers.router_support import RUN, decision
+from tidemill.producers.replica_client import ReplicaIdentity
+from tidemill.producers.router.ask import Kind, parse
+from tidemill.producers.router.canary import Arm, CanaryShare, Lot
+from tidemill.producers.router.config import RouterSettings
+from tidemill.producers.router.errors import Refusal
+from tidemill.producers.router.record import InteractionClaims, Served, Times, interaction
+from tidemill.producers.router.transcribe import BadAnswer, Collected
+from tidemill.schemas.claim import claimed_interaction
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.records import GateVerdict, VersionSpan
+
+SERVED = Served("i1", "u", "", Lot(Arm.STABLE, 0.9), True, True, ReplicaIdentity("r1", "here"))
+TIMES = Times(1.0, 2.0, 3)
+
+
+def after(*decisions) -> CanaryShare:
+    """What the decisions amount to; each is taken."""
+    canary = CanaryShare("r", "main")
+    for one in decisions:
+        assert canary.observe(one) == ""
+    return canary
+
+
+def arms(canary: CanaryShare, count: int = 4000, salt: str = "s") -> list[Arm]:
+    return [canary.lot(f"user {number}", salt).arm for number in range(count)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_the_share_of_the_users_is_in_the_canary_arm_and_stays_there(share):
+    canary = after(decision("canary", 7, share))
+    found = arms(canary)
+    assert abs(found.count(Arm.CANARY) / 4000 - share) < 0.02 and found == arms(canary)
+    assert {canary.lot(f"user {n}", "s").propensity for n in range(50)} <= {share, 1 - share}
+
+
+def test_a_larger_share_keeps_the_users_and_another_candidate_draws_others():
+    small, large = arms(after(decision("canary", 7, 0.1))), arms(after(decision("canary", 7, 0.3)))
+    assert all(b is Arm.CANARY for a, b in zip(small, large, strict=True) if a is Arm.CANARY)
+    other = arms(after(decision("canary", 8, 0.1)))
+    both = sum(a is b is Arm.CANARY for a, b in zip(small, other, strict=True))
+    assert both < 0.3 * small.count(Arm.CANARY)
+    assert small != arms(after(decision("canary", 7, 0.1)), salt="another")
+
+
+@pytest.mark.parametrize("verdict", [verdict for verdict in GateVerdict if verdict is not GateVerdict.CANARY])
+def test_every_decision_about_what_is_served_ends_the_canary(verdict):
+    canary = after(decision("canary", 7, 0.5), decision(verdict.value, 7))
+    assert canary.share == (0.5 if verdict is GateVerdict.ADMIT else 0.0)
+
+
+def test_the_rejection_of_another_version_and_other_branches_leave_the_canary_alone():
+    elsewhere = [replace(decision("promote", 7), **other) for other in ({"run_id": "x"}, {"branch": "x"})]
+    assert after(decision("canary", 7, 0.5), decision("reject", 6), *elsewhere).share == 0.5
+
+
+@pytest.mark.parametrize(
+    "bad", [decision("canary", 7), decision("canary", 7, 1.5), decision("canary", 7, float("nan")),
+            decision("canary", None, 0.5)]
+)  # fmt: skip
+def test_a_canary_that_says_no_usable_share_gets_nobody(bad):
+    canary = after(decision("canary", 6, 0.5))
+    assert "share" in canary.observe(bad) and canary.share == 0.0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+NAMES = ["prompt", "messages", "stream", "logprobs", "user", "metadata", "n", "temperature", "stream_options", "x"]
+
+
+@given(st.sampled_from(list(Kind)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
+    try:
+        ask = parse(kind, json.dumps(asked).encode())
+    except Refusal as refusal:
+        assert refusal.status == 400
+    else:
+        sent = json.loads(ask.body)
+        assert sent["return_token_ids"] is True and sent["stream"] is ask.stream
+        assert sent["logprobs"] is not None and sent["logprobs"] is not False
+        assert not {"user", "metadata", "x", "n"} & sent.keys()
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_request_are_refused(body):
+    with pytest.raises(Refusal):
+        parse(Kind.CHAT, body)
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [({"temperature": 1}, ()), ({"temperature": 1.0, "top_p": 1, "top_k": -1, "logit_bias": {}}, ()),
+     ({"temperature": 0.9}, ("temperature",)), ({"top_k": 5, "min_p": 0.1}, ("top_k", "min_p")),
+     ({"temperature": True}, ("temperature",)), ({"response_format": {"type": "json_object"}}, ("response_format",))],
+)  # fmt: skip
+def test_sampling_that_is_not_the_models_own_is_named(given_, named):
+    assert parse(Kind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode()).other_sampling == named
+
+
+@st.composite
+def answers(draw):
+    """An answer as a replica streams it: the versions of its tokens, and its chunks."""
+    versions = sorted(draw(st.lists(st.integers(0, 3), min_size=1, max_size=12)))
+    found, told = [], 0
+    for place, _ in enumerate(versions):
+        spans, ends = spans_of(versions[: place + 1]), place == len(versions) - 1
+        choice = {"index": 0, "token_ids": [100 + place], "logprobs": {"token_logprobs": [-float(place)]},
+                  "finish_reason": "stop" if ends else None}  # fmt: skip
+        if ends or len(spans) != told:
+            choice["weight_versions"], told = spans, len(spans)
+        found.append({"choices": [{**choice, **({"prompt_token_ids": [1, 2]} if place == 0 else {})}]})
+    return versions, found
+
+
+def spans_of(versions: list[int]) -> list[list[int]]:
+    return [[v, versions.index(v), versions.index(v) + versions.count(v)] for v in sorted(set(versions))]
+
+
+@given(answers(), st.data())
+def test_an_answer_cut_off_anywhere_knows_the_version_of_every_token(answer, data):
+    versions, found = answer
+    cut = data.draw(st.integers(1, len(found)))
+    collected = Collected()
+    assert [collected.take(chunk) for chunk in found[:cut]] == [1] * cut
+    segment = collected.segment(trainable=True)
+    assert segment.spans == [VersionSpan(v, 2 + a, 2 + b) for v, a, b in spans_of(versions[:cut])]
+    assert segment.mask().tolist() == [0, 0] + [1] * cut and segment.ids().tolist() == [1, 2, *range(100, 100 + cut)]
+    assert segment.sampled_logprobs().tolist() == [0.0, 0.0, *[-float(place) for place in range(cut)]]
+
+
+@given(answers(), JSON, st.sampled_from(["token_ids", "logprobs", "weight_versions", "prompt_token_ids"]), st.data())
+def test_damage_is_refused_or_harmless(answer, damage, name, data):
+    _, found = answer
+    found[data.draw(st.integers(0, len(found) - 1))]["choices"][0][name] = damage
+    collected = Collected()
+    try:
+        for chunk in found:
+            collected.take(chunk)
+        segment = collected.segment(trainable=True)
+    except BadAnswer:
+        return
+    assert sum(span.end - span.start for span in segment.spans) == sum(segment.mask()) == len(collected.tokens)
+
+
+def test_an_answer_without_versions_is_recorded_as_failed_without_tokens():
+    collected = Collected()
+    collected.take({"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1]}, "finish_reason": "stop"}]})
+    made, problem = interaction(RUN, SERVED, collected, "stop", TIMES)
+    assert (made.finish_reason, made.sampled_tokens) == ("failed", 0) and "weight_versions" in problem
+
+
+def test_a_large_interaction_leaves_its_segments_in_the_store_and_comes_back(tmp_path):
+    collected = Collected()
+    collected.take({"choices": [{"token_ids": [3] * 500, "logprobs": {"token_logprobs": [-1] * 500},
+                                 "finish_reason": "stop", "weight_versions": [[2, 0, 500]]}]})  # fmt: skip
+    made, problem = interaction(RUN, SERVED, collected, "stop", TIMES)
+    codec = Codec(None)
+    small = InteractionClaims(str(tmp_path), "r", 100_000, codec).checked(made)
+    large = InteractionClaims(str(tmp_path), "r", 5000, codec).checked(made)
+    assert problem == "" and small is made and large.segments == []
+    assert len(codec.encode(large)) < 1000 and claimed_interaction(large, codec) == made
+
+
+def test_keys_that_are_short_or_shared_are_refused():
+    for keys in ({"a": "short"}, {"a": "k" * 20, "b": "k" * 20}):
+        with pytest.raises(ValueError, match="API key"):
+            RouterSettings(api_keys=keys)
