@@ -13,7 +13,7 @@ import typer
 from tidemill.compose.demo.command import demo
 from tidemill.compose.options import with_settings
 from tidemill.compose.query_command import query
-from tidemill.compose.roles import documents, feed, rollout, serve, sink, stream, train
+from tidemill.compose.roles import documents, feed, rollout, route, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.topics_command import topics
 from tidemill.compose.weights import weights_app
@@ -38,7 +38,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRA
 app.add_typer(stack_app, name="stack")
 app.command(rich_help_panel="The log")(topics)
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
-for _role in (feed, rollout, documents):
+for _role in (feed, rollout, route, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))
 app.command(rich_help_panel="Trainer")(with_settings(train))

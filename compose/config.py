@@ -24,6 +24,7 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.corpus_config import CorpusSettings
 from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.router.config import RouterSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.trainer.config import TrainerSettings
@@ -67,6 +68,8 @@ class TidemillSettings(BaseSettings):
     """Rollout workers."""
     stream: StreamSettings = Field(default_factory=StreamSettings)
     """Group assembly."""
+    router: RouterSettings = Field(default_factory=RouterSettings)
+    """The OpenAI-compatible serving path of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)
     """Keys of the product's side: the serving path and feedback."""
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)

@@ -34,15 +34,34 @@ def serve(
     replica_id: Annotated[str | None, typer.Option(help="Name of the replica.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible server.")] = None,
     region: Annotated[str | None, typer.Option(help="Region, for staleness.")] = None,
+    pool: Annotated[str | None, typer.Option(help="stable: promoted versions; canary: the one under trial.")] = None,
 ) -> None:
     """Run a replica: vLLM's OpenAI-compatible server and the weight subscriber.
 
     Joins from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
     """
-    settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region)
+    settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
+                      replica__pool=pool)  # fmt: skip
     from tidemill.consumers.replica import run
 
     run(settings.kafka, settings.run, settings.store, settings.replica)
+
+
+def route(
+    settings_of: SettingsOf,
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI-compatible server.")] = None,
+    stable: Annotated[list[str] | None, typer.Option(help="Address of a stable replica, http://host:port.")] = None,
+    canary: Annotated[list[str] | None, typer.Option(help="Address of a canary replica, http://host:port.")] = None,
+) -> None:
+    """Serve product traffic: OpenAI's protocol in front of the replica pools, every answer an interaction in the log.
+
+    Each backend needs a key (`--set router.api_keys.web=...`), the product its own two (`product.signing_keys` and
+    `product.pseudonym_key`). The gate's newest canary decision sets how many users the canary pool answers.
+    """
+    settings = _begin(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
+    from tidemill.producers.router.role import run
+
+    run(settings.kafka, settings.run, settings.store, settings.product, settings.router)
 
 
 def documents(settings_of: SettingsOf) -> None:
