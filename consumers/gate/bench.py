@@ -1,0 +1,117 @@
+"""The offline bench: how often each version solved held-out tasks, by the rollouts that it sampled itself. Pure.
+
+A version's result is taken once, when its first so many rollouts are in, and never again: looking at it a second time,
+with more rollouts, would be a second chance. Bounds are those of C. J. Clopper and E. S. Pearson (Biometrika 26, 1934),
+exact for equal chances; held-out tasks differ in difficulty, which makes the sum of successes only less spread
+(W. Hoeffding, Annals of Mathematical Statistics 27, 1956), so that they err on the safe side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidemill.schemas.records import Group, GroupMember, Mode, RolloutStatus
+
+_HALVINGS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Successes of a version on held-out tasks."""
+
+    successes: int
+    rollouts: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the rollouts that succeeded."""
+        return self.successes / self.rollouts
+
+    def lower(self, alpha: float) -> float:
+        """The true rate is above this, but for a chance of `alpha`."""
+        if self.successes == 0:
+            return 0.0
+        return _crossing(lambda rate: 1.0 - _at_most(self.successes - 1, self.rollouts, rate) >= alpha)
+
+    def upper(self, alpha: float) -> float:
+        """The true rate is below this, but for a chance of `alpha`."""
+        if self.successes == self.rollouts:
+            return 1.0
+        return _crossing(lambda rate: _at_most(self.successes, self.rollouts, rate) < alpha)
+
+    def surely_worse(self, other: BenchResult, margin: float, alpha: float) -> bool:
+        """Whether the rate is below the other's by more than `margin`, but for a chance of `alpha`."""
+        return self.upper(alpha / 2) < other.lower(alpha / 2) - margin
+
+
+def _at_most(successes: int, rollouts: int, rate: float) -> float:
+    """P(binomial(rollouts, rate) <= successes), for a rate strictly between 0 and 1."""
+    terms = (_chance(count, rollouts, rate) for count in range(successes + 1))
+    return min(1.0, math.fsum(terms))
+
+
+def _chance(count: int, rollouts: int, rate: float) -> float:
+    ways = math.lgamma(rollouts + 1) - math.lgamma(count + 1) - math.lgamma(rollouts - count + 1)
+    return math.exp(ways + count * math.log(rate) + (rollouts - count) * math.log1p(-rate))
+
+
+def _crossing(holds: Callable[[float], bool]) -> float:
+    """The rate from which on `holds` is true, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+class Bench:
+    """Results by version.
+
+    Args:
+        rollouts: how many make a result.
+    """
+
+    def __init__(self, rollouts: int) -> None:
+        self._needed = rollouts
+        self._tallies: dict[int, BenchResult] = {}
+        self._seen: dict[int, set[str]] = {}
+
+    def observe(self, group: Group) -> list[tuple[int, BenchResult]]:
+        """Take a group in. Only completed held-out rollouts that one version sampled whole count, each once.
+
+        A group counts as a whole: rollouts that finish first are not the ones that are looked at first. Returns the
+        versions whose results it completes.
+        """
+        if group.mode is not Mode.EVAL:
+            return []
+        versions = {m.version_min for m in group.members if _counts(m) and not self.complete(m.version_min)}
+        for member in group.members:
+            if _counts(member) and member.version_min in versions:
+                self._count(member)
+        return [(version, self.tally(version)) for version in sorted(versions) if self.complete(version)]
+
+    def tally(self, version: int) -> BenchResult:
+        """What is in of a version so far."""
+        return self._tallies.get(version, BenchResult(0, 0))
+
+    def complete(self, version: int) -> bool:
+        """Whether a version has its result."""
+        return self.tally(version).rollouts >= self._needed
+
+    def result(self, version: int) -> BenchResult | None:
+        """A version's result; None while rollouts are missing."""
+        return self.tally(version) if self.complete(version) else None
+
+    def _count(self, member: GroupMember) -> None:
+        version, seen = member.version_min, self._seen.setdefault(member.version_min, set())
+        if member.rollout_id not in seen:
+            seen.add(member.rollout_id)
+            tally = self.tally(version)
+            self._tallies[version] = BenchResult(tally.successes + bool(member.success), tally.rollouts + 1)
+
+
+def _counts(member: GroupMember) -> bool:
+    whole = member.version_min == member.version_max
+    return whole and member.status is RolloutStatus.COMPLETED and member.success is not None

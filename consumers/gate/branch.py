@@ -1,0 +1,207 @@
+"""Everything that the gate knows of one branch, from the records of the log. Pure; it decides nothing.
+
+A decision counts when it is read here, never when it is proposed, and once, however often the log delivers it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tidemill.consumers.gate.bench import Bench
+from tidemill.consumers.gate.config import GateSettings
+from tidemill.consumers.gate.standing import Standing, by_gate
+from tidemill.consumers.gate.trial import Arm, Comparison, Watch
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import (
+    AckStatus,
+    GateDecision,
+    GateVerdict,
+    Group,
+    Manifest,
+    Outcome,
+    Record,
+    UserRequest,
+    UserWish,
+    WeightAck,
+)
+
+SHARE = "share"
+"""Name, in a CANARY's numbers, of the canary pool's part of the users."""
+
+REMEMBERED = 20
+"""Decisions that are shown."""
+
+
+@dataclass(slots=True)
+class Trial:
+    """The candidate that is tried."""
+
+    version: int
+    baseline: int
+    opened_at: int
+    share: float
+    comparison: Comparison | None = None
+    """None while the bench measures."""
+
+
+class Branch:
+    """One branch of one run; records of others are left alone."""
+
+    def __init__(self, run: RunSettings, gate: GateSettings) -> None:
+        self.run, self._gate = run, gate
+        self.standing = Standing()
+        self.bench = Bench(gate.bench_rollouts)
+        self.trial: Trial | None = None
+        self.watch: Watch | None = None
+        self.clock = 0
+        """The newest record timestamp seen, microseconds."""
+        self.settled_at = 0
+        """When the last decision was taken that ended a trial."""
+        self.admissible: set[int] = set()
+        """Versions whose bench result passed the floor."""
+        self.decisions: deque[GateDecision] = deque(maxlen=REMEMBERED)
+        self.serving: dict[str, int] = {}
+        """Version served by each replica."""
+        self.proved: set[int] = set()
+        """Versions that a replica has proved."""
+        self._origin: dict[str, float] = {}
+        self._known: set[object] = set()
+
+    def observe(self, record: Record, at_us: int) -> None:
+        """Take a record in, with its event time in microseconds."""
+        self.clock = max(self.clock, at_us)
+        match record:
+            case UserRequest(wish=UserWish.ERASE):
+                for party in self._parties():
+                    party.forget(record.user_id)
+            case Group() if record.run_id == self.run.run_id:
+                self._take_group(record)
+            case Manifest() | WeightAck() | GateDecision() | Outcome():
+                if (record.run_id, record.branch) == (self.run.run_id, self.run.branch):
+                    self._take(record)
+            case _:
+                pass
+        self._advance()
+
+    def candidate(self) -> int | None:
+        """The newest version, unless its trial is over or everyone is served it."""
+        head = self.standing.head
+        return head if head > self.standing.baseline and head not in self.standing.ended else None
+
+    def skipped(self, version: int) -> list[int]:
+        """Versions that came after the last one tried and before `version`."""
+        standing = self.standing
+        tried = {*standing.ended, standing.baseline, *([] if self.trial is None else [self.trial.version])}
+        last = max((known for known in tried if known < version), default=-1)
+        return [known for known in sorted(standing.parents) if last < known < version]
+
+    def _take(self, record: Manifest | WeightAck | GateDecision | Outcome) -> None:
+        match record:
+            case Manifest():
+                self.standing.publish(record)
+            case WeightAck():
+                self.serving[record.replica_id] = record.serving_version
+                if record.status is not AckStatus.REFUSED:
+                    self.proved.add(record.version)
+            case Outcome():
+                for party in self._parties():
+                    party.observe(record, self.clock)
+            case GateDecision():
+                self._take_decision(record)
+
+    def _take_group(self, group: Group) -> None:
+        for version, result in self.bench.observe(group):
+            if result.lower(self._gate.bench_alpha) >= self._gate.floor:
+                self.admissible.add(version)
+
+    def _parties(self) -> Iterator[Comparison | Watch]:
+        if self.trial is not None and self.trial.comparison is not None:
+            yield self.trial.comparison
+        if self.watch is not None:
+            yield self.watch
+
+    def _advance(self) -> None:
+        for party in self._parties():
+            party.advance(self.clock)
+        if self.watch is not None and self.watch.over(self.clock) and not self.watch.alerts:
+            self.watch = None
+
+    def _take_decision(self, decision: GateDecision) -> None:
+        key = _identity(decision)
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.decisions.append(decision)
+        held, before = self.standing.hold, self.standing.baseline
+        self.standing.apply(decision)
+        if held is None or not by_gate(decision):
+            self._follow(decision, before, held)
+
+    def _follow(self, decision: GateDecision, before: int, held: GateDecision | None) -> None:
+        """Trial and watch, after a decision that the standing took in; `before` and `held` are from before it."""
+        match decision.verdict:
+            case GateVerdict.CANARY:
+                self._follow_canary(decision)
+            case GateVerdict.PROMOTE:
+                self._keep_origin(decision)
+                self._end_trial(decision)
+                self._begin_watch(decision, before)
+            case GateVerdict.REJECT:
+                self._keep_origin(decision)
+                self._end_trial(decision, only=decision.version)
+                if self.watch is not None and self.watch.version == decision.version:
+                    self.watch = None
+            case GateVerdict.HOLD:
+                self._keep_origin(decision)
+                self._end_trial(decision)
+            case GateVerdict.ROLL_BACK:
+                self._end_trial(decision)
+                self.watch = None
+            case GateVerdict.RELEASE:
+                self._end_trial(decision)
+                if held is not None and by_gate(held):
+                    self._origin = {}
+            case GateVerdict.ADMIT:
+                pass
+
+    def _follow_canary(self, decision: GateDecision) -> None:
+        version, share = decision.version, decision.numbers.get(SHARE, 0.0)
+        if version is None:
+            return
+        if self.trial is None or self.trial.version != version:
+            self.trial = Trial(version, self.standing.baseline, decision.at, share)
+        trial = self.trial
+        trial.share = share
+        if 0.0 < share < 1.0 and trial.comparison is None:
+            trial.comparison = Comparison(self._gate, version, trial.baseline, share, decision.at, self._origin)
+
+    def _end_trial(self, decision: GateDecision, only: int | None = None) -> None:
+        self.settled_at = decision.at
+        if self.trial is not None and only in (None, self.trial.version):
+            self.trial = None
+
+    def _keep_origin(self, decision: GateDecision) -> None:
+        """The first baseline that enough users were compared with is what later candidates must not drift from."""
+        if not self._origin and decision.numbers.get(f"{Arm.STABLE}/users", 0.0) >= self._gate.min_users:
+            self._origin = _of_arm(decision.numbers, Arm.STABLE)
+
+    def _begin_watch(self, decision: GateDecision, before: int) -> None:
+        self.watch = None
+        means = _of_arm(decision.numbers, Arm.STABLE)
+        if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
+            self.watch = Watch(self._gate, decision.version, before, decision.at, means)
+
+
+def _identity(decision: GateDecision) -> object:
+    """Equal for one decision that is read twice."""
+    numbers = tuple(sorted(decision.numbers.items()))
+    return decision.verdict, decision.version, decision.decided_by, decision.reason, decision.at, numbers
+
+
+def _of_arm(numbers: Mapping[str, float], arm: Arm) -> dict[str, float]:
+    """The means of an arm, by measure."""
+    start, counts = f"{arm}/", {"users", "interactions"}
+    found = {name.removeprefix(start): value for name, value in numbers.items() if name.startswith(start)}
+    return {name: value for name, value in found.items() if name not in counts}

@@ -1,0 +1,247 @@
+"""The gate as a pure state machine: records of the log in, decisions out; no clock, no network, no randomness.
+
+A candidate goes through one trial: it is served by the canary pool without users (CANARY, share 0) while the bench
+measures it, then to a share of the users (CANARY), and is promoted, rejected or held by the comparison. What stays
+true:
+
+- what is due is a function of what the log says: a restarted gate, or a second one, stands where the log stands;
+- the newest version is tried; those that came and went during a trial are skipped, and the next decision names them;
+- one trial at a time, and nothing at all while the branch is held, but to say a hold again that was overrun;
+- time is the newest record timestamp seen, so that reading the log again decides the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tidemill.consumers.gate.bench import BenchResult
+from tidemill.consumers.gate.branch import SHARE, Branch, Trial
+from tidemill.consumers.gate.config import GateSettings
+from tidemill.consumers.gate.guardrails import names
+from tidemill.consumers.gate.standing import GENERATION
+from tidemill.consumers.gate.trial import MICROSECONDS, Watch
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import GateDecision, GateVerdict, Record
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Where a branch stands."""
+
+    run_id: str
+    branch: str
+    at: int
+    """Event time, microseconds."""
+    stage: str
+    """held, bench, comparison or idle."""
+    candidate: int | None
+    promoted: int
+    """What everyone is served; before the first promotion, the oldest anchor. -1: there is no version."""
+    head: int
+    admitted: bool
+    """Whether the promoted version may learn from users."""
+    held_by: GateDecision | None
+    watched: int | None
+    """The promoted version that may still be rolled back without a person."""
+    numbers: dict[str, float]
+    """Of the trial."""
+    decisions: list[GateDecision]
+    """The newest ones, oldest first."""
+    serving: dict[str, int]
+    """Version served by each replica."""
+
+
+class Keeper:
+    """The gate of one branch of one run.
+
+    Args:
+        run: names the run and the branch; records of others are left alone.
+        gate: the settings.
+        generation: of this gate process; greater for one that started later.
+    """
+
+    def __init__(self, run: RunSettings, gate: GateSettings, generation: float) -> None:
+        self._gate, self.generation = gate, generation
+        self._branch = Branch(run, gate)
+
+    def observe(self, record: Record, at_us: int) -> list[GateDecision]:
+        """Take a record in, with its event time in microseconds. Returns what is to be written now.
+
+        A decision is returned until it, or what it rests on, is observed otherwise.
+        """
+        self._branch.observe(record, at_us)
+        return self.due()
+
+    def due(self) -> list[GateDecision]:
+        """What is to be written now; at most one decision."""
+        if self._branch.clock == 0:
+            return []
+        if self._branch.standing.hold is not None:
+            return list(self._hold_again())
+        steps = (self._admission, self._retreat, self._in_trial, self._open)
+        return next((decisions for step in steps if (decisions := list(step()))), [])
+
+    def greatest_generation(self) -> float:
+        """The generation of the last-started gate that decided; 0 before the first."""
+        return self._branch.standing.generation
+
+    def snapshot(self) -> Snapshot:
+        """Where the branch stands now."""
+        branch = self._branch
+        standing, trial = branch.standing, branch.trial
+        stage = "idle" if trial is None else "bench" if trial.comparison is None else "comparison"
+        return Snapshot(
+            run_id=branch.run.run_id,
+            branch=branch.run.branch,
+            at=branch.clock,
+            stage="held" if standing.hold is not None else stage,
+            candidate=None if trial is None else trial.version,
+            promoted=standing.baseline,
+            head=standing.head,
+            admitted=standing.baseline in standing.admitted,
+            held_by=standing.hold,
+            watched=None if branch.watch is None else branch.watch.version,
+            numbers={} if trial is None else self._trial_numbers(trial),
+            decisions=list(branch.decisions),
+            serving=dict(sorted(branch.serving.items())),
+        )
+
+    def _hold_again(self) -> Iterator[GateDecision]:
+        hold, late = self._branch.standing.hold, self._branch.standing.overrun
+        if hold is not None and late is not None:
+            said = (
+                f"{hold.verdict.value} by {hold.decided_by} stands; {late.verdict.value} {late.version} came after it"
+            )
+            yield self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})
+
+    def _admission(self) -> Iterator[GateDecision]:
+        standing = self._branch.standing
+        for version in sorted(self._branch.admissible - standing.admitted - standing.rejected):
+            if version in standing.parents:
+                numbers = {**self._bench_numbers("bench", version), "floor": self._gate.floor}
+                reason = f"success on held-out tasks is surely at least {self._gate.floor:g}"
+                yield self._decision(GateVerdict.ADMIT, version, reason, numbers)
+                return
+
+    def _retreat(self) -> Iterator[GateDecision]:
+        standing, watch = self._branch.standing, self._branch.watch
+        baseline = standing.baseline
+        if standing.collapsed is not None:
+            reason = f"rolled back to {baseline}: what it did in its watch window must not come again"
+            yield self._decision(GateVerdict.REJECT, standing.collapsed, reason, {})
+        elif baseline in standing.rejected:
+            older = standing.fallback(baseline, self._branch.proved)
+            if older is not None:
+                yield self._decision(GateVerdict.ROLL_BACK, older, f"version {baseline} was rejected", {})
+        elif watch is not None and watch.alerts:
+            yield from self._roll_back(watch)
+
+    def _roll_back(self, watch: Watch) -> Iterator[GateDecision]:
+        older = self._branch.standing.fallback(watch.version, self._branch.proved)
+        if older is None:
+            return
+        numbers = {"seconds_in_stage": self._seconds_since(watch.since), "promoted/users": float(watch.users)}
+        for alert in watch.alerts:
+            numbers[f"promoted/{alert.name}"] = alert.candidate
+            numbers[f"before/{alert.name}"] = alert.baseline
+            numbers[f"p_alert/{alert.name}"] = alert.p_value
+        reason = f"version {watch.version} collapsed after its promotion: {names(watch.alerts)}"
+        yield self._decision(GateVerdict.ROLL_BACK, older, reason, numbers)
+
+    def _in_trial(self) -> Iterator[GateDecision]:
+        trial = self._branch.trial
+        if trial is None:
+            return
+        if trial.comparison is None:
+            yield from self._in_bench(trial)
+        elif trial.comparison.conclusion is not None:
+            done = trial.comparison.conclusion
+            holds = done.verdict is GateVerdict.HOLD
+            version = trial.baseline if holds else trial.version
+            reason = f"version {trial.version} waits for a person: {done.reason}" if holds else done.reason
+            yield self._decision(done.verdict, version, reason, self._trial_numbers(trial))
+        elif trial.share == 0.0:
+            numbers = {**self._trial_numbers(trial), SHARE: self._gate.share}
+            yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
+
+    def _in_bench(self, trial: Trial) -> Iterator[GateDecision]:
+        result = self._branch.bench.result(trial.version)
+        if result is None:
+            yield from self._pass_over(trial)
+            return
+        objection = self._objection(result, self._branch.bench.result(trial.baseline))
+        numbers = self._trial_numbers(trial)
+        if objection:
+            yield self._decision(GateVerdict.REJECT, trial.version, objection, numbers)
+            return
+        said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
+        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, SHARE: self._gate.share})
+
+    def _pass_over(self, trial: Trial) -> Iterator[GateDecision]:
+        """Not for ever does a candidate without a bench result keep newer ones waiting."""
+        waited = self._seconds_since(trial.opened_at)
+        if waited >= self._gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
+            rollouts = f"{self._branch.bench.tally(trial.version).rollouts} of {self._gate.bench_rollouts} rollouts"
+            yield from self._open_newest(f"version {trial.version} is passed over: {rollouts} in {waited:g} s")
+
+    def _objection(self, result: BenchResult, baseline: BenchResult | None) -> str:
+        gate = self._gate
+        said = f"success on held-out tasks is {result.rate:.3g}"
+        if result.rate < gate.floor:
+            return f"{said}, below the floor of {gate.floor:g}"
+        if baseline is not None and result.surely_worse(baseline, gate.bench_margin, gate.bench_alpha):
+            return f"{said} against {baseline.rate:.3g}: surely worse by more than {gate.bench_margin:g}"
+        return ""
+
+    def _open(self) -> Iterator[GateDecision]:
+        rested = self._seconds_since(self._branch.settled_at) >= self._gate.settle_s
+        if self._branch.trial is None and rested:
+            yield from self._open_newest("the newest version")
+
+    def _open_newest(self, reason: str) -> Iterator[GateDecision]:
+        version = self._branch.candidate()
+        if version is None:
+            return
+        skipped = self._branch.skipped(version)
+        said = f"{reason}; skipped: {', '.join(map(str, skipped))}" if skipped else reason
+        numbers = {SHARE: 0.0, "skipped": float(len(skipped)), "baseline": float(self._branch.standing.baseline)}
+        yield self._decision(GateVerdict.CANARY, version, f"{said}; the bench comes first", numbers)
+
+    def _trial_numbers(self, trial: Trial) -> dict[str, float]:
+        since = trial.opened_at if trial.comparison is None else trial.comparison.started_at
+        return {
+            "baseline": float(trial.baseline),
+            "seconds_in_stage": self._seconds_since(since),
+            "replicas": float(sum(serving == trial.version for serving in self._branch.serving.values())),
+            **self._bench_numbers("bench", trial.version),
+            **self._bench_numbers("baseline_bench", trial.baseline),
+            **({} if trial.comparison is None else trial.comparison.numbers()),
+        }
+
+    def _bench_numbers(self, prefix: str, version: int) -> dict[str, float]:
+        tally, alpha = self._branch.bench.tally(version), self._gate.bench_alpha
+        found = {f"{prefix}/rollouts": float(tally.rollouts)}
+        if tally.rollouts:
+            found[f"{prefix}/rate"] = tally.rate
+            found[f"{prefix}/lower"] = tally.lower(alpha)
+            found[f"{prefix}/upper"] = tally.upper(alpha)
+        return found
+
+    def _seconds_since(self, at_us: int) -> float:
+        return (self._branch.clock - at_us) / MICROSECONDS
+
+    def _decision(
+        self, verdict: GateVerdict, version: int | None, reason: str, numbers: Mapping[str, float]
+    ) -> GateDecision:
+        run = self._branch.run
+        return GateDecision(
+            run_id=run.run_id,
+            branch=run.branch,
+            verdict=verdict,
+            version=version,
+            reason=reason,
+            decided_by=self._gate.name,
+            numbers={**numbers, GENERATION: self.generation},
+            at=self._branch.clock,
+        )

@@ -1,0 +1,142 @@
+"""The gate's process: rebuilds the branch from the log, then follows it and writes decisions.
+
+A decision is written, acknowledged, and waited for until it comes back in the log's order; meanwhile none is taken. Of
+two gates on one branch the one that started later goes on and the other stops when it reads that one's first decision.
+What both write before that is harmless, since every gate stands where the log stands.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from tidemill.consumers.gate.config import GateSettings
+from tidemill.consumers.gate.keeper import Keeper
+from tidemill.consumers.gate.standing import GENERATION
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.located import Located, Position
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import GateDecision, GateVerdict
+from tidemill.schemas.shutdown import stop_on_signals
+
+LOG = logging.getLogger(__name__)
+TOPICS = (Topic.MANIFESTS, Topic.ACKS, Topic.GROUPS, Topic.OUTCOMES, Topic.GATE)
+"""In the order in which records of one moment are taken in: a decision comes after what it rests on."""
+CLIENT_ID = "tidemill-gate"
+POLL_S = 0.1
+REBUILD_S = 3600.0
+_GRAVE = (GateVerdict.REJECT, GateVerdict.HOLD, GateVerdict.ROLL_BACK)
+
+
+class SecondGate(RuntimeError):
+    """Another gate of the branch started later, and decides from now on."""
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """A branch as the log tells it up to its end, and where each partition goes on."""
+
+    keeper: Keeper
+    next_offsets: dict[tuple[Topic, int], int] = field(default_factory=dict)
+
+
+def event_time(located: Located) -> int:
+    """When a record happened, microseconds: a decision when it was decided, others by the log's timestamp."""
+    return located.record.at if isinstance(located.record, GateDecision) else located.timestamp_ms * 1_000
+
+
+def rebuild(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_at: int) -> Rebuilt:
+    """Read the log to its end, the topics merged by event time, as they were when the decisions were taken.
+
+    Args:
+        started_at: microseconds; the new gate's generation is this, or more where the log knows a later one.
+
+    Raises LookupError when a topic does not exist, TimeoutError when the log does not answer.
+    """
+    rebuilt = Rebuilt(Keeper(run, gate, float(started_at)))
+    with ExitStack() as stack:
+        readers = [stack.enter_context(LogReader(kafka, [topic], client_id=CLIENT_ID)) for topic in TOPICS]
+        streams = [_ordered(reader, rank) for rank, reader in enumerate(readers)]
+        for _, _, _, located in heapq.merge(*streams, key=lambda entry: entry[:3]):
+            if located.record is not None:
+                rebuilt.keeper.observe(located.record, event_time(located))
+        for reader in readers:
+            rebuilt.next_offsets |= reader.next_offsets()
+    keeper = rebuilt.keeper
+    keeper.generation = max(keeper.generation, keeper.greatest_generation() + 1)
+    return rebuilt
+
+
+def _ordered(reader: LogReader, rank: int) -> Iterator[tuple[int, int, int, Located]]:
+    for place, located in enumerate(reader.read_to_end(REBUILD_S)):
+        yield event_time(located), rank, place, located
+
+
+class Gate:
+    """A gate that follows the log.
+
+    Args:
+        producer: writes the decisions.
+    """
+
+    def __init__(self, rebuilt: Rebuilt, producer: RecordProducer) -> None:
+        self._keeper, self._producer = rebuilt.keeper, producer
+        self._awaited: Position | None = None
+
+    def observe(self, located: Located) -> None:
+        """Take a record of the log in. Raises SecondGate."""
+        if located.record is None:
+            if located.value is not None:
+                LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
+            return
+        self._keeper.observe(located.record, event_time(located))
+        if isinstance(located.record, GateDecision):
+            self._read_back(located, located.record)
+
+    def decide(self) -> None:
+        """Write what is due, unless a decision is still on its way back. Raises DeliveryError."""
+        if self._awaited is not None:
+            return
+        for decision in self._keeper.due():
+            self._awaited = self._producer.send_acked(Topic.GATE, [(decision.branch, decision)])[0]
+            level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
+            LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
+
+    def _read_back(self, located: Located, decision: GateDecision) -> None:
+        if self._awaited is not None and located.offset >= self._awaited.offset:
+            self._awaited = None
+        generation = decision.numbers.get(GENERATION, 0.0)
+        if self._keeper.greatest_generation() > self._keeper.generation:
+            raise SecondGate(
+                f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
+                f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
+                "this one stops"
+            )
+
+
+def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: threading.Event | None = None) -> None:
+    """Keep the gate of the run's branch until `stop` is set (without one: SIGINT or SIGTERM comes).
+
+    Raises SecondGate, DeliveryError, LookupError when a topic does not exist.
+    """
+    stop = stop or stop_on_signals()
+    rebuilt = rebuild(kafka, run, gate, now_us())
+    said = rebuilt.keeper.snapshot()
+    LOG.info("gate of %s/%s: %s; version %d is served", run.run_id, run.branch, said.stage, said.promoted)
+    with (
+        RecordProducer(kafka, CLIENT_ID) as producer,
+        LogReader(kafka, TOPICS, start=rebuilt.next_offsets, client_id=CLIENT_ID) as reader,
+    ):
+        following = Gate(rebuilt, producer)
+        while not stop.is_set():
+            following.decide()
+            for located in reader.poll(POLL_S):
+                following.observe(located)
+                following.decide()

@@ -1,0 +1,252 @@
+"""One candidate's trial: its bench result, then its comparison with the baseline among users. Pure.
+
+The comparison begins with the decision that gives the canary pool its share, and counts only answers that were served
+after it, whole by the candidate in the canary arm or whole by the baseline in the stable arm. The first conclusion
+stands: whatever is looked at later, a verdict by evidence is wrong with a chance of `alpha` at most. What is concluded
+depends on the outcomes in the log's order and on event time alone, so that a restarted gate concludes the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tidemill.consumers.gate.config import GateSettings, OnAlert
+from tidemill.consumers.gate.contrast import BASELINE, CANDIDATE, TwoArms, difference
+from tidemill.consumers.gate.guardrails import Alert, ArmGuards, FrozenGuards, Tolerance, names
+from tidemill.consumers.gate.measures import REWARD, measures
+from tidemill.consumers.gate.sequential import Capital, Side
+from tidemill.consumers.gate.units import Settled, Users
+from tidemill.schemas.records import GateVerdict, Outcome
+
+MICROSECONDS = 1_000_000
+
+
+class Arm(StrEnum):
+    """Experiment arms, as outcomes name them: the pools of replicas."""
+
+    CANARY = "canary"
+    STABLE = "stable"
+
+
+_NUMBER = {Arm.CANARY: CANDIDATE, Arm.STABLE: BASELINE}
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What a trial has come to."""
+
+    verdict: GateVerdict
+    reason: str
+
+
+class Comparison:
+    """The candidate against the baseline among users.
+
+    Args:
+        gate: the settings.
+        candidate: version of the canary arm.
+        baseline: version of the stable arm.
+        share: part of the users in the canary arm.
+        started_at: event time of the decision that began it, microseconds.
+        origin: means that candidates must not drift away from; empty for none.
+    """
+
+    def __init__(
+        self,
+        gate: GateSettings,
+        candidate: int,
+        baseline: int,
+        share: float,
+        started_at: int,
+        origin: Mapping[str, float],
+    ) -> None:
+        self._gate, self.started_at = gate, started_at
+        self._version_of = {Arm.CANARY: candidate, Arm.STABLE: baseline}
+        margin = gate.margin / gate.reward_width
+        self.worse = Capital(-margin, Side.BELOW)
+        self.not_worse = Capital(-margin, Side.ABOVE)
+        self.better = Capital(0.0, Side.ABOVE)
+        capitals = (self.worse, self.not_worse, self.better)
+        self._rewards = TwoArms(share, difference(gate.reward_width), capitals)
+        self._guards = ArmGuards(share, tolerance(gate))
+        self._drift = FrozenGuards(origin, drift_tolerance(gate), gate.reward_width, None)
+        self._users = Users(gate.outcomes_per_user, int(gate.user_window_s * MICROSECONDS))
+        self._interactions: Counter[Arm] = Counter()
+        self.conclusion: Conclusion | None = None
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Every alert so far, those against the first baseline last."""
+        return [*self._guards.alerts, *self._drift.alerts]
+
+    def observe(self, outcome: Outcome, at_us: int) -> None:
+        """Take an outcome in, at an event time; what belongs to neither arm is left alone."""
+        self.advance(at_us)
+        arm = self._arm(outcome)
+        if arm is None or self.conclusion is not None:
+            return
+        self._interactions[arm] += outcome.revision == 0
+        found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
+        self._take(self._users.observe(arm, unit_of(outcome), outcome, found, at_us))
+        if self._interactions[Arm.CANARY] >= self._gate.max_interactions:
+            self._end("as many outcomes as may be")
+
+    def advance(self, at_us: int) -> None:
+        """Event time has come to `at_us`."""
+        if self.conclusion is None:
+            self._take(self._users.advance(at_us))
+        if at_us - self.started_at >= self._gate.max_seconds * MICROSECONDS:
+            self._end("as long as may be")
+
+    def forget(self, user_id: str) -> None:
+        """Let go of what a user said, as far as he is not counted yet."""
+        self._users.forget(user_id)
+
+    def numbers(self) -> dict[str, float]:
+        """What is known now, by name: `canary/...`, `stable/...`, and the evidence."""
+        found = {
+            "p_worse": self.worse.p_value,
+            "p_not_worse": self.not_worse.p_value,
+            "p_better": self.better.p_value,
+            "e_worse": math.exp(self.worse.log_evidence),
+            "e_not_worse": math.exp(self.not_worse.log_evidence),
+            "e_better": math.exp(self.better.log_evidence),
+            "blocks": float(self._rewards.blocks),
+            "alpha": self._gate.alpha,
+            "margin": self._gate.margin,
+        }
+        for arm, number in _NUMBER.items():
+            found[f"{arm}/interactions"] = float(self._interactions[arm])
+            found[f"{arm}/users"] = float(self._rewards.count(number))
+            if self._rewards.count(number):
+                found[f"{arm}/{REWARD}"] = self._rewards.mean(number)
+            found |= {f"{arm}/{name}": mean for name, mean in self._guards.means(number).items()}
+        return found | {f"p_alert/{alert.name}": alert.p_value for alert in self.alerts}
+
+    def _arm(self, outcome: Outcome) -> Arm | None:
+        if outcome.served_at < self.started_at or outcome.arm not in list(Arm):
+            return None
+        arm = Arm(outcome.arm)
+        return arm if outcome.version_min == outcome.version_max == self._version_of[arm] else None
+
+    def _take(self, settled: Iterable[Settled]) -> None:
+        for user in settled:
+            if self.conclusion is None:
+                self._count(user)
+                self.conclusion = self._judge()
+
+    def _count(self, user: Settled) -> None:
+        arm = Arm(user.arm)
+        if REWARD in user.means:
+            self._rewards.observe(_NUMBER[arm], user.user_id, user.means[REWARD])
+        self._guards.observe(_NUMBER[arm], user.user_id, user.means)
+        if arm is Arm.CANARY:
+            self._drift.observe(user.user_id, user.means)
+
+    def _judge(self) -> Conclusion | None:
+        threshold = -math.log(self._gate.alpha)
+        if self.worse.log_evidence >= threshold:
+            return Conclusion(GateVerdict.REJECT, f"worse than the baseline by more than {self._gate.margin:g}")
+        if self._guards.alerts:
+            said = f"a guardrail has moved: {names(self._guards.alerts)}"
+            return Conclusion(_verdict(self._gate.on_alert), said)
+        if self._drift.alerts:
+            said = f"drifted away from the first baseline: {names(self._drift.alerts)}"
+            return Conclusion(_verdict(self._gate.on_drift), said)
+        if not self._enough_users():
+            return None
+        if self.better.log_evidence >= threshold:
+            return Conclusion(GateVerdict.PROMOTE, "better than the baseline")
+        if self.not_worse.log_evidence >= threshold:
+            return Conclusion(GateVerdict.PROMOTE, f"not worse than the baseline by more than {self._gate.margin:g}")
+        return None
+
+    def _enough_users(self) -> bool:
+        return all(self._rewards.count(number) >= self._gate.min_users for number in _NUMBER.values())
+
+    def _end(self, limit: str) -> None:
+        """A limit is reached: whoever was seen is counted, and what there is decides."""
+        self._take(self._users.settle_all())
+        if self.conclusion is not None or not self._enough_users():
+            return
+        promote = self._gate.promote_without_evidence
+        verdict = GateVerdict.PROMOTE if promote else GateVerdict.HOLD
+        self.conclusion = Conclusion(verdict, f"no evidence of harm, nor of its absence, after {limit}")
+
+
+def unit_of(outcome: Outcome) -> str:
+    """Who an outcome counts for; one without a user is a user of its own."""
+    return outcome.user_id or outcome.interaction_id
+
+
+def tolerance(gate: GateSettings) -> Tolerance:
+    """Against a baseline served at the same time."""
+    return Tolerance(gate.rate_tolerance, gate.ratio_tolerance, gate.guard_alpha, gate.ignored)
+
+
+def drift_tolerance(gate: GateSettings) -> Tolerance:
+    """Against numbers of an earlier time."""
+    return Tolerance(gate.drift_rate_tolerance, gate.drift_ratio_tolerance, gate.guard_alpha, gate.ignored)
+
+
+def _verdict(wanted: OnAlert) -> GateVerdict:
+    return GateVerdict.HOLD if wanted is OnAlert.HOLD else GateVerdict.REJECT
+
+
+class Watch:
+    """A promoted version against what its predecessor did, ready to be rolled back.
+
+    Args:
+        gate: the settings.
+        version: the promoted version.
+        fallback: its predecessor.
+        since: event time of the promotion, microseconds.
+        before: the predecessor's means in the comparison that promoted the version; empty where there was none.
+    """
+
+    def __init__(
+        self, gate: GateSettings, version: int, fallback: int, since: int, before: Mapping[str, float]
+    ) -> None:
+        self._gate, self.version, self.fallback, self.since = gate, version, fallback, since
+        self._users = Users(gate.outcomes_per_user, int(gate.user_window_s * MICROSECONDS))
+        self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
+        self._counted = 0
+
+    def over(self, at_us: int) -> bool:
+        """Whether the window has passed."""
+        return at_us - self.since > self._gate.watch_seconds * MICROSECONDS
+
+    @property
+    def users(self) -> int:
+        """How many users were counted."""
+        return self._counted
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """What has collapsed."""
+        return list(self._guards.alerts)
+
+    def observe(self, outcome: Outcome, at_us: int) -> None:
+        """Take an outcome in; only what the version served after its promotion counts, within the window."""
+        self.advance(at_us)
+        ours = outcome.version_min == outcome.version_max == self.version and outcome.served_at >= self.since
+        if ours and not self.over(outcome.served_at):
+            found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
+            self._take(self._users.observe("", unit_of(outcome), outcome, found, at_us))
+
+    def advance(self, at_us: int) -> None:
+        """Event time has come to `at_us`."""
+        self._take(self._users.advance(at_us))
+
+    def forget(self, user_id: str) -> None:
+        """Let go of what a user said, as far as he is not counted yet."""
+        self._users.forget(user_id)
+
+    def _take(self, settled: Iterable[Settled]) -> None:
+        for user in settled:
+            self._counted += 1
+            self._guards.observe(user.user_id, user.means)

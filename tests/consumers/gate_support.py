@@ -1,0 +1,200 @@
+"""Records that a gate reads, written as a product and its replicas would; and laws that its tests compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tidemill.consumers.gate.config import GateSettings
+from tidemill.consumers.gate.keeper import Keeper
+from tidemill.consumers.gate.sequential import BETS
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import (
+    AckStatus,
+    Anchor,
+    CloseReason,
+    GateDecision,
+    GateVerdict,
+    Group,
+    GroupMember,
+    Manifest,
+    Mode,
+    Outcome,
+    Record,
+    RolloutStatus,
+    WeightAck,
+)
+
+RUN = RunSettings(run_id="r")
+SECOND = 1_000_000
+START = 1_000 * SECOND
+QUICK = GateSettings(
+    outcomes_per_user=1, min_users=10, bench_rollouts=16, share=0.5, settle_s=1.0, bench_seconds=60.0, max_seconds=1e6,
+    watch_seconds=1e6,
+)  # fmt: skip
+
+
+def manifest(version: int, run: RunSettings = RUN) -> Manifest:
+    """A version whose parent is the one before; the first has an anchor."""
+    return Manifest(
+        run_id=run.run_id, branch=run.branch, version=version, parent=version - 1 if version else None, step=version,
+        learning_rate=1e-5, n_elements=1, n_changed=1, delta_bytes=1, shards=[], tensors=[], fingerprint="f",
+        anchor=Anchor("a", 1) if version == 0 else None, trained_at=version, published_at=version,
+    )  # fmt: skip
+
+
+def bench(version: int, successes: int, rollouts: int = 16, name: str = "", run: RunSettings = RUN) -> Group:
+    """A held-out group that one version sampled."""
+    members = [
+        GroupMember(
+            rollout_id=f"{name}{version}-{number}", topic="rollouts", partition=0, offset=number,
+            status=RolloutStatus.COMPLETED, reward=float(number < successes), advantage=0.0, success=number < successes,
+            sampled_tokens=10, version_min=version, version_max=version,
+        )
+        for number in range(rollouts)
+    ]  # fmt: skip
+    group = f"{run.run_id}/eval-during/v{version}/{name}"
+    return Group(
+        group_id=group, task_id=group, run_id=run.run_id, environment="ledger", mode=Mode.EVAL,
+        closed_by=CloseReason.SIZE, expected_size=rollouts, members=members, mean_reward=0.0, opened_at=0, closed_at=0,
+        rewards_shuffled=False,
+    )  # fmt: skip
+
+
+def outcome(number: int, arm: str, version: int, at: int, reward: float | None, user: str = "", **fields) -> Outcome:
+    """The end of one interaction, of a user of its own where none is named."""
+    made = Outcome(
+        interaction_id=f"i{number}", run_id=RUN.run_id, branch=RUN.branch, user_id=user or f"u{number}", arm=arm,
+        topic="interactions", partition=0, offset=number, version_min=version, version_max=version, sampled_tokens=40,
+        latency_ms=900.0, reward=reward, exclusion="" if reward is not None else "no_signal", signals=[],
+        observed={"edit_made": 1.0}, map_version="m", revision=0, previous_reward=None, served_at=at, feedback_at=at,
+        closed_at=at,
+    )  # fmt: skip
+    return replace(made, **fields)
+
+
+def ack(replica: str, version: int, at: int, run: RunSettings = RUN, status: AckStatus = AckStatus.PROVED) -> WeightAck:
+    """A replica serves a version."""
+    return WeightAck(
+        replica_id=replica, region="local", run_id=run.run_id, branch=run.branch, incarnation="i", pid=1,
+        version=version, serving_version=version, status=status, reason="", fingerprint="", expected_fingerprint="",
+        fetch_ms=0.0, decode_ms=0.0, pause_ms=0.0, apply_ms=0.0, proof_ms=0.0, step_to_served_ms=0.0,
+        decode_step_ms=0.0, requests_in_flight=0, at=at,
+    )  # fmt: skip
+
+
+def said(verdict: GateVerdict, version: int | None, at: int, by: str = "ada", reason: str = "seen") -> GateDecision:
+    """A person's decision."""
+    return GateDecision(RUN.run_id, RUN.branch, verdict, version, reason, by, {}, at)
+
+
+class Product:
+    """A gate, its log, and a product whose users are served what the gate decided."""
+
+    def __init__(self, gate: GateSettings = QUICK, seed: int = 0) -> None:
+        self.gate = gate
+        self.keeper = Keeper(RUN, gate, 1.0)
+        self.log: list[tuple[Record, int]] = []
+        self.now = START
+        self.random = np.random.default_rng(seed)
+        self._interactions = 0
+
+    @property
+    def decisions(self) -> list[tuple[str, int | None]]:
+        """Verdicts and versions in the log."""
+        return [(r.verdict.value, r.version) for r, _ in self.log if isinstance(r, GateDecision)]
+
+    def last(self) -> GateDecision:
+        """The newest decision."""
+        return next(record for record, _ in reversed(self.log) if isinstance(record, GateDecision))
+
+    def write(self, record: Record, seconds: float = 0.001) -> list[GateDecision]:
+        """Append a record, and the decisions that it makes due. Returns them."""
+        self.now += int(seconds * SECOND)
+        return self._append(record, self.now)
+
+    def _append(self, record: Record, at: int) -> list[GateDecision]:
+        self.log.append((record, at))
+        made = []
+        due = self.keeper.observe(record, at)
+        while due:
+            assert len(due) == 1
+            made += due
+            self.log.append((due[0], due[0].at))
+            due = self.keeper.observe(due[0], due[0].at)
+        return made
+
+    def publish(self, *versions: int) -> None:
+        """Publish versions."""
+        for version in versions:
+            self.write(manifest(version))
+
+    def serve(self, arm: str, version: int, reward: float | None, user: str = "", **fields) -> list[GateDecision]:
+        """One interaction from request to outcome."""
+        self._interactions += 1
+        return self.write(outcome(self._interactions, arm, version, self.now + 1_000, reward, user, **fields), 0.01)
+
+    def traffic(self, candidate: float, baseline: float, versions: Sequence[int], most: int = 2_000, **fields) -> int:
+        """Users one by one, alternating arms, thumbs up with these chances; until a decision. Returns how many."""
+        for count in range(most):
+            arm, chance, version = (
+                ("canary", candidate, versions[0]) if count % 2 else ("stable", baseline, versions[1])
+            )
+            reward = 1.0 if self.random.random() < chance else -1.0
+            if self.serve(arm, version, reward, **(fields if arm == "canary" else {})):
+                return count + 1
+        return most
+
+    def start(self, baseline_successes: int = 12, candidate_successes: int = 12) -> None:
+        """A baseline 0 and a candidate 1 that has passed its bench and is compared."""
+        self.publish(0)
+        self.write(bench(0, baseline_successes))
+        self.publish(1)
+        self.write(bench(1, candidate_successes))
+
+
+def exact_first_passage(
+    up: float, down: float, bound: float, blocks: int, alpha: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Law of the first passage of a `Capital` against "the mean is at most `bound`", for observations of +1, -1 and 0.
+
+    The capital depends on the counts of +1 and -1 alone, so that the paths over counts can be summed exactly.
+
+    Returns (f8[blocks + 1] chance to have passed by then, f8[blocks + 1] chance to pass just then).
+    """
+    bets = np.array(BETS) / (1.0 + bound)
+    plus, minus, zero = np.log1p(bets * (1 - bound)), np.log1p(bets * (-1 - bound)), np.log1p(-bets * bound)
+    alive = np.ones((1, 1))
+    just = np.zeros(blocks + 1)
+    for block in range(1, blocks + 1):
+        counts = np.arange(block + 1)
+        alive = np.pad(alive, ((0, 1), (0, 1)))
+        moved = (1 - up - down) * alive
+        moved[1:] += up * alive[:-1]
+        moved[:, 1:] += down * alive[:, :-1]
+        rest = block - counts[:, None] - counts[None, :]
+        logs = counts[:, None, None] * plus + counts[None, :, None] * minus + rest[..., None] * zero
+        over = np.logaddexp.reduce(logs, axis=2) - math.log(len(BETS)) >= -math.log(alpha)
+        just[block] = moved[over].sum()
+        alive = np.where(over, 0.0, moved)
+    return np.cumsum(just), just
+
+
+def peeked_t_test(candidate: Sequence[float], baseline: Sequence[float], level: float = 1.96, first: int = 10) -> bool:
+    """Whether a fixed-horizon two-sample test, looked at after every observation, ever says that the arms differ."""
+    one, other = np.asarray(candidate), np.asarray(baseline)
+    n = np.arange(1, min(len(one), len(other)) + 1)
+    one, other = one[: len(n)], other[: len(n)]
+    means = np.cumsum(one) / n, np.cumsum(other) / n
+    spreads = (np.cumsum(a * a) / n - m * m for a, m in zip((one, other), means, strict=True))
+    error = np.sqrt(np.maximum(sum(spreads), 1e-12) / n)
+    return bool((np.abs(means[0] - means[1]) / error > level)[first:].any())
+
+
+def arrivals(share: float, random: np.random.Generator) -> Iterator[int]:
+    """Arms of users as they come: 0 the candidate's, 1 the baseline's."""
+    while True:
+        yield int(random.random() >= share)
