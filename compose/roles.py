@@ -94,6 +94,21 @@ def rollout(
     run(settings.kafka, settings.run, settings.store, settings.rollout)
 
 
+def gateway(
+    settings_of: SettingsOf,
+    host: Annotated[str | None, typer.Option(help="Address to listen at.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+) -> None:
+    """Take feedback over HTTP from product backends in any language; its page /docs shows how.
+
+    Needs the product's keys ([product]) and an API key for each backend ([gateway] api_keys); it says how to make them.
+    """
+    settings = _begin(settings_of, gateway__host=host, gateway__port=port)
+    from tidemill.producers.gateway.server import run
+
+    run(settings.kafka, settings.product, settings.gateway)
+
+
 def stream(
     settings_of: SettingsOf,
     processor: Annotated[

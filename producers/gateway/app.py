@@ -1,0 +1,216 @@
+"""The gateway's HTTP interface. What is answered with 202 is in the log; what is answered with 503 may be, and the same
+event sent again counts once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from tidemill.producers.feedback.acknowledged import Acknowledged
+from tidemill.producers.feedback.event import FeedbackMaker
+from tidemill.producers.feedback.producer import FLUSH_S, open_queue
+from tidemill.producers.gateway.body import parse_json, read_body
+from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.gateway.counted import CountedRequests
+from tidemill.producers.gateway.health import Health
+from tidemill.producers.gateway.intake import RETRY_AFTER_S, Intake
+from tidemill.producers.gateway.metrics import Metrics
+from tidemill.producers.gateway.models import (
+    THUMB_EXAMPLE,
+    WITHDRAWAL_EXAMPLE,
+    AcceptedOut,
+    BatchIn,
+    BatchOut,
+    FeedbackIn,
+    HealthOut,
+)
+from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.config import KafkaSettings
+
+log = logging.getLogger(__name__)
+
+DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they were served.
+
+Each event names the answer by the signed id that the serving path gave with it, and its user. Give `event_id` or
+`observed_at`: an event sent twice then counts once, so that whatever was answered with 429 or 503, or not at all, may
+be sent again."""
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ProblemOut, "description": "The body is no JSON."},
+    401: {"model": ProblemOut, "description": "The API key is not known."},
+    408: {"model": ProblemOut, "description": "The body came too slowly."},
+    413: {"model": ProblemOut, "description": "The body is too long."},
+    415: {"model": ProblemOut, "description": "The body is not declared as JSON."},
+    422: {"model": ProblemOut, "description": "The event says something that it cannot."},
+    429: {"model": ProblemOut, "description": "Too many events; come again after `Retry-After` seconds."},
+    503: {"model": ProblemOut, "description": "Not acknowledged by the log in time; send it again."},
+}
+NOT_SERVED: dict[int | str, dict[str, Any]] = {
+    403: {"model": ProblemOut, "description": "The interaction was not served to this user."}
+}
+SOME_REFUSED: dict[int | str, dict[str, Any]] = {
+    207: {"model": BatchOut, "description": "Some were refused: each result says why."}
+}
+
+_bearer = HTTPBearer(auto_error=False, description="An API key of the gateway.")
+_routes = APIRouter()
+
+
+def _body_of(model: str, **examples: object) -> dict[str, Any]:
+    named = {name.replace("_", " "): {"value": value} for name, value in examples.items()}
+    content = {"schema": {"$ref": f"#/components/schemas/{model}"}, "examples": named}
+    return {"requestBody": {"required": True, "content": {"application/json": content}}}
+
+
+def _caller(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str:
+    intake: Intake = request.app.state.intake
+    return intake.caller(given.credentials if given else "")
+
+
+Caller = Annotated[str, Depends(_caller)]
+
+
+async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON tree
+    settings: GatewaySettings = request.app.state.settings
+    intake: Intake = request.app.state.intake
+    body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+    intake.charge(caller, 1)
+    return parse_json(body)
+
+
+@_routes.post(
+    "/v1/feedback",
+    status_code=202,
+    summary="Send one event",
+    response_model=AcceptedOut,
+    responses=REFUSALS | NOT_SERVED,
+    openapi_extra=_body_of("FeedbackIn", a_thumb_up=THUMB_EXAMPLE, a_thumb_taken_back=WITHDRAWAL_EXAMPLE),
+)
+async def one(request: Request, caller: Caller) -> AcceptedOut:
+    """Takes one event and answers when the log has it."""
+    intake: Intake = request.app.state.intake
+    result = (await intake.take([await _tree(request, caller)], caller))[0]
+    if result.status == 202 and result.event_id is not None:
+        return AcceptedOut(event_id=result.event_id)
+    raise Problem(result.status, result.detail or "", retry_after_s=result.retry_after_s)
+
+
+@_routes.post(
+    "/v1/feedback/batch",
+    status_code=202,
+    summary="Send several events",
+    response_model=BatchOut,
+    response_model_exclude_none=True,
+    responses=REFUSALS | SOME_REFUSED,
+    openapi_extra=_body_of("BatchIn", two_events={"events": [THUMB_EXAMPLE, WITHDRAWAL_EXAMPLE]}),
+)
+async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
+    """Takes or refuses each event by itself, and answers when the log has those that it takes."""
+    intake: Intake = request.app.state.intake
+    events = intake.events_of(await _tree(request, caller))
+    intake.charge(caller, len(events) - 1)
+    results = await intake.take(events, caller)
+    accepted = sum(result.status == 202 for result in results)
+    if accepted < len(results):
+        response.status_code = 503 if all(result.status == 503 for result in results) else 207
+    if response.status_code == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return BatchOut(accepted=accepted, results=results)
+
+
+@_routes.get("/healthz", summary="Whether the log can be reached", responses={503: {"model": HealthOut}})
+async def healthz(request: Request, response: Response) -> HealthOut:
+    """200 when the log answers and has the topic, otherwise 503."""
+    health: Health = request.app.state.health
+    wrong = await health.wrong()
+    if wrong:
+        response.status_code = 503
+        return HealthOut(status="unavailable", detail=wrong)
+    return HealthOut(status="ok", detail="the log answers")
+
+
+@_routes.get("/metrics", summary="Counts in Prometheus' format", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
+    found: Metrics = request.app.state.metrics
+    return Response(found.text(), media_type=found.content_type)
+
+
+def application(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> FastAPI:
+    """The gateway as an ASGI application; its connection to the log lasts as long as its lifespan.
+
+    Raises:
+        KeysMissing: the product has no keys.
+        ValueError: there are no API keys, or no brokers are named.
+    """
+    settings.require_api_keys()
+    kafka.address()
+    app = FastAPI(
+        title="Tidemill feedback gateway",
+        version="1",
+        description=DESCRIPTION,
+        redirect_slashes=False,
+        redoc_url=None,
+        lifespan=partial(_lifespan, kafka=kafka, maker=FeedbackMaker(product)),
+    )
+    app.state.settings = settings
+    app.include_router(_routes)
+    app.add_middleware(CountedRequests)
+    app.add_exception_handler(Problem, _problem)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker) -> AsyncIterator[None]:
+    settings: GatewaySettings = app.state.settings
+    # The client is told to send again what was not acknowledged by then: it is not kept for longer.
+    kept_s = settings.acknowledge_timeout_s
+    queue = open_queue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
+    acknowledged = Acknowledged(queue)
+    app.state.metrics = Metrics(lambda: queue.counts.pending)
+    app.state.health = Health(queue)
+    app.state.intake = Intake(maker, acknowledged, settings, app.state.metrics)
+    yield
+    await acknowledged.aclose(FLUSH_S)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's page, and the request bodies, which are read here and not by FastAPI."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, bodies = models_json_schema(
+            [(FeedbackIn, "validation"), (BatchIn, "validation")], ref_template="#/components/schemas/{model}"
+        )
+        schema["components"]["schemas"].update(bodies["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+async def _problem(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return answer(error)
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return answer(Problem(error.status_code, "see /docs for what there is"))
+
+
+async def _unexpected(_request: Request, _error: Exception) -> Response:
+    """The server logs the error with its trace; the client learns that there was one."""
+    return JSONResponse({"title": "Internal Server Error", "status": 500, "detail": "an error of the gateway"}, 500,
+                        media_type=MEDIA_TYPE)  # fmt: skip

@@ -1,0 +1,74 @@
+"""Reading a request's body: bounded in bytes and time, and JSON without the parts that parsers disagree about.
+
+A key that comes twice, NaN, Infinity and any encoding but UTF-8 are refused, so that no two readers of the same bytes
+understand different things.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from tidemill.producers.gateway.problem import Problem
+
+
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The body of a request that says it is JSON. Raises Problem 400, 408, 413, 415."""
+    _check_type(request)
+    too_long = Problem(413, f"the body is longer than {limit} bytes: send fewer events at a time", close=True)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_long
+    except TimeoutError as error:
+        raise Problem(408, f"the body did not arrive within {timeout_s:g} s", close=True) from error
+    except ClientDisconnect as error:
+        raise Problem(400, "the client went away", close=True) from error
+    return bytes(body)
+
+
+def parse_json(body: bytes) -> Any:  # noqa: ANN401 - a JSON tree
+    """The JSON value of bytes. Raises Problem 400."""
+    try:
+        text = body.decode()
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        raise Problem(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise Problem(400, f"the body is not JSON: {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise Problem(400, "the body is nested too deeply") from error
+    except ValueError as error:
+        # Python refuses integers of thousands of digits, whose conversion would take quadratic time.
+        raise Problem(400, "the body has an integer of thousands of digits") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise Problem(400, f"the key {double[:40]!r} comes twice in one object")
+    return found
+
+
+def _constant(name: str) -> NoReturn:
+    raise Problem(400, f"{name} is not JSON")
+
+
+def _check_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Problem(415, "send the body as Content-Type: application/json", close=True)
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Problem(415, "send the body without Content-Encoding", close=True)

@@ -1,0 +1,88 @@
+"""Settings of the feedback gateway."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from tidemill.schemas.config import Section
+
+HOW_TO_MAKE = (
+    "make one with `KEY=$(openssl rand -hex 32)`, give KEY to the backend, and put its hash, "
+    '`printf %s "$KEY" | sha256sum`, into the configuration: api_keys = { shop = "HASH" } in the table [gateway], or '
+    'TIDEMILL_GATEWAY__API_KEYS=\'{"shop": "HASH"}\''
+)
+
+
+class GatewaySettings(Section):
+    """Where the gateway listens, who may use it, and how much."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen at. It speaks plain HTTP: beyond this machine, put it behind a proxy that speaks TLS."""
+
+    port: int = Field(default=8090, ge=0, le=65_535)
+    """Port to listen at. 0: a free one."""
+
+    api_keys: dict[str, str] = Field(default_factory=dict)
+    """Who may send: a name, which is written into each record as its source, and the SHA-256 of his key in hex."""
+
+    key_rate: float = Field(default=500.0, gt=0)
+    """Events a second that an API key may send for long."""
+
+    key_burst: int = Field(default=2000, ge=1)
+    """Events that an API key may send at once."""
+
+    user_rate: float = Field(default=5.0, gt=0)
+    """Events a second that may be sent in one user's name for long."""
+
+    user_burst: int = Field(default=60, ge=1)
+    """Events that may be sent in one user's name at once."""
+
+    max_body_bytes: int = Field(default=262_144, ge=1024)
+    """Bytes of a request's body; what is longer is refused while it is read."""
+
+    max_batch: int = Field(default=200, ge=1)
+    """Events of one batch."""
+
+    body_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds that a request's body may take to arrive."""
+
+    acknowledge_timeout_s: float = Field(default=5.0, ge=0.5)
+    """Seconds that the log may take to acknowledge; then the answer is 503, and the event may be sent again."""
+
+    max_queued: int = Field(default=100_000, ge=1)
+    """Events that wait for the log's acknowledgement at most."""
+
+    linger_ms: float = Field(default=2.0, ge=0, le=100)
+    """Milliseconds that an event waits for others, to be written with them as one batch."""
+
+    max_connections: int = Field(default=512, ge=1)
+    """Connections at a time; further ones are answered with 503."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
+        for name, digest in keys.items():
+            if not re.fullmatch(r"[A-Za-z0-9._:@-]{1,64}", name):
+                raise ValueError(f"the name {name!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
+            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+                raise ValueError(f"{name}: not a SHA-256 in hex; {HOW_TO_MAKE}")
+        if len(set(keys.values())) < len(keys):
+            raise ValueError("two names have the same key: who sent an event could not be told")
+        return keys
+
+    @model_validator(mode="after")
+    def _batches_pass(self) -> Self:
+        if self.max_batch > self.key_burst:
+            raise ValueError(f"max_batch {self.max_batch} is above key_burst {self.key_burst}: it could never be sent")
+        return self
+
+    def require_api_keys(self) -> Self:
+        """These settings, when somebody may send; ValueError otherwise."""
+        if not self.api_keys:
+            raise ValueError(f"the gateway has no API keys, so that nobody could use it: {HOW_TO_MAKE}")
+        return self

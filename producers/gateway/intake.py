@@ -1,0 +1,143 @@
+"""From checked requests to acknowledged records: who may send how much, and what became of each event."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from tidemill.producers.feedback.acknowledged import Acknowledged
+from tidemill.producers.feedback.errors import (
+    BadFeedback,
+    FeedbackNotDelivered,
+    FeedbackQueueFull,
+    LogUnreachable,
+    NotServed,
+)
+from tidemill.producers.feedback.event import FeedbackMaker
+from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.gateway.metrics import Metrics
+from tidemill.producers.gateway.models import BatchIn, FeedbackIn, ItemOut
+from tidemill.producers.gateway.problem import Problem, whole_seconds
+from tidemill.producers.gateway.rates import TokenBuckets
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.records import Feedback
+
+log = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=BaseModel)
+
+RETRY_AFTER_S = 2
+ERRORS_TOLD = 5
+NOT_ACKNOWLEDGED = "the log did not acknowledge the event: send it again with the same event_id, and it counts once"
+
+
+class Intake:
+    """Takes events of known callers. Used from one event loop."""
+
+    def __init__(
+        self, maker: FeedbackMaker, acknowledged: Acknowledged, settings: GatewaySettings, metrics: Metrics
+    ) -> None:
+        self._maker = maker
+        self._acknowledged = acknowledged
+        self._settings = settings
+        self._metrics = metrics
+        self._names = {digest.encode(): name for name, digest in settings.api_keys.items()}
+        self._of_key = TokenBuckets(settings.key_rate, settings.key_burst)
+        self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
+
+    def caller(self, api_key: str) -> str:
+        """The name of an API key. Raises Problem 401."""
+        digest = hashlib.sha256(api_key.encode()).hexdigest().encode()
+        found = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
+        if not found:
+            raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
+        return found[0]
+
+    def charge(self, caller: str, events: int) -> None:
+        """Count events against the caller's cap. Raises Problem 429."""
+        wait = self._of_key.take(caller, events, time.monotonic()) if events else 0.0
+        if wait:
+            detail = f"the API key {caller!r} sends more than {self._settings.key_rate:g} events a second"
+            raise Problem(429, detail, retry_after_s=wait)
+
+    def events_of(self, tree: Any) -> list[Any]:  # noqa: ANN401 - a JSON tree
+        """The events of a batch, not yet checked. Raises Problem 422."""
+        events: list[Any] = _checked(BatchIn, tree).events
+        if len(events) > self._settings.max_batch:
+            raise Problem(422, f"events: {len(events)} of them, and a batch has at most {self._settings.max_batch}")
+        return events
+
+    async def take(self, trees: Sequence[Any], caller: str) -> list[ItemOut]:
+        """Check and write events; what became of each, in order, when the log has answered or its time is over."""
+        results: list[ItemOut | None] = [None] * len(trees)
+        records: dict[int, Feedback] = {}
+        for place, tree in enumerate(trees):
+            try:
+                records[place] = self._record(tree, caller)
+            except Problem as problem:
+                results[place] = _refused(problem)
+        for place, result in zip(records, await self._write(list(records.values())), strict=True):
+            results[place] = result
+        ended = [result for result in results if result is not None]
+        for result in ended:
+            self._metrics.events.labels(caller, str(result.status)).inc()
+        return ended
+
+    def _record(self, tree: Any, caller: str) -> Feedback:  # noqa: ANN401 - a JSON tree
+        try:
+            record = self._maker.make(_checked(FeedbackIn, tree).report(), caller, now_us())
+        except NotServed as error:
+            raise Problem(403, str(error)) from error
+        except BadFeedback as error:
+            raise Problem(422, str(error)) from error
+        # Only who holds a token of his own gets here, so that nobody uses up another user's share, or this memory.
+        wait = self._of_user.take(record.user_id or record.interaction_id, 1, time.monotonic())
+        if wait:
+            detail = f"more than {self._settings.user_rate:g} events a second in the name of one user"
+            raise Problem(429, detail, retry_after_s=wait)
+        return record
+
+    async def _write(self, records: list[Feedback]) -> list[ItemOut]:
+        if not records:
+            return []
+        try:
+            with self._metrics.acknowledged.time():
+                reasons = await self._acknowledged.deliver(records, self._settings.acknowledge_timeout_s)
+        except (FeedbackQueueFull, LogUnreachable, FeedbackNotDelivered, LookupError) as error:
+            reasons = [str(error)] * len(records)
+        failed = next(filter(None, reasons), "")
+        if failed:
+            log.warning("%d of %d events not acknowledged: %s", sum(map(bool, reasons)), len(records), failed)
+        return [_written(record, reason) for record, reason in zip(records, reasons, strict=True)]
+
+
+def _written(record: Feedback, reason: str) -> ItemOut:
+    if not reason:
+        return ItemOut(status=202, event_id=record.event_id)
+    return ItemOut(status=503, event_id=record.event_id, detail=NOT_ACKNOWLEDGED, retry_after_s=RETRY_AFTER_S)
+
+
+def _refused(problem: Problem) -> ItemOut:
+    wait = None if problem.retry_after_s is None else whole_seconds(problem.retry_after_s)
+    return ItemOut(status=problem.status, detail=problem.detail, retry_after_s=wait)
+
+
+def _checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tree
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise Problem(422, _explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    """What is wrong, without the input: it may be large, and somebody's."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    told = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
+    more = [f"and {len(found) - ERRORS_TOLD} more"] if len(found) > ERRORS_TOLD else []
+    return "; ".join(told + more)

@@ -1,0 +1,120 @@
+"""The gateway's process: a server in a thread that is stopped by closing its door, finishing what is inside, and
+flushing what the log has not acknowledged."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+
+from tidemill.producers.gateway.app import application
+from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.shutdown import stop_on_signals
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+GRACE_S = 5
+HEADER_BYTES = 16_384
+
+
+class PortTaken(OSError):
+    """The gateway's address cannot be bound."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 lets the system choose. Raises PortTaken."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise PortTaken(f"gateway.host {host!r} is no address of this machine ({error.strerror})") from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(512)
+    except OSError as error:
+        listener.close()
+        raise PortTaken(
+            f"{host}:{port} is not to be had ({error.strerror}): stop who holds it, or set gateway.port to another one "
+            "(0 takes a free one)"
+        ) from error
+    return listener
+
+
+class GatewayServer:
+    """Serves from a thread while it is entered as a context.
+
+    Raises:
+        KeysMissing, ValueError: as `application`.
+        PortTaken: the address cannot be bound.
+    """
+
+    def __init__(self, kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> None:
+        app = application(kafka, product, settings)
+        self._listener = bind(settings.host, settings.port)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=settings.max_connections,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_graceful_shutdown=round(settings.acknowledge_timeout_s) + GRACE_S,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="gateway-http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still serves."""
+        return self._thread.is_alive()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+
+def run(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> None:
+    """Take feedback until SIGTERM or SIGINT, then finish what is being answered and flush.
+
+    Raises:
+        KeysMissing, ValueError, PortTaken: as `GatewayServer`.
+        RuntimeError: the server ended by itself; its log says why.
+    """
+    serve_until(stop_on_signals(), kafka, product, settings)
+
+
+def serve_until(
+    stop: threading.Event, kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings
+) -> None:
+    """As `run`, until `stop` is set; needs no main thread."""
+    with GatewayServer(kafka, product, settings) as server:
+        log.info("gateway at %s (API page /docs), for %s", server.url, ", ".join(sorted(settings.api_keys)))
+        while not stop.wait(WATCH_S):
+            if not server.alive:
+                raise RuntimeError("the gateway's server ended by itself")
