@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic import Field
 
 from tidemill.schemas.config import Section
+
+
+class Act(StrEnum):
+    """A part of the demonstration."""
+
+    ONE = "one"
+    """The model learns in simulation."""
+    TWO = "two"
+    """Users arrive, and it learns what they like."""
+    BOTH = "both"
 
 
 class DemoSettings(Section):
@@ -18,11 +29,26 @@ class DemoSettings(Section):
     model: str = ""
     """Directory of a Hugging Face causal model to start from. Empty: mid-train a tiny one from nothing."""
 
+    act: Act = Act.BOTH
+    """Which acts are played. Act two alone starts from `model`, which should be above `gate.floor` already."""
+
     replicas: int = Field(default=1, ge=1)
-    """vLLM replicas to run."""
+    """vLLM replicas of the first act; the second one has a stable and a canary replica."""
 
     workers: int = Field(default=1, ge=1)
     """Rollout workers to run."""
+
+    online_batches: int = Field(default=6, ge=1)
+    """Online batches to learn from in the second act."""
+
+    online_limit_s: float = Field(default=240.0, gt=0)
+    """Longest time that users are there in the second act."""
+
+    measured_answers: int = Field(default=200, ge=1)
+    """Held-out users' questions by which satisfaction is measured, before and after."""
+
+    endings_timeout_s: float = Field(default=90.0, gt=0)
+    """Longest wait, when the users have left, until every interaction has ended in a reward or an exclusion."""
 
     start_timeout_s: float = Field(default=180.0, gt=0)
     """How long a role may take to start."""

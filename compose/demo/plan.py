@@ -1,18 +1,48 @@
-"""What the demonstration will run: its directory, the configuration that every role gets, and each role's arguments."""
+"""What the demonstration will run: its directory, the configuration that every role gets, and each role's arguments.
+
+The keys of the product's side are made for one demonstration and given to its processes in their environment; no file
+holds them.
+"""
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.demo.config import Act
 from tidemill.compose.stack.ports import pick_ports
+from tidemill.producers.product.settings import ProductSettings
 
 CONFIG_NAME = "settings.toml"
+ONLINE_CONFIG_NAME = "settings-online.toml"
+SECRETS: Mapping[str, Any] = {"product": True, "router": {"api_keys"}, "users": {"api_key"}, "gateway": {"api_keys"}}
+"""What of the settings no file holds."""
+STABLE = "stable-0"
+CANARY = "canary-0"
+BACKEND = "users"
+"""Name of the product's backend, whose API key the simulated users have."""
+
+RoleArguments = tuple[str, list[str]]
+"""Name and arguments of a role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """HTTP ports that were free when the demonstration was planned."""
+
+    replicas: tuple[int, ...]
+    """Of the first act, one each."""
+    stable: int
+    canary: int
+    router: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +51,15 @@ class DemoPlan:
 
     directory: Path
     settings: TidemillSettings
-    ports: tuple[int, ...]
-    """One HTTP port a replica."""
+    ports: Ports
+    api_key: str = field(repr=False)
+    product: ProductSettings = field(repr=False)
 
     @classmethod
     def of(cls, settings: TidemillSettings) -> DemoPlan:
-        """A plan with a new directory and free ports."""
+        """A plan with a new directory, free ports and new keys. Raises ValueError for an act that cannot be played."""
+        if settings.demo.act is Act.TWO and not settings.demo.model:
+            raise ValueError("act two alone has no model to start from: give --model DIRECTORY, or play both acts")
         run_id = f"demo-{settings.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = (settings.demo.data_dir / run_id).absolute()
         directory.mkdir(parents=True)
@@ -36,16 +69,29 @@ class DemoPlan:
                 "store": settings.store.model_copy(update={"root": str(directory / "store")}),
             }
         )
-        return cls(directory, changed, tuple(pick_ports(settings.demo.replicas, base_port=0)))
+        stable, canary, router, *replicas = pick_ports(3 + settings.demo.replicas, base_port=0)
+        ports = Ports(tuple(replicas), stable, canary, router)
+        return cls(directory, changed, ports, secrets.token_urlsafe(), ProductSettings.with_random_keys())
 
     def with_log_of(self, settings: TidemillSettings) -> DemoPlan:
         """The plan with the address of the log known."""
         return replace(self, settings=self.settings.model_copy(update={"kafka": settings.kafka}))
 
     @property
+    def acts(self) -> tuple[Act, ...]:
+        """The acts to play, in order."""
+        act = self.settings.demo.act
+        return (Act.ONE, Act.TWO) if act is Act.BOTH else (act,)
+
+    @property
     def sink_directory(self) -> Path:
         """Where ClickHouse keeps its tables."""
         return self.directory / "clickhouse"
+
+    @property
+    def log_directory(self) -> Path:
+        """Where each role writes its own log."""
+        return self.directory / "logs"
 
     @property
     def model_directory(self) -> Path:
@@ -54,35 +100,104 @@ class DemoPlan:
         return Path(given).absolute() if given else self.directory / "model"
 
     @property
-    def replica_urls(self) -> list[str]:
-        """HTTP addresses of the replicas."""
-        return [f"http://127.0.0.1:{port}" for port in self.ports]
+    def simulated_steps(self) -> int:
+        """Optimizer steps before users arrive."""
+        return self.settings.run.max_steps if Act.ONE in self.acts else 0
+
+    @property
+    def router_address(self) -> str:
+        """HTTP address of the serving path."""
+        return _address(self.ports.router)
 
     def write_config(self) -> None:
-        """Write the settings that every role reads, as TOML, beside the data: the demonstration can be looked up."""
+        """Write the settings that the roles read, as TOML, beside the data: the demonstration can be looked up."""
         (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(self._tree()), "utf-8")
+        (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(self._online_tree()), "utf-8")
 
-    def _tree(self) -> dict[str, Any]:
-        tree = self.settings.model_dump(mode="json", exclude_none=True)
-        tree["sink"]["path"] = str(self.sink_directory)
-        tree["midtrain"]["output"] = str(self.model_directory)
-        tree["trainer"]["model"] = str(self.model_directory)
-        tree["rollout"]["replicas"] = self.replica_urls
-        tree["feed"]["replicas"] = len(self.ports)
-        tree["stream"]["data_dir"] = str(self.directory / "stream")
-        return tree
+    def product_environment(self) -> dict[str, str]:
+        """What the router and the users find in their environment: the product's keys."""
+        keys = [key.get_secret_value() for key in self.product.signing_keys]
+        return {
+            "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys),
+            "TIDEMILL_PRODUCT__PSEUDONYM_KEY": self.product.pseudonym_key.get_secret_value(),
+            "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: self.api_key}),
+            "TIDEMILL_USERS__API_KEY": self.api_key,
+        }
 
-    def arguments(self, role: str) -> list[str]:
-        """Command-line arguments of a role."""
-        command = ["train", "--phase", "midtrain"] if role == "midtrain" else [role]
+    def arguments(self, *command: str) -> list[str]:
+        """Command-line arguments of a role of the first act, or of both."""
         return [*command, "--config", str(self.directory / CONFIG_NAME)]
 
-    def loop_roles(self) -> list[tuple[str, list[str]]]:
-        """Name and arguments of every role of the loop."""
+    def loop_roles(self) -> list[RoleArguments]:
+        """Every role of the simulated loop."""
         replicas = [
             (f"replica-{n}", [*self.arguments("serve"), "--replica-id", f"replica-{n}", "--port", str(port)])
-            for n, port in enumerate(self.ports)
+            for n, port in enumerate(self.ports.replicas)
         ]
         workers = [(f"rollout-{n}", self.arguments("rollout")) for n in range(self.settings.demo.workers)]
         return [("train", self.arguments("train")), *replicas, ("stream", self.arguments("stream")), *workers,
                 ("feed", self.arguments("feed"))]  # fmt: skip
+
+    def online_roles(self) -> list[RoleArguments]:
+        """Every role of learning from users, but for the users, the product in front of them, and group assembly."""
+        last = str(self.simulated_steps + self.settings.demo.online_batches)
+        return [
+            ("train-online", [*self._online("train"), "--max-steps", last]),
+            (STABLE, self._replica(STABLE, "stable", self.ports.stable)),
+            (CANARY, self._replica(CANARY, "canary", self.ports.canary)),
+            ("join", self._online("stream", "join")),
+            ("batches", self._online("stream", "batches")),
+            ("gate", self._online("gate", "run")),
+            ("rollout-online", self._online("rollout")),
+            ("feed-online", self._online("feed")),
+        ]
+
+    def router_role(self) -> RoleArguments:
+        """The serving path."""
+        return "route", self._online("route")
+
+    def users_role(self) -> RoleArguments:
+        """Everyone who uses the product."""
+        return "users", [*self._online("users", "simulate"), "--json"]
+
+    def measuring_role(self, name: str) -> RoleArguments:
+        """Held-out users alone, for a measurement."""
+        answers = str(self.settings.demo.measured_answers)
+        return name, [*self._online("users", "simulate"), "--json", "--measure", answers]
+
+    def _online(self, *command: str) -> list[str]:
+        return [*command, "--config", str(self.directory / ONLINE_CONFIG_NAME)]
+
+    def _replica(self, name: str, pool: str, port: int) -> list[str]:
+        return [*self._online("serve"), "--replica-id", name, "--pool", pool, "--port", str(port)]
+
+    def _tree(self) -> dict[str, Any]:
+        tree = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
+        tree["sink"]["path"] = str(self.sink_directory)
+        tree["midtrain"]["output"] = str(self.model_directory)
+        tree["trainer"]["model"] = str(self.model_directory)
+        tree["rollout"]["replicas"] = [_address(port) for port in self.ports.replicas]
+        tree["feed"]["replicas"] = len(self.ports.replicas)
+        tree["stream"]["data_dir"] = str(self.directory / "stream")
+        return tree
+
+    def _online_tree(self) -> dict[str, Any]:
+        tree = self._tree()
+        demo = self.settings.demo
+        # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
+        tree["run"]["max_steps"] = self.simulated_steps + demo.online_batches + 1
+        tree["trainer"]["online"]["enabled"] = True
+        tree["router"]["port"] = self.ports.router
+        tree["router"]["pools"] = {"stable": [_address(self.ports.stable)], "canary": [_address(self.ports.canary)]}
+        tree["users"]["router"] = self.router_address
+        tree["users"]["seed"] = self.settings.run.seed
+        # Simulated work is the canary replica's: it holds the version that the bench asks about.
+        tree["rollout"]["replicas"] = [_address(self.ports.canary)]
+        tree["feed"] |= {"replicas": 1, "eval_every": 1, "replica_silence_s": 1.0}
+        simulated = self.settings.trainer.online.simulated_groups_per_batch
+        tree["run"]["groups_per_step"] = max(1, simulated)
+        return tree
+
+
+def _address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"

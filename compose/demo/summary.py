@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.state import LoopState
+from tidemill.producers.users.satisfaction import Satisfaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,39 @@ class Percentiles:
 
     p50: float
     p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineSummary:
+    """What learning from users showed. Times in seconds."""
+
+    satisfaction_before: float
+    satisfaction_after: float
+    satisfaction_answers: int
+    """Held-out users' answers behind each of the two rates (the smaller number)."""
+    thumbs_shuffled: bool
+    feedback_to_served_s: Percentiles
+    """From an interaction's newest signal until some users were served a version that it taught."""
+    feedback_to_everyone_s: Percentiles
+    """The same until every user was."""
+    online_batches: int
+    """Batches that a step trained on."""
+    online_versions: list[int]
+    promoted: list[int]
+    """Versions that everyone was served, the one that users met first included."""
+    promotions: int
+    """Of versions that learnt from users."""
+    verdicts: dict[str, int]
+    interactions: int
+    rewarded: int
+    exclusions: dict[str, int]
+    corrections: int
+    votes: int
+    held_out_before_online: float
+    held_out_after_online: float
+    """Success on held-out tasks of the version that was promoted last."""
+    online_fingerprints_equal: bool
+    online_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +85,8 @@ class Summary:
     """From the first weight version to the last proof."""
     seconds: float
     data_dir: Path
+    online: OnlineSummary | None = None
+    """None when no users were there."""
 
 
 def percentiles(values: list[float]) -> Percentiles:
@@ -92,6 +129,42 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
         loop_seconds=_loop_seconds(state),
         seconds=round(seconds, 1),
         data_dir=data_dir,
+    )
+
+
+def summarise_online(
+    state: LoopState,
+    online: OnlineState,
+    *,
+    before: Satisfaction | None,
+    after: Satisfaction | None,
+    thumbs_shuffled: bool,
+    seconds: float,
+) -> OnlineSummary:
+    """The summary of learning from users; `before` and `after` are what held-out users said."""
+    promoted = online.promoted()
+    skill = {each.version: each.rate for each in state.held_out()}
+    return OnlineSummary(
+        satisfaction_before=round(before.rate, 4) if before else 0.0,
+        satisfaction_after=round(after.rate, 4) if after else 0.0,
+        satisfaction_answers=min(before.answers, after.answers) if before and after else 0,
+        thumbs_shuffled=thumbs_shuffled,
+        feedback_to_served_s=percentiles(online.to_a_share_s()),
+        feedback_to_everyone_s=percentiles(online.to_everyone_s()),
+        online_batches=online.learnt_batches,
+        online_versions=online.learnt_versions,
+        promoted=promoted,
+        promotions=sum(version in online.learnt_versions for version in promoted),
+        verdicts=online.verdicts(),
+        interactions=len(online.interactions),
+        rewarded=online.rewarded,
+        exclusions=online.exclusions(),
+        corrections=online.corrections,
+        votes=online.votes,
+        held_out_before_online=round(skill.get(promoted[0], 0.0), 4) if promoted else 0.0,
+        held_out_after_online=round(skill.get(promoted[-1], 0.0), 4) if promoted else 0.0,
+        online_fingerprints_equal=online.fingerprints_equal(),
+        online_seconds=round(seconds, 1),
     )
 
 

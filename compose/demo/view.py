@@ -8,8 +8,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.state import LoopState
-from tidemill.compose.demo.summary import Summary
+from tidemill.compose.demo.summary import OnlineSummary, Percentiles, Summary, percentiles
+from tidemill.producers.users.crowd import Seen
 from tidemill.schemas.records import Manifest
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -58,6 +60,43 @@ def _weights(state: LoopState, bound: int) -> Table:
     return table
 
 
+def online_screen(online: OnlineState, seen: Seen | None, batches: int, elapsed_s: float) -> RenderableType:
+    """The whole screen while users are there."""
+    title = f"tidemill · {online.run_id} · learning from users · {elapsed_s:.0f} s"
+    return Panel(Lines(_users(online, seen, batches), _gate(online)), title=title, border_style="magenta")
+
+
+def _users(online: OnlineState, seen: Seen | None, batches: int) -> Table:
+    table = Table.grid(padding=(0, 2))
+    rates = seen.satisfaction if seen is not None else []
+    said = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"
+    table.add_row("held-out users satisfied", said, Text(sparkline([s.rate for s in rates]), style="green"))
+    rate = f"{online.interactions_per_s:.0f} a second"
+    table.add_row("interactions", str(len(online.interactions)), f"{rate}, {online.votes} votes")
+    table.add_row("ended in a reward", str(online.rewarded), f"{online.corrections} corrected later")
+    reasons = ", ".join(f"{reason} {count}" for reason, count in online.exclusions().items()) or "none"
+    table.add_row("excluded", str(len(online.endings) - online.rewarded), reasons)
+    newest = list(online.batches.values())[-1] if online.batches else None
+    size = f"v{newest.version}: {len(newest.members)} members, by {newest.closed_by.value}" if newest else "filling"
+    table.add_row("online batches", f"{online.learnt_batches} of {batches} learnt from", size)
+    return table
+
+
+def _gate(online: OnlineState) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("gate", online.stage())
+    table.add_row("decisions", ", ".join(f"{verdict} {n}" for verdict, n in online.verdicts().items()) or "none")
+    table.add_row("feedback to served", _spread(percentiles(online.to_a_share_s())))
+    table.add_row("feedback to everyone", _spread(percentiles(online.to_everyone_s())))
+    for replica_id, version in sorted(online.serving.items()):
+        table.add_row(replica_id, f"v{version}")
+    return table
+
+
+def _spread(seconds: Percentiles) -> str:
+    return f"p50 {seconds.p50:.1f} s, p95 {seconds.p95:.1f} s" if seconds.p95 else "waiting"
+
+
 def _size_of(manifest: Manifest) -> str:
     density = manifest.n_changed / manifest.n_elements
     return (
@@ -82,7 +121,24 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
         ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
         ("data", str(summary.data_dir)),
     ]
-    for name, value in rows:
+    for name, value in [*rows[:-2], *_online_rows(summary.online), *rows[-2:]]:
         table.add_row(name, value)
     asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
     return Panel(Lines(table, asks), title=f"tidemill · {summary.run_id}", border_style="green")
+
+
+def _online_rows(online: OnlineSummary | None) -> list[tuple[str, str]]:
+    if online is None:
+        return []
+    satisfied = f"{online.satisfaction_before:.3f} → {online.satisfaction_after:.3f}"
+    skill = f"{online.held_out_before_online:.3f} → {online.held_out_after_online:.3f}"
+    ended = ", ".join(f"{reason} {count}" for reason, count in online.exclusions.items())
+    equal = "equal" if online.online_fingerprints_equal else "NOT EQUAL"
+    return [
+        ("users satisfied", f"{satisfied}  ({online.satisfaction_answers} held-out answers each)"),
+        ("skill meanwhile", skill),
+        ("online batches", f"{online.online_batches}; {online.promotions} versions promoted, fingerprints {equal}"),
+        ("feedback to served", _spread(online.feedback_to_served_s)),
+        ("feedback to everyone", _spread(online.feedback_to_everyone_s)),
+        ("interactions", f"{online.interactions} = {online.rewarded} rewarded, {ended}"),
+    ]

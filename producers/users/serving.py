@@ -41,7 +41,7 @@ class _Conversation:
     async def complete(self, prompt: str) -> Served:
         """The next turn after a conversation. Raises NotServed, BadAnswer."""
         began = time.monotonic()
-        headers = {CONSENT_HEADER: "true" if self.consent else "false"}
+        headers = {CONSENT_HEADER: "yes" if self.consent else "no"}
         try:
             async with self.session.post(PATH, json=self._body(prompt), headers=headers) as response:
                 body = await response.read()

@@ -1,0 +1,249 @@
+"""The demonstration's numbers of learning from users are a fold over the log, and satisfaction is what users report."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tidemill.compose.config import load_settings
+from tidemill.compose.demo.config import Act
+from tidemill.compose.demo.online_state import REWARDED, OnlineState
+from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
+from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.summary import summarise_online
+from tidemill.compose.demo.users_report import newest_report, rate_of
+from tidemill.compose.demo.view import online_screen
+from tidemill.producers.users.crowd import Seen
+from tidemill.producers.users.satisfaction import Satisfaction
+from tidemill.schemas.records import (
+    AckStatus,
+    BatchClose,
+    Feedback,
+    GateDecision,
+    GateVerdict,
+    Interaction,
+    Manifest,
+    OnlineBatch,
+    OnlineMember,
+    Outcome,
+    Record,
+    SignalKind,
+    StepExclusion,
+    StepInput,
+    TrainStep,
+    WeightAck,
+)
+
+RUN = "run"
+SECOND = 1_000_000
+
+
+def interaction(name: str, at_s: float = 1.0) -> Interaction:
+    return Interaction(name, RUN, "main", "u", "s", "stable", 1.0, True, [], None, 3, 2, 0, 0, "stable-0", "local",
+                       "stop", 1.0, 2.0, int(at_s * SECOND))  # fmt: skip
+
+
+def vote(event: str) -> Feedback:
+    return Feedback(event, "i0", "u", SignalKind.THUMB, 1.0, 2 * SECOND, "sdk")
+
+
+def outcome(name: str, exclusion: str = "", revision: int = 0) -> Outcome:
+    reward = None if exclusion else 1.0
+    return Outcome(name, RUN, "main", "u", "stable", "interactions", 0, 0, 0, 0, 2, 2.0, reward, exclusion, [], {}, "m",
+                   revision, None, SECOND, 2 * SECOND, 3 * SECOND)  # fmt: skip
+
+
+def batch(names: list[str]) -> OnlineBatch:
+    members = [
+        OnlineMember(name, "u", "interactions", 0, 0, 1.0, False, 2, 0, 0, "stable", 2 * SECOND) for name in names
+    ]
+    return OnlineBatch("b0", RUN, "main", 0, 0, members, 4, BatchClose.TOKENS, {}, {}, "m", SECOND, 3 * SECOND)
+
+
+def step(version: int, batches: list[str], without: list[str] = []) -> TrainStep:  # noqa: B006 - never changed
+    inputs = [StepInput(name, "online-batches", 0, 0) for name in batches] + [StepInput("g", "groups", 0, 0)]
+    exclusions = [StepExclusion(name, "interactions", 0, 0, "erased", 1) for name in without]
+    return TrainStep(RUN, version, version, version - 1, inputs, exclusions, 0, "c", "reinforce", 1e-3, {}, [], 2, 4,
+                     "f", "g", 0, 4 * SECOND)  # fmt: skip
+
+
+def decision(verdict: GateVerdict, version: int, at_s: float, **numbers: float) -> GateDecision:
+    return GateDecision(RUN, "main", verdict, version, "why", "gate", numbers, int(at_s * SECOND))
+
+
+def manifest(version: int) -> Manifest:
+    return Manifest(RUN, "main", version, version - 1 if version else None, version, 1e-3, 100, 50, 2048, [], [],
+                    f"print-{version}", None, SECOND, SECOND)  # fmt: skip
+
+
+def ack(replica: str, version: int, at_s: float, fingerprint: str = "") -> WeightAck:
+    expected = f"print-{version}"
+    return WeightAck(replica, "local", RUN, "main", "i", 1, version, version, AckStatus.PROVED, "",
+                     fingerprint or expected, expected, 1, 1, 2.0, 1, 1, 500, 3, 4, int(at_s * SECOND))  # fmt: skip
+
+
+def log() -> list[Record]:
+    """v0 is promoted, v1 learns from users, is benched, tried among half of them, and promoted."""
+    return [
+        manifest(0),
+        decision(GateVerdict.PROMOTE, 0, 0.5),
+        ack("stable-0", 0, 0.6),
+        *(interaction(f"i{n}") for n in range(4)),
+        vote("e0"),
+        vote("e0"),
+        vote("e1"),
+        outcome("i0"),
+        outcome("i1"),
+        outcome("i2", "no_signal"),
+        outcome("i3", "bot"),
+        outcome("i0", revision=1),
+        batch(["i0", "i1"]),
+        step(1, ["b0"]),
+        manifest(1),
+        decision(GateVerdict.CANARY, 1, 5.0, share=0.0),
+        ack("canary-0", 1, 6.0),
+        decision(GateVerdict.CANARY, 1, 7.0, share=0.5),
+        decision(GateVerdict.PROMOTE, 1, 9.0),
+        ack("stable-0", 1, 10.0),
+    ]
+
+
+def folded(records: list[Record]) -> OnlineState:
+    state = OnlineState(RUN, frozenset({"stable-0"}), frozenset({"canary-0"}))
+    for record in records:
+        state.observe(record)
+    return state
+
+
+def test_the_numbers():
+    state = folded(log())
+    assert len(state.interactions) == len(state.endings) == 4
+    assert (state.rewarded, state.exclusions(), state.corrections, state.votes) == (2, {"bot": 1, "no_signal": 1}, 1, 2)
+    assert (state.learnt_batches, state.learnt_versions, state.promoted()) == (1, [1], [0, 1])
+    assert state.verdicts() == {"canary": 2, "promote": 2}
+    assert state.endings["i0"] == REWARDED
+    assert state.fingerprints_equal()
+    seen = Seen(1, 4, 0, {}, [Satisfaction(1, 3, 4, 4)])
+    assert online_screen(state, seen, 6, 1.0) and online_screen(folded([]), None, 6, 1.0)
+
+
+def test_feedback_to_served_begins_at_the_signal_and_ends_when_users_are_given_the_version():
+    state = folded(log())
+    assert state.to_a_share_s() == [5.0, 5.0]
+    assert state.to_everyone_s() == [8.0, 8.0]
+    benched = [r for r in log() if not (isinstance(r, GateDecision) and (r.numbers or r.at == 9 * SECOND))]
+    assert folded([*benched[:-1]]).to_a_share_s() == []
+
+
+def test_an_interaction_that_the_trainer_took_out_taught_nothing():
+    records = [step(1, ["b0"], without=["i1"]) if isinstance(r, TrainStep) else r for r in log()]
+    assert folded(records).to_everyone_s() == [8.0]
+
+
+def test_a_version_that_was_skipped_is_served_with_its_descendant():
+    records = [r for r in log() if not (isinstance(r, WeightAck | GateDecision) and r.version == 1)]
+    later = [step(2, []), decision(GateVerdict.PROMOTE, 2, 11.0), ack("stable-0", 2, 12.0)]
+    assert folded([*records, *later]).to_everyone_s() == [10.0, 10.0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_duplicates_change_nothing(seed: int):
+    records = [record for record in log() if not (isinstance(record, Outcome) and record.revision)]
+    twice = sorted([*enumerate(records), *enumerate(records)], key=lambda pair: pair[0])
+    state, doubled = folded(records), folded([record for _, record in twice])
+    assert (state.endings, state.votes, state.learnt_batches) == (
+        doubled.endings,
+        doubled.votes,
+        doubled.learnt_batches,
+    )
+    shuffled = [record for record in records if isinstance(record, Interaction | Outcome | Feedback)]
+    random.Random(seed).shuffle(shuffled)
+    assert folded(shuffled).endings == state.endings
+
+
+def test_other_runs_and_replicas_are_left_alone():
+    state = folded([replace(r, run_id="other") for r in log() if hasattr(r, "run_id")])
+    assert not state.interactions and not state.endings and not state.decisions and not state.fingerprints_equal()
+    assert folded([ack("replica-0", 1, 1.0)]).serving == {}
+
+
+@pytest.mark.parametrize("bad", [ack("stable-0", 1, 10.0, "another"), ack("stable-0", 0, 10.0)])
+def test_a_false_proof_and_a_stable_replica_behind_are_noticed(bad: WeightAck):
+    assert not folded([*log()[:-1], bad]).fingerprints_equal()
+
+
+def test_a_trial_is_decided_when_anything_ends_it():
+    records = log()
+    tried = next(place for place, record in enumerate(records) if getattr(record, "numbers", None))
+    assert not folded(records[: tried + 1]).decided(1)
+    assert folded([*records[: tried + 1], decision(GateVerdict.HOLD, 0, 9.0)]).decided(1)
+    assert folded(records).decided(1) and not folded(records).decided(2)
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (decision(GateVerdict.CANARY, 1, 1.0, share=0.0), "v1 is benched"),
+        (decision(GateVerdict.CANARY, 1, 1.0, share=0.5), "v1 is compared among 50% of the users"),
+        (decision(GateVerdict.REJECT, 1, 1.0), "reject v1: why"),
+        (decision(GateVerdict.ADMIT, 1, 1.0), "promote v0: why"),
+    ],
+)
+def test_the_stage_is_what_was_decided_last(last: GateDecision, said: str):
+    assert folded([decision(GateVerdict.PROMOTE, 0, 0.5), last]).stage() == said
+    assert folded([]).stage() == "no decision yet"
+
+
+def test_the_rate_counts_the_last_seconds():
+    state = folded([interaction(f"i{n}", at_s=n / 10) for n in range(400)])
+    assert state.interactions_per_s == pytest.approx(10.0, rel=0.05)
+    assert folded([]).interactions_per_s == folded([interaction("i")]).interactions_per_s == 0.0
+
+
+def test_the_summary_takes_satisfaction_from_users_and_the_rest_from_the_log():
+    before, after = Satisfaction(0, 1, 4, 4), Satisfaction(1, 3, 4, 5)
+    state = folded(log())
+    summary = summarise_online(LoopState(RUN), state, before=before, after=after, thumbs_shuffled=False, seconds=9.0)
+    assert (summary.satisfaction_before, summary.satisfaction_after, summary.satisfaction_answers) == (0.25, 0.6, 4)
+    assert (summary.promotions, summary.online_batches, summary.interactions) == (1, 1, 4)
+    assert summary.rewarded + sum(summary.exclusions.values()) == summary.interactions
+    assert (summary.feedback_to_served_s.p50, summary.feedback_to_everyone_s.p95) == (5.0, 8.0)
+    nothing = summarise_online(LoopState(RUN), folded([]), before=None, after=None, thumbs_shuffled=True, seconds=0.0)
+    assert (nothing.satisfaction_answers, nothing.promotions, nothing.thumbs_shuffled) == (0, 0, True)
+
+
+def test_the_newest_whole_report_of_the_users_is_read(tmp_path: Path):
+    log = tmp_path / "users.log"
+    assert newest_report(log) is None
+    first, second = (Seen(n, n, 0, {"thumb": n}, [Satisfaction(0, n, n, n)]) for n in (1, 2))
+    lines = ["2026 INFO starting", json.dumps(asdict(first)), json.dumps(asdict(second)), "2026 INFO bye", '{"conv']
+    log.write_text("\n".join(lines), "utf-8")
+    assert newest_report(log) == second
+    assert rate_of(second, 0) == Satisfaction(0, 2, 2, 2) and rate_of(second, 1) is rate_of(None, 0) is None
+
+
+def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_second_act(tmp_path: Path):
+    plan = DemoPlan.of(load_settings(None, {"demo": {"data_dir": str(tmp_path), "online_batches": 3}}))
+    plan.write_config()
+    secrets = list(plan.product_environment().values())
+    for name in (CONFIG_NAME, ONLINE_CONFIG_NAME):
+        text = (plan.directory / name).read_text()
+        assert "****" not in text and not [secret for secret in secrets if secret.strip('[]"') in text]
+    simulated, online = (load_settings(plan.directory / name) for name in (CONFIG_NAME, ONLINE_CONFIG_NAME))
+    assert not simulated.trainer.online.enabled and online.trainer.online.enabled
+    assert online.rollout.replicas == online.router.pools.canary != online.router.pools.stable
+    assert online.users.router.endswith(str(online.router.port))
+    assert online.run.max_steps == simulated.run.max_steps + 3 + 1
+    assert plan.acts == (Act.ONE, Act.TWO)
+    assert not repr(plan).count(plan.api_key)
+
+
+def test_act_two_alone_needs_a_model(tmp_path: Path):
+    settings = load_settings(None, {"demo": {"data_dir": str(tmp_path / "new"), "act": "two"}})
+    with pytest.raises(ValueError, match="--model"):
+        DemoPlan.of(settings)
+    assert not (tmp_path / "new").exists()
