@@ -23,8 +23,10 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.corpus_config import CorpusSettings
+from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.router.config import RouterSettings
+from tidemill.producers.users.config import UsersSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.trainer.config import TrainerSettings
@@ -72,6 +74,10 @@ class TidemillSettings(BaseSettings):
     """The OpenAI-compatible serving path of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)
     """Keys of the product's side: the serving path and feedback."""
+    gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    """The feedback gateway."""
+    users: UsersSettings = Field(default_factory=UsersSettings)
+    """Simulated users."""
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
     """The vLLM replica."""
     sink: SinkSettings = Field(default_factory=SinkSettings)
