@@ -182,7 +182,7 @@ async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **sett
     async with AsyncExitStack() as stack:
         replicas = [FakeReplica(f"{'s' if n < stable else 'c'}{n}", told=told) for n in range(stable + canary)]
         for replica in replicas:
-            await stack.enter_async_context(_served(replica))
+            await stack.enter_async_context(served(replica))
         addresses = [replica.address for replica in replicas]
         chosen = RouterSettings(**{
             "api_keys": {"web": KEY}, "backoff_s": 0.05, "log_rest_s": 0.05,
@@ -200,7 +200,7 @@ async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **sett
 
 
 @asynccontextmanager
-async def _served(replica: FakeReplica) -> AsyncIterator[None]:
+async def served(replica: FakeReplica) -> AsyncIterator[None]:
     app = web.Application()
     app.router.add_post("/v1/completions", replica.answer)
     app.router.add_post("/v1/chat/completions", replica.answer)

@@ -1,0 +1,170 @@
+"""The router as a process on a real Kafka: what it answers is in the log, what the gate decides reaches the users."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, served
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.signing import Signer
+from tidemill.producers.replica_client import ReplicaIdentity
+from tidemill.producers.router.canary import Arm, Lot
+from tidemill.producers.router.config import RouterSettings
+from tidemill.producers.router.record import Served, Times, interaction
+from tidemill.producers.router.recorder import LogUnavailable, open_recorder
+from tidemill.producers.router.role import bind, run
+from tidemill.producers.router.transcribe import Collected
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Interaction
+
+ASK = {"prompt": "hello", "user": "ada"}
+
+
+class ReplicaThread:
+    """Fake replicas in a thread of their own."""
+
+    def __init__(self, *replicas: FakeReplica) -> None:
+        self._ready, self._loop, self._ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(replicas),))
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _serve(self, replicas):
+        async with served(replicas[0]), served(replicas[-1]):
+            self._ready.set()
+            await self._ended.wait()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(20)
+
+
+@pytest.fixture
+def replicas():
+    stable, canary = FakeReplica("s0"), FakeReplica("c1")
+    thread = ReplicaThread(stable, canary)
+    yield stable, canary
+    thread.close()
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix) -> KafkaSettings:
+    made = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=4)
+    create_topics(made)
+    return made
+
+
+def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Popen:
+    keys = {
+        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
+        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
+        "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": KEY}),
+    }
+    flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id", RUN.run_id,
+             "--port", str(port), "--stable", replicas[0].address, "--canary", replicas[1].address]  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "tidemill.compose.cli", "route", *flags], env={**os.environ, **keys}, cwd=root
+    )
+
+
+def until(happened, deadline_s: float = 60.0):
+    end = time.monotonic() + deadline_s
+    while not (found := happened()):
+        assert time.monotonic() < end, "it did not happen in time"
+        threading.Event().wait(0.02)
+    return found
+
+
+def health(http: httpx.Client):
+    try:
+        return http.get("/healthz").json()
+    except httpx.TransportError:
+        return None
+
+
+def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(settings, replicas, tmp_path):
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    running = process(settings, replicas, port, tmp_path)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    try:
+        assert until(lambda: health(http)) == {"log": "ok", "canary": {"version": None, "share": 0.0}}
+        tokens = [http.post("/v1/completions", json=ASK).json()["tidemill"]["interaction"] for _ in range(3)]
+        with RecordProducer(settings, "gate") as gate:
+            gate.send_acked(Topic.GATE, [("main", decision("canary", 7, 1.0))])
+        until(lambda: health(http)["canary"] == {"version": 7, "share": 1.0})
+        with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as response:
+            tokens.append(response.headers["x-tidemill-interaction"])
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        assert "tidemill_router_interactions_total" in http.get("/metrics").text
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(30) == 0
+    finally:
+        running.kill()
+        running.wait()
+        http.close()
+    check_log(settings, tokens)
+
+
+def check_log(settings, tokens):
+    ada = Pseudonyms(PRODUCT).of("ada")
+    with LogReader(settings, [Topic.INTERACTIONS]) as reader:
+        found = {located.record.interaction_id: located for located in reader.read_to_end()}
+    ids = [Signer(PRODUCT).verify(token, ada) for token in tokens]
+    assert found.keys() == set(ids) and all(located.key == key.encode() for key, located in found.items())
+    records: list[Interaction] = [found[one].record for one in ids]
+    assert [made.arm for made in records] == ["stable"] * 3 + ["canary"]
+    assert [made.replica_id for made in records] == ["s0"] * 3 + ["c1"]
+
+
+def test_a_log_that_does_not_answer_is_known_in_time_and_lets_the_process_go():
+    async def scenario():
+        kafka, router = KafkaSettings(bootstrap="127.0.0.1:1"), RouterSettings(log_timeout_s=0.5)
+        async with open_recorder(kafka, RUN, StoreSettings(root="unused"), router) as recorder:
+            assert recorder.may_try()
+            with pytest.raises(LogUnavailable):
+                await recorder.write(an_interaction())
+            assert recorder.failing and not recorder.may_try()
+
+    began = time.monotonic()
+    asyncio.run(scenario())
+    assert time.monotonic() - began < 20
+
+
+def an_interaction() -> Interaction:
+
+    served = Served("i1", "u", "", Lot(Arm.STABLE, 1.0), True, True, ReplicaIdentity("r1", "here"))
+    return interaction(RUN, served, Collected(), "stop", Times(1.0, 2.0, 3))[0]
+
+
+def start(kafka: KafkaSettings, **router) -> None:
+    stop = threading.Event()
+    stop.set()
+    chosen = RouterSettings(**{"api_keys": {"web": KEY}, "port": 0, **router})
+    run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, stop)
+
+
+def test_it_does_not_start_without_keys_topics_or_its_port(settings):
+    start(settings)
+    with pytest.raises(ValueError, match="api_keys is empty"):
+        start(settings, api_keys={})
+    with pytest.raises(LookupError, match="tidemill topics --create"):
+        start(settings.model_copy(update={"topic_prefix": "absent."}))
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(OSError, match=r"router\.port"):
+            start(settings, port=taken.getsockname()[1])
