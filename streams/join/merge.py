@@ -37,6 +37,7 @@ class Step(Generic[Item]):
     topic: Topic
     offset: int
     item: Item
+    """None: the record only moves the clock."""
 
 
 @dataclass(slots=True)
@@ -71,11 +72,15 @@ class Merge(Generic[Item]):
         return self._inputs[topic].read.clock_us
 
     def wanted_us(self) -> int | None:
-        """The clock that every topic must reach for the first waiting record to be decided; None when none waits."""
-        heads = [source.waiting[0] for source in self._inputs.values() if source.waiting]
-        if not heads:
+        """The clock that every topic must reach for the first waiting item to be decided; None when none waits.
+
+        A record that only moves the clock asks for nothing: it would call for a tick, which waits, and so for ever.
+        """
+        waiting = (next((s for s in source.waiting if s.item is not None), None) for source in self._inputs.values())
+        items = [step for step in waiting if step is not None]
+        if not items:
             return None
-        first = min(heads, key=self._order)
+        first = min(items, key=self._order)
         return first.at_us + (MILLISECOND_US if self._inputs[first.topic].place else 0)
 
     def has_read(self, topic: Topic, offset: int) -> bool:

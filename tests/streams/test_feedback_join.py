@@ -1,0 +1,599 @@
+"""The state machine of the feedback join, over logs in memory: any interleaving, duplication, correction and kill."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from join_oracle import endings
+from join_support import (
+    RULES,
+    RUN_ID,
+    SECOND_US,
+    TwoLogs,
+    feedback,
+    interaction,
+    join_of,
+    joined,
+    located,
+    request,
+    settings_of,
+)
+from machine_log import MachineLog, records_of, said, work, work_through_kills
+from pydantic import ValidationError
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import Document, Outcome, SignalKind, Tick, UserWish
+from tidemill.streams.join import join_state
+from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
+from tidemill.streams.join.feedback_join import EXCLUSIONS
+from tidemill.streams.join.join_state import Head
+from tidemill.streams.join.merge import Mark
+from tidemill.streams.journal import StateError
+from tidemill.streams.machine import Output, Rejected
+
+LATER_S = 3_000.0
+
+
+def outcomes(outputs: list[Output]) -> list[Outcome]:
+    assert not [o for o in outputs if isinstance(o, Rejected)]
+    return [record for record in records_of(outputs) if isinstance(record, Outcome)]
+
+
+def reasons(outputs: list[Output]) -> list[str]:
+    return [o.reason for o in outputs if isinstance(o, Rejected)]
+
+
+def one(logs: TwoLogs, **changes) -> Outcome:
+    """The only outcome, long after everything."""
+    (outcome,) = outcomes(joined(logs.tick(LATER_S), settings_of(**changes)))
+    return outcome
+
+
+def served(name: str = "a", **changes) -> TwoLogs:
+    """An interaction whose record comes at 100.5 s."""
+    return TwoLogs().write(100.5, interaction(name, **changes))
+
+
+def test_a_thumb_ends_an_interaction_after_it_settled():
+    logs = served().write(102, feedback("a", "e"))
+    assert outcomes(joined(logs.tick(102.999))) == []
+    (outcome,) = outcomes(joined(logs.tick(103)))
+    assert (outcome.reward, outcome.exclusion, outcome.revision) == (1.0, "", 0)
+    assert (outcome.closed_at, outcome.feedback_at) == (103 * SECOND_US, 101 * SECOND_US)
+    assert (outcome.topic, outcome.partition, outcome.offset) == ("interactions", 0, 0)
+    (use,) = outcome.signals
+    assert (use.event_id, use.value, use.contribution, use.topic, use.offset) == ("e", 1.0, 1.0, "feedback", 0)
+
+
+def test_without_a_deciding_signal_it_waits_for_the_longest_horizon_and_the_grace():
+    logs = served().write(102, feedback("a", "e", kind=SignalKind.TOOL_ERROR))
+    assert outcomes(joined(logs.tick(124.999))) == []
+    assert one(logs).closed_at == 125 * SECOND_US
+    assert one(logs).reward == -1.0
+
+
+def test_every_horizon_is_waited_for_where_no_kind_decides():
+    logs = served().write(102, feedback("a", "e"))
+    assert one(logs, close_on=[]).closed_at == 125 * SECOND_US
+
+
+def test_silence_is_an_exclusion_or_what_the_map_says():
+    assert (one(served()).reward, one(served()).exclusion) == (None, "no_signal")
+    paid = RewardMap(name="paid", rules=RULES, no_signal=-0.125)
+    outcome = one(served(), map=paid)
+    assert (outcome.reward, outcome.exclusion, outcome.signals) == (-0.125, "", [])
+    assert outcome.map_version.startswith("paid-")
+
+
+def test_both_clocks_must_pass():
+    logs = served()
+    logs.write(500, Tick("t", 0), Topic.INTERACTIONS)
+    assert outcomes(joined(logs)) == []
+    logs.write(124, Tick("t", 0), Topic.FEEDBACK)
+    assert outcomes(joined(logs)) == []
+    logs.write(125, Tick("t", 0), Topic.FEEDBACK)
+    assert len(outcomes(joined(logs))) == 1
+
+
+def test_what_is_awaited_is_told():
+    join = join_of(settings_of())
+    assert join.next_deadline_us() is None
+    logs = served()
+    join.observe(logs.inputs[Topic.INTERACTIONS][0])
+    assert join.next_deadline_us() == 100_500_000
+    assert join.next_offset(Topic.INTERACTIONS) == 0
+    join.observe(located(Topic.FEEDBACK, Tick("t", 0), 0, 100.5))
+    assert (join.next_deadline_us(), join.open_cases) == (125_000_000, 1)
+    assert join.next_offset(Topic.INTERACTIONS) == 1
+    join.observe(located(Topic.FEEDBACK, feedback("a", "e"), 1, 102))
+    # The next interaction may have the same time, and would come first.
+    assert join.next_deadline_us() == 102_001_000
+    assert (join.clock_us(Topic.INTERACTIONS), join.clock_us(Topic.FEEDBACK)) == (100_500_000, 102_000_000)
+    join.observe(located(Topic.INTERACTIONS, Tick("t", 0), 1, 102.001))
+    assert join.next_deadline_us() == 103_000_000
+
+
+def test_an_event_counts_once():
+    vote = feedback("a", "e", kind=SignalKind.RETRY)
+    logs = served().write(102, vote).write(102.1, vote).write(103, replace(vote, value=1.0))
+    assert one(logs).reward == -0.5
+    assert len(one(logs).signals) == 1
+
+
+def test_an_interaction_counts_once():
+    logs = served().write(100.6, interaction("a")).write(102, feedback("a", "e")).tick(110)
+    logs.write(111, interaction("a")).write(112, interaction("a", user_id="other"))
+    assert one(logs).offset == 0
+
+
+def test_feedback_waits_for_its_interaction():
+    logs = TwoLogs().write(95, feedback("a", "e", observed_at=100 * SECOND_US))
+    logs.write(102.999, interaction("a"))
+    outcome = one(logs)
+    assert (outcome.reward, outcome.closed_at) == (1.0, 103_999_000)
+
+
+def test_feedback_of_an_unknown_interaction_is_given_up_after_a_bound():
+    logs = TwoLogs().write(95, feedback("a", "e")).write(96, feedback("a", "f")).write(103, interaction("a"))
+    outputs = joined(logs.tick(LATER_S))
+    (rejected,) = [o for o in outputs if isinstance(o, Rejected)]
+    assert "unknown interaction" in rejected.reason
+    original = logs.inputs[Topic.FEEDBACK][0]
+    assert rejected.located == replace(original, record=None)
+    (outcome,) = records_of(outputs)
+    assert [use.event_id for use in outcome.signals] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("observed_s", "used"), [(97.99, True), (97.98, False), (110, True), (110.001, False)], ids=str
+)
+def test_a_horizon_has_two_ends(observed_s, used):
+    vote = feedback("a", "e", observed_at=round(observed_s * SECOND_US))
+    join = join_of(settings_of())
+    logs = served(latency_ms=10.0).write(102, vote).tick(LATER_S)
+    found = [o for records in logs.inputs.values() for record in records for o in join.observe(record)]
+    (outcome,) = outcomes(found)
+    assert (outcome.exclusion == "") == used
+    assert join.counts.get("out_of_horizon", 0) == (0 if used else 1)
+    assert outcome.observed == ({"thumb": 1.0} if used else {})
+
+
+def test_observed_holds_signals_without_weight():
+    logs = served().write(102, feedback("a", "m", kind=SignalKind.EDIT_MADE)).write(103, feedback("a", "e"))
+    assert one(logs).observed == {"edit_made": 1.0, "thumb": 1.0}
+    assert [use.kind for use in one(logs).signals] == [SignalKind.THUMB]
+
+
+def test_a_correction_before_the_end_costs_no_revision():
+    logs = served().write(102, feedback("a", "e"))
+    logs.write(102.5, feedback("a", "f", value=-1.0, corrects="e", observed_at=90 * SECOND_US + 9 * SECOND_US))
+    outcome = one(logs)
+    assert (outcome.reward, outcome.closed_at) == (-1.0, 103_500_000)
+
+
+def test_a_correction_may_come_before_what_it_corrects():
+    withdrawal = feedback("a", "f", value=None, corrects="e")
+    logs = served().write(102, withdrawal).write(102.5, feedback("a", "e"))
+    assert (one(logs).reward, one(logs).exclusion) == (None, "no_signal")
+
+
+def test_what_comes_after_the_end_is_a_revision_where_it_changes_the_reward():
+    logs = served().write(102, feedback("a", "e")).tick(104)
+    logs.write(105, feedback("a", "m", kind=SignalKind.EDIT_MADE))
+    logs.write(106, feedback("a", "r", kind=SignalKind.RETRY, observed_at=105 * SECOND_US))
+    logs.write(300, feedback("a", "f", value=None, corrects="e", observed_at=104 * SECOND_US))
+    first, second, third = outcomes(joined(logs.tick(301)))
+    assert [(o.revision, o.reward, o.previous_reward) for o in (first, second, third)] == [
+        (0, 1.0, None),
+        (1, 0.5, 1.0),
+        (2, -0.5, 0.5),
+    ]
+    assert (second.closed_at, second.feedback_at) == (106 * SECOND_US, 105 * SECOND_US)
+    assert second.observed == {"thumb": 1.0, "edit_made": 1.0, "retry": 1.0}
+
+
+def test_a_withdrawal_after_the_end_leaves_no_reward():
+    logs = served().write(102, feedback("a", "e")).tick(104)
+    logs.write(105, feedback("a", "f", value=None, corrects="e"))
+    _, second = outcomes(joined(logs.tick(106)))
+    assert (second.reward, second.exclusion, second.previous_reward) == (None, "no_signal", 1.0)
+
+
+def test_a_late_signal_after_silence_is_a_revision():
+    logs = served().tick(126).write(130, feedback("a", "e"))
+    first, second = outcomes(joined(logs.tick(131)))
+    assert (first.exclusion, first.revision) == ("no_signal", 0)
+    assert (second.reward, second.exclusion, second.revision, second.previous_reward) == (1.0, "", 1, None)
+
+
+def test_only_who_was_served_is_heard():
+    logs = served().write(102, feedback("a", "e", user_id="thief")).tick(LATER_S)
+    outputs = joined(logs)
+    assert reasons(outputs) == ["user 'thief' was not served interaction 'a'"]
+    assert [o.exclusion for o in records_of(outputs)] == ["no_signal"]
+
+
+def test_a_thief_that_came_early_is_not_heard_either():
+    logs = TwoLogs().write(99, feedback("a", "e", user_id="thief")).write(100.5, interaction("a"))
+    outputs = joined(logs.write(101, feedback("a", "e")).tick(LATER_S))
+    assert len(reasons(outputs)) == 1
+    assert [o.reward for o in records_of(outputs)] == [1.0]
+
+
+def test_too_many_signals_are_refused():
+    logs = served()
+    for n in range(4):
+        logs.write(102, feedback("a", f"e{n}", kind=SignalKind.RETRY))
+    outputs = joined(logs.tick(LATER_S), settings_of(max_signals=3))
+    assert reasons(outputs) == ["the interaction has 3 signals already"]
+    early = TwoLogs()
+    for n in range(4):
+        early.write(99, feedback("a", f"e{n}"))
+    early.write(100.5, interaction("a")).tick(LATER_S)
+    assert reasons(joined(early, settings_of(max_signals=3))) == ["the interaction has 3 signals already"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"consent": False}, "no_consent"), ({"sampled_tokens": 0}, "no_tokens")], ids=str
+)
+def test_what_an_interaction_itself_excludes(changes, reason):
+    logs = served(**changes).write(102, feedback("a", "e"))
+    outcome = one(logs)
+    assert (outcome.reward, outcome.exclusion, outcome.signals) == (None, reason, [])
+    assert outcome.observed == {"thumb": 1.0}
+    assert outcomes(joined(logs.write(LATER_S + 1, feedback("a", "f")).tick(LATER_S + 2))) == [outcome]
+
+
+def test_opting_out_and_in_again():
+    def exclusion(*wishes, at=100.7):
+        logs = served()
+        for wish, since in wishes:
+            logs.write(at, request(wish, since))
+        return one(logs.write(102, feedback("a", "e"))).exclusion
+
+    assert exclusion((UserWish.OPT_OUT, 99)) == "opted_out"
+    assert exclusion((UserWish.OPT_OUT, 100)) == "opted_out"
+    assert exclusion((UserWish.OPT_OUT, 100.001)) == ""
+    assert exclusion((UserWish.OPT_OUT, 98), (UserWish.OPT_IN, 99)) == ""
+    assert exclusion((UserWish.OPT_IN, 98), (UserWish.OPT_OUT, 99)) == "opted_out"
+    # Said in the other order, and since then: what counts is when, not what was read last.
+    assert exclusion((UserWish.OPT_OUT, 99), (UserWish.OPT_IN, 98)) == "opted_out"
+    assert exclusion((UserWish.OPT_OUT, 99), at=103) == ""
+
+
+def test_an_opt_out_long_ago_still_holds():
+    logs = TwoLogs().write(1, request(UserWish.OPT_OUT, 1)).tick(50_000)
+    logs.write(50_001, interaction("a", served_at=50_000 * SECOND_US))
+    logs.write(50_001.5, request(UserWish.OPT_IN, 50_001))
+    assert one(logs.tick(60_000)).exclusion == "opted_out"
+
+
+def test_an_opt_in_is_forgotten_after_a_while():
+    join = join_of(settings_of())
+    logs = TwoLogs().write(1, request(UserWish.OPT_OUT, 1)).write(2, request(UserWish.OPT_IN, 2)).tick(3)
+    for records in logs.inputs.values():
+        for record in records:
+            join.observe(record)
+    assert len(join.take_changes().states) == 1
+    for topic in logs.inputs:
+        join.observe(located(topic, Tick("t", 0), 9, LATER_S))
+    assert "wishes/0/u" in join.take_changes().forgotten
+
+
+def test_erasing_ends_what_is_open_and_seals_what_is_over():
+    logs = served("a").write(100.6, interaction("b")).write(100.6, interaction("c", user_id="other"))
+    logs.write(101, feedback("a", "e")).tick(103)
+    logs.write(103, request(UserWish.ERASE, 102)).write(104, feedback("a", "f", value=-1.0, corrects="e"))
+    logs.write(105, interaction("d", served_at=101 * SECOND_US))
+    logs.write(106, interaction("n", served_at=103 * SECOND_US))
+    found = outcomes(joined(logs.tick(LATER_S)))
+    assert [(o.interaction_id, o.exclusion) for o in found] == [
+        ("a", ""),
+        ("b", "erased"),
+        ("d", "erased"),
+        ("c", "no_signal"),
+        ("n", "no_signal"),
+    ]
+
+
+def test_an_erased_ending_says_nothing_of_what_was_seen():
+    logs = (
+        served()
+        .write(101, feedback("a", "e", kind=SignalKind.RETRY))
+        .tick(102)
+        .write(103, request(UserWish.ERASE, 103))
+    )
+    outcome = one(logs)
+    assert (outcome.exclusion, outcome.observed, outcome.signals) == ("erased", {}, [])
+
+
+def test_erasing_takes_early_feedback_along():
+    logs = TwoLogs().write(99, feedback("a", "e")).write(99, feedback("a", "o", user_id="other")).tick(100)
+    logs.write(100, request(UserWish.ERASE, 100)).tick(101)
+    outputs = joined(logs.tick(LATER_S))
+    assert [o.located.key for o in outputs if isinstance(o, Rejected)] == [b"a/o"]
+
+
+def test_a_tombstone_erases_an_interaction():
+    logs = served().write(101, feedback("a", "e", kind=SignalKind.RETRY)).tick(102)
+    logs.erase(103, Topic.INTERACTIONS, "a").erase(103, Topic.INTERACTIONS, "unknown")
+    outcome = one(logs)
+    assert (outcome.exclusion, outcome.closed_at) == ("erased", 103 * SECOND_US)
+
+
+def test_a_tombstone_erases_one_event():
+    logs = served("a/b").write(102, feedback("a/b", "c/d")).tick(102.5).erase(102.6, Topic.FEEDBACK, "a/b/c/d")
+    assert one(logs).exclusion == "no_signal"
+    early = TwoLogs().write(99, feedback("a", "e")).erase(99.5, Topic.FEEDBACK, "a/e").write(100.5, interaction("a"))
+    assert one(early).exclusion == "no_signal"
+
+
+def test_who_does_too_much_is_a_bot():
+    logs = TwoLogs()
+    for n in range(3):
+        logs.write(100 + n, interaction(f"a{n}", served_at=(100 + n) * SECOND_US))
+        logs.write(100 + n, interaction(f"b{n}", served_at=(100 + n) * SECOND_US, user_id="human"))
+    logs.write(103, feedback("a2", "e", observed_at=103 * SECOND_US))
+    logs.write(112, interaction("later", served_at=112 * SECOND_US))
+    logs.write(140, interaction("much later", served_at=140 * SECOND_US))
+
+    def excluded(limit):
+        found = outcomes(joined(logs, settings_of(bot_max_events=limit)))
+        return {o.interaction_id for o in found if o.exclusion == "bot"}
+
+    logs.tick(LATER_S)
+    assert excluded(4) == set()
+    assert excluded(3) == {"a0", "a1", "a2", "later"}
+
+
+def test_an_interaction_that_comes_too_late():
+    def exclusion(at):
+        return one(TwoLogs().write(at, interaction("a")).write(at, feedback("a", "e"))).exclusion
+
+    assert exclusion(130) == ""
+    assert exclusion(130.001) == "too_late"
+
+
+def test_other_runs_are_passed_over_with_their_feedback():
+    logs = served(run_id="other").write(102, feedback("a", "e")).write(103, feedback("a", "f", user_id="x"))
+    assert joined(logs.tick(LATER_S)) == []
+    early = TwoLogs().write(99, feedback("a", "e")).write(100.5, interaction("a", run_id="other"))
+    assert joined(early.tick(LATER_S)) == []
+
+
+def test_the_ended_are_forgotten_after_their_time():
+    join = join_of(settings_of())
+    logs = served().write(102, feedback("a", "e")).tick(104)
+    for records in logs.inputs.values():
+        for record in records:
+            join.observe(record)
+    join.take_changes()
+    for topic, records in logs.inputs.items():
+        join.observe(located(topic, Tick("t", 0), len(records), 1102.999))
+    assert "case/a" not in join.take_changes().forgotten
+    for topic, records in logs.inputs.items():
+        join.observe(located(topic, Tick("t", 0), len(records) + 1, 1103))
+    assert "case/a" in join.take_changes().forgotten
+    assert list(join._store.entries()) == []
+
+
+BROKEN = {
+    "interaction key": (Topic.INTERACTIONS, interaction("a"), {"key": b"b"}),
+    "no interaction id": (Topic.INTERACTIONS, interaction(""), {}),
+    "reserved interaction id": (Topic.INTERACTIONS, interaction("\x00a"), {}),
+    "no user": (Topic.INTERACTIONS, interaction("a", user_id=""), {}),
+    "versions": (Topic.INTERACTIONS, interaction("a", version_min=4), {}),
+    "version below none": (Topic.INTERACTIONS, interaction("a", version_min=-2), {}),
+    "tokens": (Topic.INTERACTIONS, interaction("a", sampled_tokens=-1), {}),
+    "latency": (Topic.INTERACTIONS, interaction("a", latency_ms=math.nan), {}),
+    "negative latency": (Topic.INTERACTIONS, interaction("a", latency_ms=-1.0), {}),
+    "served in the future": (Topic.INTERACTIONS, interaction("a", served_at=103 * SECOND_US + 1), {}),
+    "served before 1970": (Topic.INTERACTIONS, interaction("a", served_at=-1), {}),
+    "request of nobody": (Topic.INTERACTIONS, request(UserWish.ERASE, 1, user_id=""), {}),
+    "undecodable": (Topic.INTERACTIONS, None, {}),
+    "wrong type": (Topic.INTERACTIONS, Document("d", "s", "t"), {}),
+    "interaction as feedback": (Topic.FEEDBACK, interaction("a"), {}),
+    "tombstone of no text": (Topic.FEEDBACK, None, {"key": b"\xff", "value": None}),
+    "feedback key": (Topic.FEEDBACK, feedback("a", "e"), {"key": b"a"}),
+    "no event": (Topic.FEEDBACK, feedback("a", ""), {}),
+    "no voter": (Topic.FEEDBACK, feedback("a", "e", user_id=""), {}),
+    "observed before 1970": (Topic.FEEDBACK, feedback("a", "e", observed_at=-1), {}),
+    "corrects itself": (Topic.FEEDBACK, feedback("a", "e", corrects="e"), {}),
+    "nothing": (Topic.FEEDBACK, feedback("a", "e", value=None), {}),
+    "half a thumb": (Topic.FEEDBACK, feedback("a", "e", value=0.5), {}),
+    "nan": (Topic.FEEDBACK, feedback("a", "e", value=math.nan), {}),
+    "undecodable feedback": (Topic.FEEDBACK, None, {}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_records_are_rejected_and_the_streams_go_on(name):
+    topic, record, changes = BROKEN[name]
+    logs = served("ok").write(101, record, topic, **changes).write(102, feedback("ok", "e"))
+    outputs = joined(logs.tick(LATER_S))
+    (rejected,) = [o for o in outputs if isinstance(o, Rejected)]
+    assert rejected.reason
+    assert rejected.located in logs.inputs[topic]
+    assert [o.reward for o in records_of(outputs)] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"done_ttl_s": 24.9}, "longest horizon"),
+        ({"close_on": [SignalKind.EDIT_MADE]}, "decide nothing"),
+        ({"settle_s": -1}, "greater than or equal"),
+        ({"hold_s": 1}, "Extra inputs"),
+    ],
+)
+def test_unusable_settings_are_refused(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        settings_of(**changes)
+
+
+def test_the_default_settings_are_usable():
+    assert JoinSettings().map.wait_s == 86_400
+
+
+# Any log
+
+USERS = ("u", "v")
+
+
+@st.composite
+def two_logs(draw) -> TwoLogs:
+    """Interactions and feedback of two users with everything that may go wrong, in a bit more than a minute."""
+    logs = TwoLogs()
+    at_s = 100.0
+    votes: list = []
+    for _ in range(draw(st.integers(1, 22))):
+        at_s = max(0.0, at_s + draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0, 3.0, 9.0, -0.5])))
+        name = draw(st.sampled_from("abc"))
+        kind = draw(
+            st.sampled_from(["serve", "serve", "vote", "vote", "vote", "again", "wish", "tick", "erase", "junk"])
+        )
+        # A record is written some time after what it tells of.
+        seen = round((at_s - draw(st.sampled_from([0.0, 0.4, 2.0, 12.0, 35.0]))) * SECOND_US)
+        if kind == "serve":
+            logs.write(
+                at_s,
+                interaction(
+                    name,
+                    served_at=seen,
+                    user_id=USERS[name == "c"],
+                    consent=draw(st.sampled_from([True, True, True, False])),
+                    sampled_tokens=draw(st.sampled_from([7, 7, 7, 0])),
+                    run_id=draw(st.sampled_from([RUN_ID, RUN_ID, RUN_ID, "other"])),
+                ),
+            )
+        elif kind == "vote":
+            event, corrects = draw(st.sampled_from("efgh")), draw(st.sampled_from([None, None, "e", "f"]))
+            signal = draw(st.sampled_from([SignalKind.THUMB, SignalKind.THUMB, SignalKind.RETRY, SignalKind.EDIT_MADE]))
+            value = -1.0 if signal is SignalKind.THUMB and draw(st.booleans()) else 1.0
+            corrects = None if corrects == event else corrects
+            vote = feedback(
+                name,
+                f"{event}",
+                kind=signal,
+                value=None if corrects and draw(st.booleans()) else value,
+                corrects=corrects,
+                observed_at=seen,
+                user_id=draw(st.sampled_from([USERS[name == "c"]] * 4 + ["thief"])),
+            )
+            votes.append(vote)
+            logs.write(at_s, vote)
+        elif kind == "again" and votes:
+            logs.write(at_s, draw(st.sampled_from(votes)))
+        elif kind == "wish":
+            wish, user = draw(st.sampled_from(list(UserWish))), draw(st.sampled_from(USERS))
+            logs.write(at_s, request(wish, seen / SECOND_US, user, request_id=f"{wish}-{user}-{at_s}-{seen}"))
+        elif kind == "tick":
+            logs.write(at_s, Tick("t", 0), draw(st.sampled_from([Topic.INTERACTIONS, Topic.FEEDBACK])))
+        elif kind == "erase":
+            logs.erase(at_s, Topic.INTERACTIONS, draw(st.sampled_from("ab")))
+        elif kind == "junk":
+            logs.write(at_s, None, draw(st.sampled_from([Topic.INTERACTIONS, Topic.FEEDBACK])))
+    return logs
+
+
+def ended(logs: TwoLogs) -> TwoLogs:
+    """With ticks long after everything, within the memory of the join."""
+    last = max((r.timestamp_ms for records in logs.inputs.values() for r in records), default=0)
+    return logs.tick(last / 1000 + 200)
+
+
+TURNS = st.lists(st.integers(0, 1), max_size=12)
+SETTINGS = st.builds(
+    settings_of,
+    settle_s=st.sampled_from([0.0, 1.0, 4.0]),
+    grace_s=st.sampled_from([0.0, 5.0]),
+    early_wait_s=st.sampled_from([1.0, 8.0]),
+    done_ttl_s=st.sampled_from([25.0, 40.0, 1_000.0]),
+    bot_max_events=st.sampled_from([2, 4, 1_000]),
+    max_signals=st.sampled_from([2, 20]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(two_logs(), st.sampled_from([0.0, 1.0, 4.0]), st.sampled_from([0.0, 5.0]))
+def test_the_join_agrees_with_a_computation_over_the_whole_log(logs, settle_s, grace_s):
+    rules = settings_of(settle_s=settle_s, grace_s=grace_s)
+    found = defaultdict(list)
+    for outcome in records_of(joined(ended(logs), rules)):
+        found[outcome.interaction_id].append((outcome.revision, outcome.reward, outcome.exclusion, outcome.closed_at))
+    assert dict(found) == endings(logs, rules)
+
+
+@settings(max_examples=300, deadline=None)
+@given(two_logs(), SETTINGS, TURNS, TURNS, st.integers(1, 7))
+def test_how_the_topics_interleave_changes_nothing(logs, rules, one_way, other_way, batch):
+    first, second = MachineLog(logs.inputs), MachineLog(logs.inputs)
+    work(first, lambda states: join_of(rules, states), one_way, batch)
+    work(second, lambda states: join_of(rules, states), other_way, 1)
+    assert list(map(repr, first.outputs)) == list(map(repr, second.outputs))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    two_logs(), SETTINGS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=6), st.integers(1, 7), st.booleans()
+)
+def test_a_worker_killed_anywhere_repeats_outcomes_but_changes_none(logs, rules, kills, batch, at_end):
+    inputs = ended(logs).inputs if at_end else logs.inputs
+    undisturbed, log = MachineLog(inputs), MachineLog(inputs)
+    whole = work(undisturbed, lambda states: join_of(rules, states))
+    machine = work_through_kills(log, lambda states: join_of(rules, states), kills, batch)
+    assert said(log.outputs) == said(undisturbed.outputs)
+    assert {e.key: e for e in machine._store.entries()} == {e.key: e for e in whole._store.entries()}
+    assert machine.counts == whole.counts
+    assert [machine.next_offset(t) for t in inputs] == [whole.next_offset(t) for t in inputs]
+
+
+@settings(max_examples=200, deadline=None)
+@given(two_logs(), SETTINGS)
+def test_every_interaction_ends_exactly_once(logs, rules):
+    remembering = rules.model_copy(update={"done_ttl_s": 1_000.0})
+    found = [o for o in records_of(joined(ended(logs), remembering)) if isinstance(o, Outcome)]
+    ends = [o for o in found if o.revision == 0]
+    first = {}
+    for placed in logs.inputs[Topic.INTERACTIONS]:
+        if placed.record and hasattr(placed.record, "consent"):
+            first.setdefault(placed.record.interaction_id, placed.record.run_id)
+    wanted = sorted(name for name, run_id in first.items() if run_id == RUN_ID)
+    assert sorted(o.interaction_id for o in ends) == wanted
+    by_reason = Counter(o.exclusion for o in ends)
+    assert set(by_reason) <= {"", *EXCLUSIONS}
+    assert by_reason[""] == sum(o.reward is not None for o in ends)
+    for name in wanted:
+        revisions = [o for o in found if o.interaction_id == name]
+        assert [o.revision for o in revisions] == list(range(len(revisions)))
+        assert [o.previous_reward for o in revisions[1:]] == [o.reward for o in revisions[:-1]]
+        assert all(o.reward != o.previous_reward for o in revisions[1:])
+
+
+@given(two_logs(), SETTINGS)
+def test_states_survive_their_bytes(logs, rules):
+    machine = work(MachineLog(logs.inputs), lambda states: join_of(rules, states))
+    for entry in machine._store.entries():
+        assert join_state.decode(join_state.encode(entry)) == entry
+    head = Head({"interactions": Mark(3, 4)}, {"x": 1})
+    assert join_state.decode_head(join_state.encode_head(head)) == head
+
+
+@given(st.binary(max_size=60))
+def test_hostile_state_bytes_raise_one_error(data):
+    for read in (join_state.decode, join_state.decode_head):
+        with suppress(StateError):
+            read(data)
+    with suppress(StateError):
+        join_of(settings_of(), [("case/a", data)])
+
+
+def test_a_weightless_map_of_one_kind_waits_no_longer_than_its_horizon():
+    rules = {SignalKind.THUMB: SignalRule(horizon_s=3, weight=1), SignalKind.EDIT_KEPT_LATER: SignalRule(horizon_s=900)}
+    assert one(served(), map=RewardMap(rules=rules)).closed_at == 108 * SECOND_US
