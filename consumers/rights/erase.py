@@ -58,7 +58,7 @@ class Erasure:
     dry_run: bool = False
     found: dict[str, int] = field(default_factory=dict)
     """Records by topic, before."""
-    tombstones: Counter[str] = field(default_factory=Counter)
+    tombstones: dict[str, int] = field(default_factory=dict)
     """Written, by topic."""
     left: dict[str, int] = field(default_factory=dict)
     """Records by topic that came in to the last: a later run takes them."""
@@ -135,7 +135,7 @@ class Eraser:
         """Write a tombstone for each record, and wait for the log."""
         for one in held:
             producer.send_bytes(self._names.of(one.topic), None, key=one.key, partition=one.partition)
-            done.tombstones[one.topic.value] += 1
+            done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
         producer.flush()
 
 

@@ -1,0 +1,173 @@
+"""Records of product traffic for the tests of rights, trace, sink and queries: interactions, signals, ends, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.consumers.sink_support import START_US, segment
+from tidemill.schemas import records as r
+from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.producer import RecordProducer
+
+SECOND = 1_000_000
+
+
+def interaction(
+    name: str,
+    user: str,
+    *,
+    arm: str = "stable",
+    version: int = 1,
+    served_at: int = START_US,
+    claim: r.Claim | None = None,
+) -> r.Interaction:
+    return r.Interaction(
+        interaction_id=name,
+        run_id="run",
+        branch="main",
+        user_id=user,
+        session_id="",
+        arm=arm,
+        propensity=0.9,
+        consent=True,
+        segments=[] if claim else [segment([version])],
+        claim=claim,
+        prompt_tokens=3,
+        sampled_tokens=2,
+        version_min=version,
+        version_max=version,
+        replica_id="replica-0",
+        region="local",
+        finish_reason="stop",
+        first_token_ms=20.0,
+        latency_ms=100.0,
+        served_at=served_at,
+    )
+
+
+def feedback(
+    name: str,
+    interaction_id: str,
+    user: str,
+    value: float | None = 1.0,
+    *,
+    kind: r.SignalKind = r.SignalKind.THUMB,
+    observed_at: int = START_US + SECOND,
+    corrects: str | None = None,
+) -> r.Feedback:
+    return r.Feedback(name, interaction_id, user, kind, value, observed_at, "sdk", corrects)
+
+
+def outcome(
+    served: r.Interaction,
+    reward: float | None = None,
+    exclusion: str = "",
+    *,
+    signals: Sequence[r.SignalUse] = (),
+    observed: dict[str, float] | None = None,
+    place: tuple[int, int] = (0, 0),
+    revision: int = 0,
+    previous: float | None = None,
+) -> r.Outcome:
+    return r.Outcome(
+        interaction_id=served.interaction_id,
+        run_id=served.run_id,
+        branch=served.branch,
+        user_id=served.user_id,
+        arm=served.arm,
+        topic=Topic.INTERACTIONS.value,
+        partition=place[0],
+        offset=place[1],
+        version_min=served.version_min,
+        version_max=served.version_max,
+        sampled_tokens=served.sampled_tokens,
+        latency_ms=served.latency_ms,
+        reward=reward,
+        exclusion=exclusion,
+        signals=list(signals),
+        observed=observed if observed is not None else {use.kind.value: use.value for use in signals},
+        map_version="default/abc",
+        revision=revision,
+        previous_reward=previous,
+        served_at=served.served_at,
+        feedback_at=served.served_at + SECOND if signals else None,
+        closed_at=served.served_at + 10 * SECOND,
+    )
+
+
+def use(event_id: str, value: float = 1.0, kind: r.SignalKind = r.SignalKind.THUMB) -> r.SignalUse:
+    return r.SignalUse(kind, event_id, value, value, Topic.FEEDBACK.value, 0, 0)
+
+
+def member(ended: r.Outcome, place: tuple[int, int] = (0, 0), *, correction: bool = False) -> r.OnlineMember:
+    reward = ended.reward or 0.0
+    return r.OnlineMember(
+        interaction_id=ended.interaction_id,
+        user_id=ended.user_id,
+        topic=Topic.INTERACTIONS.value,
+        partition=place[0],
+        offset=place[1],
+        reward=reward - (ended.previous_reward or 0.0) if correction else reward,
+        correction=correction,
+        sampled_tokens=ended.sampled_tokens,
+        version_min=ended.version_min,
+        version_max=ended.version_max,
+        arm=ended.arm,
+        feedback_at=ended.feedback_at,
+    )
+
+
+def online_batch(
+    sequence: int, members: Sequence[r.OnlineMember], *, version: int = 1, dropped: dict[str, int] | None = None
+) -> r.OnlineBatch:
+    return r.OnlineBatch(
+        batch_id=f"run/main/{sequence}",
+        run_id="run",
+        branch="main",
+        sequence=sequence,
+        version=version,
+        members=sorted(members, key=lambda one: one.interaction_id),
+        tokens=sum(one.sampled_tokens for one in members),
+        closed_by=r.BatchClose.TOKENS,
+        dropped=dropped or {},
+        selection={"served/reward": 0.25, "trained/reward": 0.5},
+        map_version="default/abc",
+        opened_at=START_US,
+        closed_at=START_US + (20 + sequence) * SECOND,
+    )
+
+
+def decision(
+    verdict: r.GateVerdict, version: int | None, reason: str = "better", numbers: dict[str, float] | None = None
+) -> r.GateDecision:
+    return r.GateDecision("run", "main", verdict, version, reason, "gate", numbers or {}, START_US + 60 * SECOND)
+
+
+def request(user: str, wish: r.UserWish, at: int) -> r.UserRequest:
+    return r.UserRequest(f"{user}/{wish.value}/{at}", user, wish, "tester", at)
+
+
+class ProductLog:
+    """Writes product records where their producers write them."""
+
+    def __init__(self, kafka: KafkaSettings, partitions: int) -> None:
+        self._producer = RecordProducer(kafka, "test-product")
+        self._partitions = partitions
+
+    def write(self, *records: r.Interaction | r.Feedback | r.Outcome | r.OnlineBatch) -> None:
+        """Write and wait for the log."""
+        for record in records:
+            match record:
+                case r.Interaction():
+                    self._producer.send(Topic.INTERACTIONS, record, key=record.interaction_id)
+                case r.Feedback():
+                    key = feedback_key(record.interaction_id, record.event_id)
+                    place = partition_of(record.interaction_id, self._partitions)
+                    self._producer.send(Topic.FEEDBACK, record, key=key, partition=place)
+                case r.Outcome():
+                    self._producer.send(Topic.OUTCOMES, record, key=record.interaction_id)
+                case r.OnlineBatch():
+                    self._producer.send(Topic.ONLINE_BATCHES, record, key=record.batch_id)
+        self._producer.flush()
