@@ -142,6 +142,8 @@ class FeedbackJoin:
         return held.arrived_at + _us(self._settings.early_wait_s)
 
     def _keep_held(self, early: Early, held: list[Held]) -> None:
+        for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
+            self._store.release(early, user_id)
         early.held = held
         if held:
             early.due_at = min(map(self._patience_ends, held))
@@ -316,7 +318,6 @@ class FeedbackJoin:
                 outputs += self._erase_case(case, at_us)
         for early in self._store.early_of(user_id):
             self._counts["erased_feedback"] += sum(held.user_id == user_id for held in early.held)
-            self._store.release(early, user_id)
             self._keep_held(early, [held for held in early.held if held.user_id != user_id])
         return outputs
 

@@ -320,6 +320,12 @@ def test_erasing_takes_early_feedback_along():
     assert [o.located.key for o in outputs if isinstance(o, Rejected)] == [b"a/o"]
 
 
+def test_erasing_after_early_feedback_was_given_up():
+    logs = TwoLogs().write(90, feedback("a", "e")).write(91, feedback("b", "o", user_id="other")).tick(110)
+    logs.write(110, request(UserWish.ERASE, 110)).write(110, request(UserWish.ERASE, 110, "other")).tick(111)
+    assert len(reasons(joined(logs))) == 2
+
+
 def test_a_tombstone_erases_an_interaction():
     logs = served().write(101, feedback("a", "e", kind=SignalKind.RETRY)).tick(102)
     logs.erase(103, Topic.INTERACTIONS, "a").erase(103, Topic.INTERACTIONS, "unknown")
