@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 
 from rich.console import Console
@@ -107,7 +108,7 @@ def _open(stage: _Stage) -> int:
         stage.start_product(plan.router_role())
         for replica in (STABLE, CANARY):
             say(f"waiting for {replica}")
-            stage.wait(lambda replica=replica: _serves(stage, replica), limit_s, f"{replica} does not serve")
+            stage.wait(partial(_serves, stage, replica), limit_s, f"{replica} does not serve")
         say("waiting for the router")
         stage.wait(lambda: _is_up(f"{plan.router_address}/healthz"), limit_s, "the router does not answer")
     return online.promoted()[-1]
