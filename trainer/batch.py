@@ -15,11 +15,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.schemas.records import Rollout, Segment
+from tidemill.schemas.records import Interaction, Rollout, Segment
+
+Trajectory = Rollout | Interaction
+"""What a policy sampled and a step can train on."""
 
 
 class InvalidRolloutError(ValueError):
-    """A rollout whose token arrays contradict each other or themselves."""
+    """A rollout or an interaction whose token arrays contradict each other or themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class _Piece:
     tokens: int
 
 
-def pack(rollouts: Sequence[Rollout], row_tokens: int, vocab_size: int) -> list[Row]:
+def pack(rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int) -> list[Row]:
     """Rows of at most `row_tokens` tokens holding `rollouts`; a longer rollout has a row of its own.
 
     Raises InvalidRolloutError for a rollout that fails `check`.
@@ -62,15 +65,15 @@ def pack(rollouts: Sequence[Rollout], row_tokens: int, vocab_size: int) -> list[
     return [_row(members) for members in _first_fit(pieces, row_tokens)]
 
 
-def check(rollout: Rollout, vocab_size: int) -> None:
+def check(rollout: Trajectory, vocab_size: int) -> None:
     """Raise InvalidRolloutError unless the arrays have their lengths, token ids lie in the vocabulary, and version
     spans cover exactly the sampled tokens, of which there is at least one."""
     for place, segment in enumerate(rollout.segments):
         problem = _segment_problem(segment, vocab_size)
         if problem:
-            raise InvalidRolloutError(f"rollout {rollout.rollout_id}, segment {place}: {problem}")
+            raise InvalidRolloutError(f"{_name(rollout)}, segment {place}: {problem}")
     if not any(segment.mask().any() for segment in rollout.segments):
-        raise InvalidRolloutError(f"rollout {rollout.rollout_id}: no sampled token")
+        raise InvalidRolloutError(f"{_name(rollout)}: no sampled token")
 
 
 def token_versions(segment: Segment) -> npt.NDArray[np.int64]:
@@ -81,9 +84,15 @@ def token_versions(segment: Segment) -> npt.NDArray[np.int64]:
     return versions
 
 
-def sampled_versions(rollout: Rollout) -> npt.NDArray[np.int64]:
+def sampled_versions(rollout: Trajectory) -> npt.NDArray[np.int64]:
     """i8[T]: the weight version of each sampled token of a rollout, in order."""
     return np.concatenate([token_versions(s)[s.mask() == 1] for s in rollout.segments])
+
+
+def _name(trajectory: Trajectory) -> str:
+    if isinstance(trajectory, Rollout):
+        return f"rollout {trajectory.rollout_id}"
+    return f"interaction {trajectory.interaction_id}"
 
 
 def _segment_problem(segment: Segment, vocab_size: int) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec
@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tidemill.trainer.batch_builder import Progress
+from tidemill.trainer.endings import Progress
 
 HEADER = "tidemill"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
@@ -40,6 +40,9 @@ class CheckpointState:
     """Of the serving view after the step, hexadecimal."""
     config_hash: str
     progress: Progress
+    """Of `groups`."""
+    online: Progress = field(default_factory=Progress)
+    """Of `online-batches`."""
 
 
 class CheckpointStore:
@@ -50,8 +53,8 @@ class CheckpointStore:
         self._folder = f"{path.rstrip('/')}/{run_id}/checkpoints/{branch}"
         self._keep = keep
 
-    def write(self, state: CheckpointState, tensors: Mapping[str, Tensor]) -> str:
-        """Store one checkpoint, drop the oldest beyond `keep`; its path."""
+    def write(self, state: CheckpointState, tensors: Mapping[str, Tensor], pinned: Collection[int] = ()) -> str:
+        """Store one checkpoint, drop the oldest beyond `keep` but for the steps in `pinned`; its path."""
         header = {HEADER: json.dumps(dataclasses.asdict(state))}
         payload = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata=header)
         self._filesystem.makedirs(self._folder, exist_ok=True)
@@ -59,7 +62,8 @@ class CheckpointStore:
         self._filesystem.pipe_file(f"{path}.partial", payload)
         self._filesystem.mv(f"{path}.partial", path)
         for old in self.steps()[: -self._keep]:
-            self._filesystem.rm(self._path(old))
+            if old not in pinned:
+                self._filesystem.rm(self._path(old))
         return path
 
     def steps(self) -> list[int]:
@@ -94,12 +98,16 @@ def _header(payload: bytes) -> dict[str, Any]:
 
 
 def _state(header: dict[str, Any]) -> CheckpointState:
-    progress = header.pop("progress")
+    # Checkpoints of runs before there were online batches do not speak of them.
+    progress, online = header.pop("progress"), header.pop("online", None)
     return CheckpointState(
-        **header,
-        progress=Progress(
-            next_offsets={int(partition): offset for partition, offset in progress["next_offsets"].items()},
-            ended_above={int(partition): offsets for partition, offsets in progress["ended_above"].items()},
-            remembered=progress["remembered"],
-        ),
+        **header, progress=_progress(progress), online=Progress() if online is None else _progress(online)
+    )
+
+
+def _progress(fields: dict[str, Any]) -> Progress:
+    return Progress(
+        next_offsets={int(partition): offset for partition, offset in fields["next_offsets"].items()},
+        ended_above={int(partition): offsets for partition, offsets in fields["ended_above"].items()},
+        remembered=fields["remembered"],
     )

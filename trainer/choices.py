@@ -28,6 +28,15 @@ class AdvantageKind(StrEnum):
     RAW = "raw"
 
 
+class BaselineKind(StrEnum):
+    """Name of what is subtracted from the rewards of an online batch."""
+
+    NONE = "none"
+    MEAN = "mean"
+    LEAVE_ONE_OUT = "leave_one_out"
+    ARM = "arm"
+
+
 class CorrectionKind(StrEnum):
     """Name of a correction."""
 

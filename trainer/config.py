@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
+from tidemill.trainer.online.config import ONLINE_ARITHMETIC_FIELDS, OnlineSettings
 from tidemill.trainer.publication.config import PublishSettings
 
 
@@ -135,7 +136,10 @@ class TrainerSettings(Section):
     """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""
 
     remembered_groups: int = Field(default=20_000, ge=1)
-    """Group ids remembered so that a group that was emitted twice is trained once."""
+    """Ids of groups, and of online batches, remembered so that one that was emitted twice is trained once."""
+
+    online: OnlineSettings = OnlineSettings()
+    """Learning from users."""
 
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
@@ -145,9 +149,27 @@ class TrainerSettings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _online_fits(self) -> Self:
+        if not self.online.enabled:
+            return self
+        if self.minibatches > 1:
+            raise ValueError(
+                "an online batch is trained in one large step: set minibatches to 1, or online.enabled off"
+            )
+        if self.online.max_policy_lag and self.correction.kind is CorrectionKind.NONE:
+            raise ValueError(
+                "online.max_policy_lag above 0 trains on answers of an older version, which need weights between "
+                "sampler and trainer: set correction.kind, tis for instance, or online.max_policy_lag to 0"
+            )
+        return self
+
     def arithmetic_hash(self) -> str:
         """Hash of the fields that shape the arithmetic of a step, 16 hexadecimal digits."""
         fields = self.model_dump(mode="json", include=set(ARITHMETIC_FIELDS))
+        # Left out where nothing is learnt from users, so that the steps of such runs keep their hash.
+        if self.online.enabled:
+            fields["online"] = self.online.model_dump(mode="json", include=set(ONLINE_ARITHMETIC_FIELDS))
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
@@ -25,6 +25,8 @@ from tidemill.schemas.records import Group, GroupMember, Rollout, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
 from tidemill.trainer.groups import TrainableGroup, completed
+
+R = TypeVar("R")
 
 CLIENT = "tidemill-trainer"
 FETCH_DEADLINE_S = 60.0
@@ -127,41 +129,71 @@ class RolloutLog:
             raise InvalidRolloutError(str(error)) from error
 
 
-class GroupLog:
-    """The `groups` topic from given offsets on."""
+class ReferenceLog(Generic[R]):
+    """A topic whose records refer to others, from given offsets on.
 
-    def __init__(self, kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> None:
-        begin = start if isinstance(start, str) else {(Topic.GROUPS, p): offset for p, offset in start.items()}
-        self._reader = LogReader(kafka, [Topic.GROUPS], start=begin, client_id=CLIENT)
+    Args:
+        kind: what the topic holds; anything else there is a dead letter.
+        name: a record's id.
+        start: "beginning", "end", or next offsets by partition.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        producer: RecordProducer,
+        topic: Topic,
+        kind: type[R],
+        name: Callable[[R], str],
+        start: str | Mapping[int, int],
+    ) -> None:
+        begin = start if isinstance(start, str) else {(topic, p): offset for p, offset in start.items()}
+        self._topic, self._kind, self._name = topic, kind, name
+        self._reader = LogReader(kafka, [topic], start=begin, client_id=CLIENT)
         self._producer = producer
         self._names = Names(kafka.topic_prefix)
 
-    def poll(self, timeout_s: float) -> list[tuple[StepInput, Group]]:
-        """The next groups with their places."""
+    def poll(self, timeout_s: float) -> list[tuple[StepInput, R]]:
+        """The next records with their places."""
         found = []
         for located in self._reader.poll(timeout_s):
-            if isinstance(located.record, Group):
-                found.append((place_of(located, located.record), located.record))
+            if isinstance(located.record, self._kind):
+                found.append((self._place(located, located.record), located.record))
             else:
                 reason = located.error or f"{type(located.record).__name__} is no record of this topic"
                 send_dead_letter(self._producer, self._names, located, reason, CLIENT)
         return found
 
-    def at(self, place: StepInput) -> Group:
-        """The group at a recorded place. Raises LookupError when something else, or nothing, lies there."""
-        self._reader.seek(Topic.GROUPS, place.partition, place.offset)
+    def at(self, place: StepInput) -> R:
+        """The record at a recorded place. Raises LookupError when something else, or nothing, lies there."""
+        where = f"{self._topic}[{place.partition}]"
+        self._reader.seek(self._topic, place.partition, place.offset)
         deadline = time.monotonic() + FETCH_DEADLINE_S
         while time.monotonic() < deadline:
             for located in self._reader.poll(0.1, max_records=1):
                 if (located.partition, located.offset) == (place.partition, place.offset):
-                    return _expected(located, place)
+                    return self._expected(located, place)
                 if located.partition == place.partition and located.offset > place.offset:
-                    raise LookupError(f"groups[{place.partition}] no longer holds offset {place.offset}")
-        raise TimeoutError(f"groups[{place.partition}] offset {place.offset} not delivered in {FETCH_DEADLINE_S:g} s")
+                    raise LookupError(f"{where} no longer holds offset {place.offset}")
+        raise TimeoutError(f"{where} offset {place.offset} not delivered in {FETCH_DEADLINE_S:g} s")
 
     def close(self) -> None:
         """Give the connections back."""
         self._reader.close()
+
+    def _place(self, located: Located, record: R) -> StepInput:
+        return StepInput(self._name(record), located.topic.value, located.partition, located.offset)
+
+    def _expected(self, located: Located, place: StepInput) -> R:
+        if isinstance(located.record, self._kind) and self._name(located.record) == place.group_id:
+            return located.record
+        where = f"{self._topic}[{place.partition}] offset {place.offset}"
+        raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
+
+
+def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> ReferenceLog[Group]:
+    """The `groups` topic."""
+    return ReferenceLog(kafka, producer, Topic.GROUPS, Group, lambda group: group.group_id, start)
 
 
 class LogInput:
@@ -177,7 +209,7 @@ class LogInput:
         vocab_size: int,
     ) -> None:
         self._builder = builder
-        self._groups = GroupLog(kafka, producer, builder.progress().next_offsets)
+        self._groups = group_log(kafka, producer, builder.progress().next_offsets)
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._vocab_size = vocab_size
 
@@ -212,16 +244,3 @@ def trainable(place: StepInput, group: Group, rollouts: RolloutLog, vocab_size: 
     for rollout in found:
         check(rollout, vocab_size)
     return TrainableGroup(place, group, found)
-
-
-def place_of(located: Located, group: Group) -> StepInput:
-    """Where a group lies in the log."""
-    return StepInput(
-        group_id=group.group_id, topic=located.topic.value, partition=located.partition, offset=located.offset
-    )
-
-
-def _expected(located: Located, place: StepInput) -> Group:
-    if isinstance(located.record, Group) and located.record.group_id == place.group_id:
-        return located.record
-    raise LookupError(f"groups[{place.partition}] offset {place.offset} does not hold group {place.group_id}")

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tidemill.schemas.records import LagCount, Rollout
 from tidemill.trainer import divergence
-from tidemill.trainer.batch import sampled_versions
+from tidemill.trainer.batch import Trajectory, sampled_versions
 from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.online.trainable import TrainableBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Trace:
 
 def mismatch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """How far trainer and sampler are apart on the trained tokens, by policy lag and by arithmetic together."""
-    log_ratio = _joined([t.logprobs for t in traces]) - _joined([t.sampler_logprobs for t in traces])
+    log_ratio = _log_ratio(traces)
     weights = _joined([t.weights for t in traces])
     return {
         "mismatch/k1": float(divergence.k1(log_ratio).double().mean()),
@@ -54,8 +55,10 @@ def token_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
-    """Means over the trained rollouts: reward, its components, success, turns and length."""
+    """Means over the trained rollouts: reward, its components, success, turns and length; nothing without any."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
     rewards = [float(reward) for group in groups for reward in group.rewards()]
     judged = [float(r.success) for r in rollouts if r.success is not None]
     return {
@@ -67,7 +70,38 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     }
 
 
-def lag_counts(rollouts: Iterable[Rollout], version: int) -> list[LagCount]:
+def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[Trace]) -> dict[str, float]:
+    """What users made of the answers of an online batch, and how much of it the gradient rests on.
+
+    `ess` is the share of tokens that their weights between sampler and trainer leave; `effective_members` the number of
+    interactions of equal advantage that would weigh as much as these: (sum |A|)^2 / sum A^2 over `advantages` f4[n].
+    """
+    log_ratio = _log_ratio(traces)
+    sizes = advantages.double().abs()
+    corrections = batch.corrections()
+    return {
+        "online/reward": _mean(batch.rewards()[~corrections].tolist()),
+        "online/members": float(len(batch.members)),
+        "online/corrections": float(corrections.sum()),
+        "online/excluded": float(len(batch.excluded)),
+        "online/entropy": float(_joined([t.entropy for t in traces]).double().mean()),
+        "online/ess": divergence.effective_sample_size(log_ratio),
+        "online/mismatch": float(divergence.k3(log_ratio).double().mean()),
+        "online/effective_members": float(sizes.sum().square() / sizes.square().sum().clamp(min=1e-300)),
+    }
+
+
+def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[Trace]) -> dict[str, float]:
+    """What the simulated groups beside an online batch earned."""
+    return {
+        "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
+        "simulated/groups": float(len(groups)),
+        "simulated/entropy": float(_joined([t.entropy for t in traces]).double().mean()),
+        "simulated/mismatch": float(divergence.k3(_log_ratio(traces)).double().mean()),
+    }
+
+
+def lag_counts(rollouts: Iterable[Trajectory], version: int) -> list[LagCount]:
     """Tokens by policy lag (`version`, which the trainer holds, minus the token's version), ascending."""
     counts: Counter[int] = Counter()
     for rollout in rollouts:
@@ -90,6 +124,10 @@ def _component_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for component in rollout.rewards:
             values.setdefault(f"reward/{component.name}", []).append(component.value)
     return {name: _mean(found) for name, found in sorted(values.items())}
+
+
+def _log_ratio(traces: Sequence[Trace]) -> Tensor:
+    return _joined([t.logprobs for t in traces]) - _joined([t.sampler_logprobs for t in traces])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -11,7 +11,8 @@ What this keeps true:
   that a reader sees can be read in full; consumers are never waited for;
 - each version is published once: after a restart a version whose manifest is in the log is compared and left alone;
 - a delta starts from the very weights that its parent's manifest stands for: the publisher keeps a copy of them, and
-  makes it again from the log where it has none.
+  makes it again from the log where it has none;
+- the versions of a branch are a tree: a version continues the newest, or an older one after `go_back`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ class WeightPublisher:
         """Publish weights as `version`; returns its manifest when the log has acknowledged all of it.
 
         A version that is in the log is compared with these weights and left alone. The first version of a branch is
-        an anchor; every other one is a delta from the newest, and an anchor too where one is due.
+        an anchor; every other one is a delta from the newest, or from the one gone back to, and an anchor too where one
+        is due.
 
         Args:
             version: above every published one, or one of them.
@@ -136,7 +138,7 @@ class WeightPublisher:
                 its own type. They are read once, one after the other, and may change when this returns.
             learning_rate: of the step that made the version; it belongs beside its density.
             step: the optimizer step that made the version; `version` where it is not given.
-            parent: raise ChainError unless this is the newest version; not compared where it is not given.
+            parent: raise ChainError unless this is the version that is continued; not compared where it is not given.
             trained_at: when that step ended, microseconds since the epoch; now where it is not given.
 
         Raises ChainError when the version does not continue the chain or has other tensors than it, TypeError for a
@@ -151,15 +153,29 @@ class WeightPublisher:
         newest = self._log.chain.newest
         mark = VersionMark(
             version=version,
-            parent=parent if newest is None or parent is not None else newest.version,
+            parent=parent if newest is None or parent is not None else self._log.chain.head,
             step=version if step is None else step,
             learning_rate=learning_rate,
             trained_at=now_us() if trained_at is None else trained_at,
         )
         self._log.chain.require_next(version, mark.parent)
         manifest = self._begin(mark, tensors) if newest is None else self._continue(mark, tensors)
-        self._skips.offer(self._log.chain, self._newest_weights())
+        self._skips.offer(self._log.chain, self._head_weights())
         return manifest
+
+    def go_back(self, version: int, tensors: Tensors) -> None:
+        """The next version continues `version`, an older one in the log, whose weights `tensors` are.
+
+        Raises ChainError when the log does not have the version, or has it with other weights.
+        """
+        if self._in_doubt:
+            self._read_again()
+        done = self._log.chain.get(version)
+        if done is not None:
+            held = HeldVersion.copy_of(version, tensors)
+            require_same(done, held.fingerprint.hex())
+            self._held = held
+        self._log.chain.go_back(version)
 
     def close(self) -> None:
         """End it: what is under way is finished. Raises DeliveryError for what the log did not take."""
@@ -174,7 +190,7 @@ class WeightPublisher:
         return manifest
 
     def _continue(self, mark: VersionMark, tensors: Tensors) -> Manifest:
-        held = self._newest_weights()
+        held = self._head_weights()
         if isinstance(tensors, Mapping):
             held.check(mark.version, tensors)
         self._in_doubt = True
@@ -197,25 +213,30 @@ class WeightPublisher:
         return write_anchor(uri, self._base_model, held.weights, self._settings.anchor_file_bytes)
 
     def _confirm(self, done: Manifest, tensors: Tensors) -> Manifest:
-        """Compare; the newest version's weights are kept where there is no copy of them yet."""
-        if self._held is None and done.version == self._log.chain.newest_version:
+        """Compare; the newest version's weights are kept where there is no copy of them yet, and are continued."""
+        newest = done.version == self._log.chain.newest_version
+        if newest and (self._held is None or self._held.version != done.version):
             held = HeldVersion.copy_of(done.version, tensors)
             require_same(done, held.fingerprint.hex())
             self._held, infos = held, held.tensors
+            self._log.chain.go_back(done.version)
         else:
             infos = [tensor_info(name, as_weight(name, value)) for name, value in named(tensors)]
             require_same(done, total_fingerprint(infos).hex())
         return replace(done, tensors=infos)
 
-    def _newest_weights(self) -> HeldVersion:
+    def _head_weights(self) -> HeldVersion:
         if self._held is None:
-            self._held = _made_again(self._kafka, self._log.chain)
+            self._held = _made_again(self._kafka, self._log.chain, self._log.chain.head)
         return self._held
 
     def _read_again(self) -> None:
         """After a failure nobody knows what the log took: it is asked."""
+        before = self._log.chain
         self._held = None
         self._log.chain = read_chain(self._kafka, self._run)
+        if before.head is not None and self._log.chain.newest_version == before.newest_version:
+            self._log.chain.go_back(before.head)
         self._in_doubt = False
 
     def _fork(self, point: ForkPoint) -> None:

@@ -6,42 +6,50 @@ recorded inputs and checked, so whatever the moment of the stop, no group is tra
 
 from __future__ import annotations
 
-from tidemill.schemas.catalogue import Topic
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import TrainStep
+from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch_builder import BatchBuilder, Rules
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
+from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.groups import TrainableGroup
-from tidemill.trainer.log_input import CLIENT, GroupLog, RolloutLog, trainable
+from tidemill.trainer.history import RecordedInputs, read_steps
 from tidemill.trainer.model import load_model
+from tidemill.trainer.objectives import OBJECTIVES
+from tidemill.trainer.online.line import WeightLine
+from tidemill.trainer.online.queue import OnlineQueue, OnlineRules
+from tidemill.trainer.online.rewind import Rewinder
 from tidemill.trainer.publish import WeightPublisher
-from tidemill.trainer.session import Session
+from tidemill.trainer.session import DECISIONS, Session
 from tidemill.trainer.step import Learner
 
 
-class HistoryError(RuntimeError):
-    """The recorded steps of a run do not form one chain."""
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run after its last recorded step, everything up to it published."""
 
-
-def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
-    """The recorded steps of a run, in order from step 1. Raises HistoryError when one is missing or there twice."""
-    with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
-        found = [located.record for located in reader.read_to_end()]
-    steps = [record for record in found if isinstance(record, TrainStep) and record.run_id == run_id]
-    numbers = [record.step for record in steps]
-    if numbers != list(range(1, len(steps) + 1)):
-        raise HistoryError(
-            f"run {run_id}: the log has steps {numbers[-20:]} where 1, 2, 3... was expected: two trainers were on one "
-            "run, or part of train.steps is gone; start a new run"
-        )
-    return steps
+    session: Session
+    builder: BatchBuilder
+    """Goes on with the groups that have not ended."""
+    queue: OnlineQueue
+    """Goes on with the online batches that have not ended."""
+    line: WeightLine
+    """The versions that were made; the gate's decisions are yet to be read."""
+    rewinder: Rewinder
 
 
 def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
-    """What decides which groups are trained."""
+    """What decides which groups are trained.
+
+    Raises GroupTooSmallError when groups with one completed rollout are let in and the objective compares rollouts.
+    """
+    advantage = OBJECTIVES[settings.objective].advantage
+    if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
+        raise GroupTooSmallError(advantage.value, run.min_completed)
     return Rules(
         run_id=run.run_id,
         groups_per_step=run.groups_per_step,
@@ -49,6 +57,24 @@ def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
         min_completed=run.min_completed,
         skip_no_signal=run.skip_no_signal,
         remembered_groups=settings.remembered_groups,
+        advantage=advantage,
+    )
+
+
+def online_rules_of(run: RunSettings, settings: TrainerSettings) -> OnlineRules:
+    """What decides which online batches, and which of their interactions, are trained."""
+    online = settings.online
+    weighted = settings.correction.kind is not CorrectionKind.NONE
+    return OnlineRules(
+        run_id=run.run_id,
+        branch=run.branch,
+        max_policy_lag=online.max_policy_lag,
+        correction_lag=run.max_policy_lag if weighted else 0,
+        min_members=online.min_members,
+        baseline=online.baseline,
+        skip_no_signal=run.skip_no_signal,
+        require_admission=online.require_admission,
+        remembered=settings.remembered_groups,
     )
 
 
@@ -65,21 +91,29 @@ def open_session(
     producer: RecordProducer,
     publisher: WeightPublisher,
     checkpoints: CheckpointStore,
-) -> tuple[Session, BatchBuilder]:
-    """A session after the last recorded step, everything up to it published, and the builder that goes on from there.
+) -> OpenRun:
+    """A session after the last recorded step, everything up to it published, and what goes on from there.
 
     Raises HistoryError, ChainError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
     """
+    rules = rules_of(run, settings)
     steps = read_steps(kafka, run.run_id)
     learner = make_learner(settings)
     saved = _restore(learner, checkpoints, len(steps))
     session = Session(run, settings, learner, producer, publisher, step=saved.step if saved else 0)
-    builder = BatchBuilder(rules_of(run, settings), saved.progress if saved else None)
+    line = _line(run, steps)
+    opened = OpenRun(
+        session=session,
+        builder=BatchBuilder(rules, saved.progress if saved else None),
+        queue=OnlineQueue(online_rules_of(run, settings), line, saved.online if saved else None),
+        line=line,
+        rewinder=Rewinder(kafka, run, settings, producer, checkpoints, session),
+    )
     if saved is not None:
         _require_recorded(session, steps[saved.step - 1])
     session.publish_start()
-    _repeat(kafka, settings, producer, session, builder, steps[session.place.step :])
-    return session, builder
+    _repeat(kafka, settings, producer, opened, steps[session.place.step :])
+    return opened
 
 
 def _restore(learner: Learner, checkpoints: CheckpointStore, last_step: int) -> CheckpointState | None:
@@ -99,25 +133,27 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
         )
 
 
+def _line(run: RunSettings, steps: Sequence[TrainStep]) -> WeightLine:
+    line = WeightLine(run.run_id, run.branch)
+    for record in steps:
+        line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
+    return line
+
+
 def _repeat(
     kafka: KafkaSettings,
     settings: TrainerSettings,
     producer: RecordProducer,
-    session: Session,
-    builder: BatchBuilder,
-    steps: list[TrainStep],
+    opened: OpenRun,
+    steps: Sequence[TrainStep],
 ) -> None:
     if not steps:
         return
-    groups, rollouts = GroupLog(kafka, producer, "end"), RolloutLog(kafka, settings.read_ahead_bytes)
-    try:
+    session = opened.session
+    with RecordedInputs(kafka, producer, settings.read_ahead_bytes, session.vocab_size) as inputs:
         for record in steps:
-            session.repeat(record, _inputs(record, groups, rollouts, session.vocab_size))
-            builder.observe_step(record)
-    finally:
-        groups.close()
-        rollouts.close()
-
-
-def _inputs(record: TrainStep, groups: GroupLog, rollouts: RolloutLog, vocab_size: int) -> list[TrainableGroup]:
-    return [trainable(place, groups.at(place), rollouts, vocab_size) for place in record.inputs]
+            if session.place.version != record.parent_version:
+                opened.rewinder.go_back(record.parent_version, record.step - 1)
+            session.repeat(record, inputs.of(record))
+            opened.builder.observe_step(record)
+            opened.queue.observe_step(record)

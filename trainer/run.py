@@ -1,4 +1,4 @@
-"""The trainer role: groups from the log in, weight versions out, until told to stop or the run's last step.
+"""The trainer role: groups and online batches from the log in, weight versions out, until told to stop or done.
 
 It publishes the starting checkpoint as version 0 before anything else, so that replicas have something to serve. On
 stopping it finishes the step under way and writes a checkpoint.
@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from typing import Protocol
 
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
@@ -20,14 +21,26 @@ from tidemill.trainer.batch_builder import Batch, BatchBuilder
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import CLIENT, LogInput
+from tidemill.trainer.online.feed import OnlineFeed
+from tidemill.trainer.online.source import OnlineInput
 from tidemill.trainer.publish import WeightPublisher
-from tidemill.trainer.resume import open_session
-from tidemill.trainer.session import Session
+from tidemill.trainer.resume import OpenRun, open_session
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-REPORTED = ("reward", "success", "loss", "grad_norm", "entropy", "mismatch/k3", "mismatch/max_abs_dlogp", "lag/max")
+REPORTED = (
+    "reward",
+    "success",
+    "online/reward",
+    "online/members",
+    "loss",
+    "grad_norm",
+    "entropy",
+    "mismatch/k3",
+    "mismatch/max_abs_dlogp",
+    "lag/max",
+)
 """Metrics of the line that each step logs."""
 
 
@@ -41,18 +54,52 @@ def run(
     """Train until `stop` is set (without one: until SIGINT or SIGTERM) or step `run.max_steps` is done.
 
     Raises FileNotFoundError without a starting checkpoint, HistoryError, ChainError or NotRepeatableError when the log
-    does not fit the checkpoint and the settings, DeliveryError or KafkaException when the log fails.
+    does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that compares
+    rollouts, RejectedLineError when the gate left no version to train on from, DeliveryError or KafkaException when the
+    log fails.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
     with ExitStack() as stack:
         producer = stack.enter_context(RecordProducer(kafka, CLIENT))
         publisher = WeightPublisher.open(kafka, run, store, trainer.publish, base_model=trainer.model)
-        session, builder = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints)
-        _log.info("trainer at step %d of %d, version %d", session.place.step, run.max_steps, session.place.version)
-        source = LogInput(kafka, builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=session.vocab_size)
+        opened = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints)
+        place, vocab_size = opened.session.place, opened.session.vocab_size
+        _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
+        source = LogInput(kafka, opened.builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=vocab_size)
         stack.enter_context(source)
-        _Loop(session, builder, source, checkpoints, trainer, stop).run(run.max_steps)
+        feed: Feed = GroupFeed(source, opened.builder)
+        if trainer.online.enabled:
+            online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size)
+            stack.enter_context(online)
+            feed = OnlineFeed(source, opened.builder, online, opened.queue, opened.line, trainer.online)
+        _Loop(opened, feed, checkpoints, trainer, stop).run(run.max_steps)
+
+
+class Feed(Protocol):
+    """Where the inputs of steps come from."""
+
+    def poll(self, timeout_s: float, version: int) -> None:
+        """Read on at trainer version `version`."""
+
+    def close(self, version: int, now: float) -> Batch | None:
+        """The inputs of the next step at trainer version `version` and time `now` in seconds; None while there are
+        none."""
+
+
+class GroupFeed:
+    """Steps on simulated groups alone."""
+
+    def __init__(self, source: LogInput, builder: BatchBuilder) -> None:
+        self._source, self._builder = source, builder
+
+    def poll(self, timeout_s: float, version: int) -> None:
+        """Read on at trainer version `version`."""
+        self._source.poll(timeout_s, version)
+
+    def close(self, version: int, now: float) -> Batch | None:
+        """The next batch, once enough groups wait."""
+        return self._builder.close(version)
 
 
 class _Loop:
@@ -60,16 +107,15 @@ class _Loop:
 
     def __init__(
         self,
-        session: Session,
-        builder: BatchBuilder,
-        source: LogInput,
+        opened: OpenRun,
+        feed: Feed,
         checkpoints: CheckpointStore,
         settings: TrainerSettings,
         stop: threading.Event,
     ) -> None:
-        self._session = session
-        self._builder = builder
-        self._source = source
+        self._opened = opened
+        self._session = opened.session
+        self._feed = feed
         self._checkpoints = checkpoints
         self._settings = settings
         self._stop = stop
@@ -79,29 +125,48 @@ class _Loop:
         """Train up to step `max_steps`, or until stopped, and leave a checkpoint."""
         while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
             self._not_before = time.monotonic() + self._settings.min_step_seconds
-            _log.info("train %s", json.dumps(summary(self._session.train(batch))))
+            _log.info("train %s", json.dumps(summary(self._train(batch))))
             if self._session.place.step % self._settings.checkpoint_every == 0:
                 self._checkpoint()
         self._checkpoint()
 
+    def _train(self, batch: Batch) -> TrainStep:
+        line = self._opened.line
+        decisions = line.decisions if self._settings.online.enabled else None
+        record = self._session.train(batch, decisions)
+        line.made(record.version, record.parent_version, line.decisions)
+        return record
+
     def _next_batch(self) -> Batch | None:
         """The next batch, or None when stopped before there is one."""
         while not self._stop.is_set():
-            version = self._session.place.version
-            self._source.poll(POLL_S, version)
-            if time.monotonic() >= self._not_before and (batch := self._builder.close(version)) is not None:
+            self._feed.poll(POLL_S, self._session.place.version)
+            if self._settings.online.enabled:
+                self._follow_gate()
+            now = time.monotonic()
+            if now >= self._not_before and (batch := self._feed.close(self._session.place.version, now)) is not None:
                 return batch
         return None
 
+    def _follow_gate(self) -> None:
+        start, place = self._opened.line.start(), self._session.place
+        if start != place.version:
+            _log.warning("version %d was given up by the gate: training goes on from version %d", place.version, start)
+            self._opened.rewinder.go_back(start, place.step)
+
     def _checkpoint(self) -> None:
-        step = self._session.place.step
-        if step and step not in self._checkpoints.steps():
-            self._session.checkpoint(self._checkpoints, self._builder.progress())
+        place = self._session.place
+        # After going back there is nothing new to keep until the next step, which the log leads to as well.
+        if place.step and place.version == place.step and place.step not in self._checkpoints.steps():
+            kept = self._opened.line.milestones(self._settings.keep_checkpoints)
+            self._session.checkpoint(
+                self._checkpoints, self._opened.builder.progress(), self._opened.queue.progress(), kept
+            )
 
 
 def summary(record: TrainStep) -> dict[str, float]:
     """What a step's log line says."""
-    metrics = {name: round(record.metrics[name], 5) for name in REPORTED}
+    metrics = {name: round(record.metrics[name], 5) for name in REPORTED if name in record.metrics}
     return {
         "step": record.step,
         "version": record.version,

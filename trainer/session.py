@@ -3,6 +3,9 @@
 The order of a step is fixed, so that a stop anywhere can be made good from the log: the optimizer step, its record
 acknowledged, then the version's chunks and its manifest, then (where one is due) the checkpoint. What is recorded and
 not yet published is made again from the recorded inputs, and checked against the recorded fingerprint.
+
+Steps are numbered without a gap and each makes the version of its number. Its parent is the version before it, or an
+older one that the session was told to go back to.
 """
 
 from __future__ import annotations
@@ -10,25 +13,31 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from itertools import groupby
+
+from torch import Tensor
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.records import Rollout, Staleness, TrainStep
-from tidemill.trainer.batch_builder import Batch, Progress
+from tidemill.schemas.records import Staleness, TrainStep
+from tidemill.trainer.batch import Trajectory
+from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.endings import Progress
 from tidemill.trainer.metrics import lag_counts
 from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
 from tidemill.trainer.step import Learner, StepOutcome
 
 STAGE = "train"
+DECISIONS = "online/decisions"
+"""Metric of a step in online mode: how many decisions of the gate were known when it was taken."""
 
 
 class NotRepeatableError(RuntimeError):
@@ -40,6 +49,7 @@ class Place:
     """Where the weights are in the run."""
 
     step: int
+    """The last step taken, whether or not the weights are still those that it made."""
     version: int
     view: ServingView
     fingerprint: str
@@ -80,35 +90,63 @@ class Session:
         if not self.place.step or self._publisher.has(self.place.version):
             self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
 
-    def train(self, batch: Batch) -> TrainStep:
-        """Train one step on `batch`, record it and publish its version."""
+    def train(self, batch: Batch, decisions: int | None = None) -> TrainStep:
+        """Train one step on `batch`, record it and publish its version.
+
+        `decisions` of the gate were known when it was taken; None where the gate is not followed.
+        """
         started, clock = now_us(), time.monotonic()
         before, step = self.place, self.place.step + 1
-        outcome = self._learner.train(batch.groups, step, before.version, step_seed(self._run.seed, step))
+        seed = step_seed(self._run.seed, step)
+        outcome = self._learner.train(batch.groups, step, before.version, seed, batch.online)
+        if decisions is not None:
+            outcome.metrics[DECISIONS] = float(decisions)
         self.place = self._snapshot(step)
         record = self._record(batch, before, outcome, started, time.monotonic() - clock)
         self._producer.send_acked(Topic.STEPS, [(self._run.run_id, record)])
-        self._finish(record, batch.groups)
+        self._finish(record, batch)
         return record
 
-    def repeat(self, record: TrainStep, groups: Sequence[TrainableGroup]) -> None:
+    def repeat(self, record: TrainStep, batch: Batch) -> None:
         """Make a recorded step again from its inputs, check it, and publish what of it is missing.
 
         Raises NotRepeatableError when the settings are others than then, or the weights come out different.
         """
+        self.make_again(record, batch)
+        self._finish(record, batch)
+
+    def make_again(self, record: TrainStep, batch: Batch) -> None:
+        """Like `repeat`, and publish nothing."""
         self._require_same_settings(record)
-        before = self.place
-        self._learner.train(groups, record.step, before.version, record.seed)
+        if self.place.version != record.parent_version:
+            raise ValueError(
+                f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
+            )
+        self._learner.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         self.place = self._snapshot(record.step)
         if self.place.fingerprint != record.fingerprint:
             raise NotRepeatableError(
                 f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
                 "run it on the machine type and library versions of then, or start a new run"
             )
-        self._finish(record, groups)
 
-    def checkpoint(self, store: CheckpointStore, progress: Progress) -> None:
-        """Store the weights with how far the log is used up."""
+    def go_back(self, version: int, state: Mapping[str, Tensor]) -> None:
+        """Hold the weights and moments of an older version from now on; `state` is what its checkpoint holds."""
+        self._learner.masters.load(state)
+        self.place = self._snapshot(version)
+
+    def continue_from_here(self, step: int) -> None:
+        """The next step is the one after `step`, and its version continues the weights held now.
+
+        Raises ChainError when the log does not have them under their version.
+        """
+        self.place = replace(self.place, step=step)
+        self._publisher.go_back(self.place.version, self.place.view)
+
+    def checkpoint(
+        self, store: CheckpointStore, progress: Progress, online: Progress | None = None, keep: Collection[int] = ()
+    ) -> None:
+        """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped."""
         state = CheckpointState(
             run_id=self._run.run_id,
             branch=self._run.branch,
@@ -117,18 +155,19 @@ class Session:
             fingerprint=self.place.fingerprint,
             config_hash=self._config_hash,
             progress=progress,
+            online=online or Progress(),
         )
-        store.write(state, self._learner.masters.state())
+        store.write(state, self._learner.masters.state(), keep)
 
     def _snapshot(self, step: int) -> Place:
         view = serving_view(self._learner.model)
         # Each step makes one version, and version 0 is what the run starts from.
         return Place(step=step, version=step, view=view, fingerprint=total_fingerprint(tensor_infos(view)).hex())
 
-    def _finish(self, record: TrainStep, groups: Sequence[TrainableGroup]) -> None:
+    def _finish(self, record: TrainStep, batch: Batch) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
-            for staleness in staleness_records(record, groups):
+            for staleness in staleness_records(record, batch):
                 self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
         self._publisher.publish(
             record.version,
@@ -146,11 +185,11 @@ class Session:
             step=self.place.step,
             version=self.place.version,
             parent_version=before.version,
-            inputs=[group.place for group in batch.groups],
+            inputs=[*([batch.online.place] if batch.online else []), *(group.place for group in batch.groups)],
             exclusions=batch.exclusions,
             seed=step_seed(self._run.seed, self.place.step),
             config_hash=self._config_hash,
-            objective=self._settings.objective.value,
+            objective="+".join(self._objectives(batch)),
             learning_rate=outcome.learning_rate,
             metrics={
                 **outcome.metrics,
@@ -167,6 +206,10 @@ class Session:
             finished_at=now_us(),
         )
 
+    def _objectives(self, batch: Batch) -> list[str]:
+        online = [ObjectiveName.REINFORCE.value] if batch.online else []
+        return online + ([self._settings.objective.value] if batch.groups or not online else [])
+
     def _require_same_settings(self, record: TrainStep) -> None:
         if record.config_hash != self._config_hash:
             raise NotRepeatableError(
@@ -181,9 +224,10 @@ def step_seed(run_seed: int, step: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
 
 
-def staleness_records(record: TrainStep, groups: Sequence[TrainableGroup]) -> list[Staleness]:
+def staleness_records(record: TrainStep, batch: Batch) -> list[Staleness]:
     """Policy lag of the trained tokens of each replica of a step."""
-    rollouts = sorted((r for group in groups for r in group.rollouts), key=_source)
+    sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
+    sampled += [rollout for group in batch.groups for rollout in group.rollouts]
     return [
         Staleness(
             run_id=record.run_id,
@@ -195,9 +239,9 @@ def staleness_records(record: TrainStep, groups: Sequence[TrainableGroup]) -> li
             lag=lag_counts(found, record.parent_version),
             at=record.finished_at,
         )
-        for (replica_id, region), found in groupby(rollouts, _source)
+        for (replica_id, region), found in groupby(sorted(sampled, key=_source), _source)
     ]
 
 
-def _source(rollout: Rollout) -> tuple[str, str]:
-    return rollout.replica_id, rollout.region
+def _source(trajectory: Trajectory) -> tuple[str, str]:
+    return trajectory.replica_id, trajectory.region

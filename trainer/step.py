@@ -1,7 +1,10 @@
-"""One optimizer step: groups in, weights changed in place, metrics out.
+"""One optimizer step: groups and an online batch in, weights changed in place, metrics out.
 
-Deterministic given the weights, the groups in order, the settings and the seed: the same call on the same machine type
+Deterministic given the weights, the inputs in order, the settings and the seed: the same call on the same machine type
 and thread count gives the same weights, bit for bit.
+
+What users made of single answers and what simulated groups earned are two parts of one loss. Each has its own
+advantages, surrogate and average; the weights of the second against the first are a setting.
 """
 
 from __future__ import annotations
@@ -15,17 +18,34 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tidemill.schemas.records import LagCount, Rollout
+from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, penalise
 from tidemill.trainer.attention import use_packed_attention
-from tidemill.trainer.batch import Row, pack
+from tidemill.trainer.batch import Row, Trajectory, pack
+from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import Bounds, correction_weights, sequence_sum
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.objectives import OBJECTIVES, Options, Recipe, Tokens, Totals, clip_fraction, loss
+from tidemill.trainer.objectives import (
+    OBJECTIVES,
+    Options,
+    Recipe,
+    Tokens,
+    Totals,
+    clip_fraction,
+    constant_mean,
+    loss,
+    policy_gradient,
+)
+from tidemill.trainer.online.baselines import batch_advantages
+from tidemill.trainer.online.trainable import TrainableBatch
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
+
+ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
+"""REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
+from `online.baselines`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +56,7 @@ class StepOutcome:
     lag: list[LagCount]
     learning_rate: float
     rollouts: int
+    """Rollouts and interactions trained on."""
     tokens: int
     """Sampled tokens trained on."""
 
@@ -50,12 +71,24 @@ class _Anchored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Minibatch:
-    """The rows of one optimizer update, with the advantage of each of its n rollouts (f4[n])."""
+class _Part:
+    """The rows of one part of an optimizer update, with the advantage of each of its n rollouts (f4[n])."""
 
     rows: list[_Anchored]
     advantages: Tensor
     totals: Totals
+    recipe: Recipe
+    options: Options
+    weight: float
+    """How much its loss counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What an update saw of one part."""
+
+    loss: float
+    traces: list[metrics.Trace]
 
 
 class Learner:
@@ -70,45 +103,72 @@ class Learner:
         self._settings = settings
         self._reference = reference
         self._recipe = OBJECTIVES[settings.objective]
-        self._options = objective_options(settings, self._recipe)
         for network in (model, reference):
             if network is not None:
                 use_packed_attention(network)
                 network.eval()
 
-    def train(self, groups: Sequence[TrainableGroup], step: int, version: int, seed: int) -> StepOutcome:
-        """Train step `step` on `groups`, holding weight version `version` before it.
+    def train(
+        self,
+        groups: Sequence[TrainableGroup],
+        step: int,
+        version: int,
+        seed: int,
+        online: TrainableBatch | None = None,
+    ) -> StepOutcome:
+        """Train step `step` on `groups` and, where there is one, on `online`, holding weight version `version` before.
 
         Raises InvalidRolloutError for malformed rollouts, GroupTooSmallError for a group of one where the objective
         compares rollouts, RuntimeError for a gradient that is not finite; the weights are unchanged by the first two.
         """
         torch.manual_seed(seed)
         learning_rate = self.masters.learning_rate(step)
-        minibatches = [self._prepare(part) for part in split(groups, self._settings.minibatches)]
-        updates = [self._update(minibatch, learning_rate) for minibatch in minibatches]
-        traces = [trace for _, _, found in updates for trace in found]
-        lag = metrics.lag_counts(_rollouts(groups), version)
+        if online is None:
+            updates = [[self._simulated(part, 1.0)] for part in split(groups, self._settings.minibatches)]
+        else:
+            learning_rate *= self._settings.online.learning_rate_scale
+            simulated = [self._simulated(groups, self._settings.online.simulated_weight)] if groups else []
+            updates = [[self._online(online), *simulated]]
+        seen = [self._update(parts, learning_rate) for parts in updates]
+        traces = [trace for trained, _ in seen for part in trained for trace in part.traces]
+        sampled: list[Trajectory] = [*(online.interactions if online else ()), *_rollouts(groups)]
+        lag = metrics.lag_counts(sampled, version)
         return StepOutcome(
             metrics={
-                "loss": float(np.mean([value for value, _, _ in updates])),
-                "grad_norm": float(np.mean([norm for _, norm, _ in updates])),
+                "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
+                "grad_norm": float(np.mean([norm for _, norm in seen])),
                 **metrics.token_metrics(traces),
                 **metrics.mismatch_metrics(traces),
                 **metrics.reward_metrics(groups),
                 **metrics.lag_metrics(lag),
-                **self._reference_metrics(minibatches),
+                **self._reference_metrics([part for parts in updates for part in parts]),
+                **_part_metrics(online, groups, updates[0], seen[0][0]),
             },
             lag=lag,
             learning_rate=learning_rate,
-            rollouts=len(_rollouts(groups)),
-            tokens=sum(minibatch.totals.tokens for minibatch in minibatches),
+            rollouts=len(sampled),
+            tokens=sum(part.totals.tokens for parts in updates for part in parts),
         )
 
-    def _prepare(self, groups: Sequence[TrainableGroup]) -> _Minibatch:
+    def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
         rollouts = _rollouts(groups)
-        rows = [self._anchor(row) for row in pack(rollouts, self._settings.row_tokens, self.model.config.vocab_size)]
+        rows = self._rows(rollouts)
+        return self._part(rows, self._advantages(groups, rows), len(rollouts), self._recipe, weight)
+
+    def _online(self, batch: TrainableBatch) -> _Part:
+        kl, rows = self._settings.kl, self._rows(batch.interactions)
+        coefficient = 0.0 if kl.in_loss else kl.coefficient
+        divergence = _rollout_divergence(rows, len(batch.interactions))
+        values = batch_advantages(self._settings.online.baseline, batch, divergence, coefficient)
+        return self._part(rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
+
+    def _rows(self, sampled: Sequence[Trajectory]) -> list[_Anchored]:
+        packed = pack(sampled, self._settings.row_tokens, self.model.config.vocab_size)
+        return [self._anchor(row) for row in packed]
+
+    def _part(self, rows: list[_Anchored], advantages: Tensor, n: int, recipe: Recipe, weight: float) -> _Part:
         tokens = sum(len(anchored.row.targets) for anchored in rows)
-        return _Minibatch(rows, self._advantages(groups, rows), Totals(len(rollouts), tokens))
+        return _Part(rows, advantages, Totals(n, tokens), recipe, objective_options(self._settings, recipe), weight)
 
     def _anchor(self, row: Row) -> _Anchored:
         settings = self._settings
@@ -130,45 +190,44 @@ class Learner:
             start += len(rewards)
         return torch.from_numpy(np.concatenate(parts)).float()
 
-    def _update(self, minibatch: _Minibatch, learning_rate: float) -> tuple[float, float, list[metrics.Trace]]:
-        total, traces = 0.0, []
-        for anchored in minibatch.rows:
-            value, trace = self._accumulate(anchored, minibatch)
-            total += value
-            traces.append(trace)
-        return total, self.masters.update(learning_rate), traces
+    def _update(self, parts: Sequence[_Part], learning_rate: float) -> tuple[list[_Trained], float]:
+        trained = []
+        for part in parts:
+            seen = [self._accumulate(anchored, part) for anchored in part.rows]
+            trained.append(_Trained(sum(value for value, _ in seen), [trace for _, trace in seen]))
+        return trained, self.masters.update(learning_rate)
 
-    def _accumulate(self, anchored: _Anchored, minibatch: _Minibatch) -> tuple[float, metrics.Trace]:
+    def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.Trace]:
         row = anchored.row
         logprobs, entropy = sampled_logprobs(self.model, row)
-        tokens = self._tokens(anchored, logprobs, minibatch)
-        value = loss(self._recipe, tokens, minibatch.totals, self._options)
+        tokens = self._tokens(anchored, logprobs, part)
+        value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
         value.backward()  # type: ignore[no-untyped-call]
         return float(value.detach()), metrics.Trace(
             logprobs=tokens.old_logprobs,
             sampler_logprobs=row.sampler_logprobs,
             weights=tokens.weights,
             entropy=entropy,
-            clipped=clip_fraction(tokens, self._options),
+            clipped=clip_fraction(tokens, part.options),
         )
 
-    def _tokens(self, anchored: _Anchored, logprobs: Tensor, minibatch: _Minibatch) -> Tokens:
+    def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:
         row, correction = anchored.row, self._settings.correction
         old = anchored.old if anchored.old is not None else logprobs.detach()
         bounds = Bounds(correction.low, correction.high)
-        n = minibatch.totals.sequences
+        n = part.totals.sequences
         return Tokens(
             logprobs=logprobs,
             old_logprobs=old,
             sampler_logprobs=row.sampler_logprobs,
-            advantages=minibatch.advantages[row.sequence],
+            advantages=part.advantages[row.sequence],
             weights=correction_weights(correction.kind, old, row.sampler_logprobs, row.sequence, n, bounds),
             sequence=row.sequence,
             reference_logprobs=anchored.reference,
         )
 
-    def _reference_metrics(self, minibatches: Sequence[_Minibatch]) -> dict[str, float]:
-        rows = [anchored for minibatch in minibatches for anchored in minibatch.rows]
+    def _reference_metrics(self, parts: Sequence[_Part]) -> dict[str, float]:
+        rows = [anchored for part in parts for anchored in part.rows]
         pairs = [(a.old, a.reference) for a in rows if a.old is not None and a.reference is not None]
         if not pairs:
             return {}
@@ -200,8 +259,23 @@ def make_deterministic(threads: int) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _rollouts(groups: Sequence[TrainableGroup]) -> list[Rollout]:
+def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
     return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _part_metrics(
+    online: TrainableBatch | None, groups: Sequence[TrainableGroup], parts: Sequence[_Part], seen: Sequence[_Trained]
+) -> dict[str, float]:
+    """What each part of a mixed step was; nothing for a step without an online batch."""
+    if online is None:
+        return {}
+    tokens = [part.totals.tokens for part in parts]
+    found = metrics.online_metrics(online, parts[0].advantages, seen[0].traces)
+    found |= {"online/loss": seen[0].loss, "online/tokens": float(tokens[0])}
+    if groups:
+        found |= metrics.simulated_metrics(groups, seen[1].traces)
+        found |= {"simulated/loss": seen[1].loss, "simulated/tokens": float(tokens[1])}
+    return found
 
 
 def _rollout_divergence(rows: Sequence[_Anchored], n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

@@ -13,10 +13,14 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import (
+    BatchClose,
     CloseReason,
     Group,
     GroupMember,
+    Interaction,
     Mode,
+    OnlineBatch,
+    OnlineMember,
     RewardComponent,
     Rollout,
     RolloutStatus,
@@ -25,6 +29,7 @@ from tidemill.schemas.records import (
     VersionSpan,
 )
 from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.online.trainable import TrainableBatch
 
 VOCAB = 64
 
@@ -144,6 +149,82 @@ def trainable_group(group_id: str, rewards: tuple[float, ...] = (1.0, 0.0, 1.0, 
     return TrainableGroup(place, group_of(group_id, members), tuple(rollouts))
 
 
+def interaction(name: str, version: int = 0, **changes: object) -> Interaction:
+    """An answer served to the user `user-<name>`, whose tokens depend on its name alone."""
+    seed = sum(map(ord, name)) * 7
+    made = segment(seed, 20 + seed % 13, version)
+    served = Interaction(
+        interaction_id=name,
+        run_id="run",
+        branch="main",
+        user_id=f"user-{name}",
+        session_id="",
+        arm="stable",
+        propensity=0.9,
+        consent=True,
+        segments=[made],
+        claim=None,
+        prompt_tokens=6,
+        sampled_tokens=int(made.mask().sum()),
+        version_min=version,
+        version_max=version,
+        replica_id=f"replica-{seed % 2}",
+        region="local",
+        finish_reason="stop",
+        first_token_ms=1.0,
+        latency_ms=2.0,
+        served_at=1000,
+    )
+    return replace(served, **changes)
+
+
+def online_member(record: Interaction, reward: float, offset: int = 0, partition: int = 0, **changes: object):
+    """An online batch's reference to an interaction."""
+    made = OnlineMember(
+        interaction_id=record.interaction_id,
+        user_id=record.user_id,
+        topic=Topic.INTERACTIONS.value,
+        partition=partition,
+        offset=offset,
+        reward=reward,
+        correction=False,
+        sampled_tokens=record.sampled_tokens,
+        version_min=record.version_min,
+        version_max=record.version_max,
+        arm=record.arm,
+        feedback_at=None,
+    )
+    return replace(made, **changes)
+
+
+def online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
+    """A batch closed by its tokens."""
+    made = OnlineBatch(
+        batch_id=batch_id,
+        run_id="run",
+        branch="main",
+        sequence=0,
+        version=version,
+        members=members,
+        tokens=sum(member.sampled_tokens for member in members),
+        closed_by=BatchClose.TOKENS,
+        dropped={},
+        selection={},
+        map_version="map",
+        opened_at=0,
+        closed_at=0,
+    )
+    return replace(made, **changes)
+
+
+def trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: object) -> TrainableBatch:
+    """An online batch that can be trained on; keyword arguments change its interactions."""
+    served = [interaction(f"{batch_id}-{index}", **changes) for index in range(len(rewards))]
+    members = [online_member(record, reward, i) for i, (record, reward) in enumerate(zip(served, rewards, strict=True))]
+    place = StepInput(batch_id, Topic.ONLINE_BATCHES.value, 0, sum(map(ord, batch_id)))
+    return TrainableBatch(place, online_batch(batch_id, members), tuple(members), tuple(served))
+
+
 @pytest.fixture(name="tiny_model")
 def tiny_model_factory() -> Callable[..., PreTrainedModel]:
     """`tiny_model`, for tests."""
@@ -186,3 +267,27 @@ def make_group() -> Callable[..., Group]:
 def make_trainable() -> Callable[..., TrainableGroup]:
     """`trainable_group`, for tests."""
     return trainable_group
+
+
+@pytest.fixture
+def make_interaction() -> Callable[..., Interaction]:
+    """`interaction`, for tests."""
+    return interaction
+
+
+@pytest.fixture
+def make_online_member() -> Callable[..., OnlineMember]:
+    """`online_member`, for tests."""
+    return online_member
+
+
+@pytest.fixture
+def make_online_batch() -> Callable[..., OnlineBatch]:
+    """`online_batch`, for tests."""
+    return online_batch
+
+
+@pytest.fixture
+def make_trainable_batch() -> Callable[..., TrainableBatch]:
+    """`trainable_batch`, for tests."""
+    return trainable_batch

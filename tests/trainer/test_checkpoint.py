@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.trainer.batch_builder import Progress
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
 from tidemill.trainer.config import KlSettings, TrainerSettings
+from tidemill.trainer.endings import Progress
 from tidemill.trainer.step import Learner
 
 SETTINGS = TrainerSettings(kl=KlSettings(coefficient=0.0), row_tokens=128)

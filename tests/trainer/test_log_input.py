@@ -18,7 +18,8 @@ from tidemill.schemas.located import Located, Position
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, StepInput, TrainStep
-from tidemill.trainer.batch_builder import Batch, BatchBuilder, Progress, Rules
+from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
+from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import LogInput, ReadAhead
 
@@ -175,7 +176,7 @@ def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions) -> Non
 
 
 def read_next(builder: BatchBuilder, records: list[Group], partition: int) -> None:
-    offset = builder._read.get(partition, 0)
+    offset = builder._endings.next_offset(partition)
     if offset < len(records):
         feed(builder, records[offset], offset, 0, partition)
 

@@ -16,9 +16,10 @@ from tidemill.schemas.records import Manifest, Staleness, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.history import HistoryError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.publish import ChainError, PublishSettings, WeightPublisher
-from tidemill.trainer.resume import HistoryError, open_session
+from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import run
 from tidemill.trainer.session import NotRepeatableError, step_seed
 
@@ -79,7 +80,8 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
     held = CheckpointStore(store.root, run_id, run_of.branch, settings.keep_checkpoints)
     producer = RecordProducer(log, "test")
     publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model)
-    session, builder = open_session(log, run_of, settings, producer, publisher, held)
+    opened = open_session(log, run_of, settings, producer, publisher, held)
+    session, builder = opened.session, opened.builder
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
         for _ in range(steps):
             session.train(next_batch(session, builder, source))

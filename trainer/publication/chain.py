@@ -1,7 +1,8 @@
 """The chain of versions of one branch, as the log has it: what is published, and how a version is reached.
 
 Pure: manifests in, answers out. What stays true: a version stands for one set of weights, whoever publishes it and
-however often; a version's parent is an older one.
+however often; a version's parent is an older one. The next version continues the newest, or an older one that the
+trainer went back to.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class VersionChain:
         self.run_id, self.branch = run_id, branch
         self._published: dict[int, Manifest] = {}
         self._newest: Manifest | None = None
+        self._head: int | None = None
         for manifest in manifests:
             self.observe(manifest)
 
@@ -53,6 +55,17 @@ class VersionChain:
     def newest_version(self) -> int | None:
         """The number of the newest version."""
         return None if self._newest is None else self._newest.version
+
+    @property
+    def head(self) -> int | None:
+        """The version that the next one continues."""
+        return self.newest_version if self._head is None else self._head
+
+    def go_back(self, version: int) -> None:
+        """The next version continues `version`. Raises ChainError when the log does not have it."""
+        if version not in self._published:
+            raise ChainError(f"run {self.run_id}, branch {self.branch}, has no version {version} to go back to")
+        self._head = None if version == self.newest_version else version
 
     @property
     def oldest(self) -> Manifest | None:
@@ -73,23 +86,24 @@ class VersionChain:
         else:
             self._published[manifest.version] = replace(manifest, tensors=[], tensor_table=None)
         if self._newest is None or manifest.version > self._newest.version:
-            self._newest = manifest
+            self._newest, self._head = manifest, None
 
     def require_next(self, version: int, parent: int | None) -> None:
-        """Raise ChainError unless `version` may follow the newest version, which `parent` then is."""
+        """Raise ChainError unless `version` may be the next one; it continues the head, which `parent` then is."""
         newest = self.newest_version
-        if parent != newest:
+        if parent != self.head:
+            head = "newest version" if self._head is None else "version gone back to"
             raise ChainError(
-                f"version {version} names parent {parent}, the newest version of run {self.run_id}, branch "
-                f"{self.branch}, in the log is {newest}"
+                f"version {version} names parent {parent}, the {head} of run {self.run_id}, branch "
+                f"{self.branch}, in the log is {self.head}"
             )
         if newest is not None and version <= newest:
             raise ChainError(f"version {version} is not in the log and would come after {newest}: numbers only rise")
 
     def since_anchor(self) -> SinceAnchor:
-        """What has come since the newest anchor that leads to the newest version; everything where there is none."""
+        """What has come since the newest anchor that leads to the head; everything where there is none."""
         versions = delta_bytes = 0
-        at = self._newest
+        at = None if self.head is None else self._published[self.head]
         while at is not None:
             if at.anchor is not None:
                 return SinceAnchor(versions, delta_bytes, at.anchor.n_bytes)

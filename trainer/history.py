@@ -1,0 +1,88 @@
+"""The recorded steps of a run, and their inputs as the log has them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Interaction, StepInput, TrainStep
+from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.log_input import CLIENT, RolloutLog, group_log, trainable
+from tidemill.trainer.online.interactions import InteractionLog
+from tidemill.trainer.online.queue import repeated
+from tidemill.trainer.online.source import batch_log
+from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.session import NotRepeatableError
+
+
+class HistoryError(RuntimeError):
+    """The recorded steps of a run do not form one chain."""
+
+
+def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
+    """The recorded steps of a run, in order from step 1. Raises HistoryError when one is missing or there twice."""
+    with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
+        found = [located.record for located in reader.read_to_end()]
+    steps = [record for record in found if isinstance(record, TrainStep) and record.run_id == run_id]
+    numbers = [record.step for record in steps]
+    if numbers != list(range(1, len(steps) + 1)):
+        raise HistoryError(
+            f"run {run_id}: the log has steps {numbers[-20:]} where 1, 2, 3... was expected: two trainers were on one "
+            "run, or part of train.steps is gone; start a new run"
+        )
+    return steps
+
+
+class RecordedInputs:
+    """The inputs of recorded steps, read again from the log."""
+
+    def __init__(self, kafka: KafkaSettings, producer: RecordProducer, limit_bytes: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._groups = group_log(kafka, producer, "end")
+        self._rollouts = RolloutLog(kafka, limit_bytes)
+        self._batches = batch_log(kafka, producer, "end")
+        self._interactions = InteractionLog(kafka, vocab_size)
+
+    def of(self, record: TrainStep) -> Batch:
+        """What a step was trained on, without what was excluded then.
+
+        Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
+        NotRepeatableError for interactions.
+        """
+        groups = [self._group(place) for place in record.inputs if place.topic == Topic.GROUPS]
+        online = [self._online(place, record) for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
+        return Batch(groups, record.exclusions, online[0] if online else None)
+
+    def _group(self, place: StepInput) -> TrainableGroup:
+        return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size)
+
+    def _online(self, place: StepInput, record: TrainStep) -> TrainableBatch:
+        batch = self._batches.at(place)
+        members = repeated(batch, record)
+        found = self._interactions.fetch(members)
+        interactions = [found[member.partition, member.offset] for member in members]
+        whole = tuple(interaction for interaction in interactions if isinstance(interaction, Interaction))
+        if len(whole) < len(members):
+            raise NotRepeatableError(
+                f"step {record.step} learnt from {len(members)} interactions of batch {batch.batch_id}, and the log no "
+                f"longer has {len(members) - len(whole)} of them: their users had them erased, or their retention has "
+                "passed. The step's weights stay in the weight log; to train on, begin a run from a version's anchor"
+            )
+        excluded = tuple(entry for entry in record.exclusions if entry.topic == Topic.INTERACTIONS)
+        return TrainableBatch(place, batch, tuple(members), whole, excluded)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._groups.close()
+        self._rollouts.close()
+        self._batches.close()
+        self._interactions.close()

@@ -1,0 +1,223 @@
+"""Which online batches are trained, and what becomes of the others: a pure state machine over `online-batches`.
+
+What it keeps true:
+
+- every batch of this run and branch ends exactly once: trained in one step, or excluded in one with a reason;
+- every interaction of a trained batch is trained in it or excluded from it with a reason; a batch that is excluded as a
+  whole is one exclusion that counts its interactions;
+- a batch is trained at most `max_policy_lag` steps after the version that made it, on the line of the trainer, and only
+  when that version may learn from users;
+- nothing is trained of a user who demanded to be erased after it was served.
+
+The oldest batch is offered first (`next`); whoever holds its interactions asks what is left of it (`settle`), and
+trains that (`take`) or excludes the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import (
+    Interaction,
+    OnlineBatch,
+    OnlineMember,
+    StepExclusion,
+    StepInput,
+    TrainStep,
+    UserRequest,
+    UserWish,
+)
+from tidemill.trainer.batch_builder import Exclusion
+from tidemill.trainer.choices import BaselineKind
+from tidemill.trainer.endings import Endings, Progress, place_of_exclusion
+from tidemill.trainer.online.baselines import has_signal
+from tidemill.trainer.online.line import WeightLine
+from tidemill.trainer.online.trainable import TrainableBatch, exclusion
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineRules:
+    """The settings that decide."""
+
+    run_id: str
+    branch: str
+    max_policy_lag: int
+    correction_lag: int
+    """Most versions that a correction's tokens may be behind the trainer."""
+    min_members: int
+    baseline: BaselineKind
+    skip_no_signal: bool
+    require_admission: bool
+    remembered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A batch that could be trained."""
+
+    place: StepInput
+    batch: OnlineBatch
+
+
+class OnlineQueue:
+    """Takes online batches in the order they are read, gives the one to train next."""
+
+    def __init__(self, rules: OnlineRules, line: WeightLine, progress: Progress | None = None) -> None:
+        self._rules = rules
+        self._line = line
+        self._endings = Endings(progress or Progress(), rules.remembered)
+        self._erased: dict[str, int] = {}
+        self._waiting: list[Waiting] = []
+        self._excluded: list[StepExclusion] = []
+
+    def observe_step(self, step: TrainStep) -> None:
+        """Take over the decisions of a recorded step: its online batch and excluded ones have ended."""
+        for place in [*step.inputs, *map(place_of_exclusion, step.exclusions)]:
+            if place.topic == Topic.ONLINE_BATCHES:
+                self._endings.end(place, remember=True)
+
+    def observe_request(self, request: UserRequest) -> None:
+        """Take a user's demand in: nothing that was served before it is trained from now on, if it is to erase."""
+        if request.wish is UserWish.ERASE:
+            self._erased[request.user_id] = max(request.at, self._erased.get(request.user_id, request.at))
+
+    def read(self, place: StepInput, batch: OnlineBatch) -> None:
+        """Read one batch. One that ended before, or is of another run or branch, is passed over."""
+        own = (batch.run_id, batch.branch) == (self._rules.run_id, self._rules.branch)
+        if not self._endings.read(place) or not own:
+            return
+        known = self._endings.remembers(batch.batch_id) or any(
+            w.batch.batch_id == batch.batch_id for w in self._waiting
+        )
+        self._waiting.append(Waiting(place, batch))
+        if known:
+            self.exclude(self._waiting[-1], Exclusion.DUPLICATE)
+
+    def next(self, current: int) -> Waiting | None:
+        """The batch to be trained next at version `current`; those that cannot be trained any more are excluded."""
+        for waiting in list(self._waiting):
+            reason = self._version_problem(waiting.batch.version, current, self._rules.max_policy_lag)
+            if reason is None and self._is_below_floor(waiting.batch):
+                reason = Exclusion.BELOW_FLOOR
+            if reason is not None:
+                self.exclude(waiting, reason)
+        return min(self._waiting, key=_age, default=None)
+
+    def settle(
+        self, waiting: Waiting, found: Mapping[tuple[int, int], Interaction | Exclusion], current: int
+    ) -> TrainableBatch | Exclusion:
+        """What is left of a batch at version `current`, or why nothing is.
+
+        Args:
+            found: the checked interaction of each member by partition and offset, or why there is none.
+        """
+        kept: dict[str, list[tuple[OnlineMember, Interaction]]] = {}
+        problems: dict[str, StepExclusion] = {}
+        for member in _distinct(waiting.batch.members):
+            interaction = found[member.partition, member.offset]
+            problem = self._problem(member, interaction, waiting.batch, current)
+            if problem is not None:
+                problems.setdefault(member.interaction_id, exclusion(member, problem.value))
+            elif isinstance(interaction, Interaction):
+                kept.setdefault(member.interaction_id, []).append((member, interaction))
+        pairs = [pair for name, listed in kept.items() if name not in problems for pair in listed]
+        left = TrainableBatch(
+            place=waiting.place,
+            batch=waiting.batch,
+            members=tuple(member for member, _ in pairs),
+            interactions=tuple(interaction for _, interaction in pairs),
+            excluded=tuple(problems.values()),
+        )
+        return self._whole_problem(left) or left
+
+    def exclude(self, waiting: Waiting, reason: Exclusion) -> None:
+        """End a batch untrained."""
+        place, members = waiting.place, waiting.batch.members
+        self._waiting.remove(waiting)
+        self._excluded.append(
+            StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, len(members))
+        )
+        self._endings.end(place, remember=True)
+
+    def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
+        """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
+        self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
+        self._endings.end(chosen.place, remember=True)
+        excluded, self._excluded = self._excluded, []
+        return [*excluded, *chosen.excluded]
+
+    def progress(self) -> Progress:
+        """Where to go on, as of the batch taken last: exclusions since then are decided again."""
+        undecided = [*(waiting.place for waiting in self._waiting), *map(place_of_exclusion, self._excluded)]
+        return self._endings.progress(undecided)
+
+    def _version_problem(self, version: int, current: int, bound: int) -> Exclusion | None:
+        if version in self._line.abandoned:
+            return Exclusion.REJECTED_VERSION
+        lag = self._line.lag(version, current)
+        return Exclusion.STALE if lag is None or lag > bound else None
+
+    def _is_below_floor(self, batch: OnlineBatch) -> bool:
+        return self._rules.require_admission and not self._line.is_admitted(batch.version)
+
+    def _problem(
+        self, member: OnlineMember, found: Interaction | Exclusion, batch: OnlineBatch, current: int
+    ) -> Exclusion | None:
+        if self._is_erased(member, found):
+            return Exclusion.ERASED
+        if isinstance(found, Exclusion):
+            return found
+        if not _agree(member, found, batch):
+            return Exclusion.INVALID_INTERACTION
+        if not member.correction:
+            return None
+        newest, oldest = found.version_max, found.version_min
+        bound = self._rules.correction_lag
+        return self._version_problem(newest, current, bound) or self._version_problem(oldest, current, bound)
+
+    def _is_erased(self, member: OnlineMember, found: Interaction | Exclusion) -> bool:
+        erased_at = self._erased.get(member.user_id)
+        if erased_at is None:
+            return False
+        # What is gone cannot say when it was served; of an erased user, that is why it is gone.
+        return found.served_at <= erased_at if isinstance(found, Interaction) else True
+
+    def _whole_problem(self, left: TrainableBatch) -> Exclusion | None:
+        if sum(not member.correction for member in left.members) < self._rules.min_members:
+            reasons = Counter(excluded.reason for excluded in left.excluded)
+            alone = len(reasons) == 1 and not left.members
+            return Exclusion(next(iter(reasons))) if alone else Exclusion.TOO_FEW
+        if self._rules.skip_no_signal and not has_signal(self._rules.baseline, left):
+            return Exclusion.NO_SIGNAL
+        return None
+
+
+def repeated(batch: OnlineBatch, step: TrainStep) -> list[OnlineMember]:
+    """The members of a batch that a recorded step trained: all but those that it excluded."""
+    excluded = {entry.group_id for entry in step.exclusions if entry.topic == Topic.INTERACTIONS}
+    return [member for member in _distinct(batch.members) if member.interaction_id not in excluded]
+
+
+def _distinct(members: list[OnlineMember]) -> Iterator[OnlineMember]:
+    """The members, each reward once; an interaction may have corrections beside it."""
+    seen: set[str] = set()
+    for member in members:
+        if member.correction or member.interaction_id not in seen:
+            yield member
+        if not member.correction:
+            seen.add(member.interaction_id)
+
+
+def _agree(member: OnlineMember, found: Interaction, batch: OnlineBatch) -> bool:
+    """Whether the batch and the interaction say the same, and the user agreed to training on it."""
+    own = (found.run_id, found.branch, found.user_id) == (batch.run_id, batch.branch, member.user_id)
+    on_policy = member.correction or found.version_min == found.version_max == batch.version
+    return own and on_policy and found.consent and math.isfinite(member.reward)
+
+
+def _age(waiting: Waiting) -> tuple[int, int, int]:
+    return waiting.batch.closed_at, waiting.place.partition, waiting.place.offset
