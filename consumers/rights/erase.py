@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from tidemill.consumers.reading import Progress, no_progress
 from tidemill.consumers.rights.announce import COPIED, copy_request, record_request
 from tidemill.consumers.rights.holdings import SWEPT, Held, Holdings, user_of
 from tidemill.consumers.rights.requests import BadUser, Demands, new_request
 from tidemill.consumers.rights.stored import Cleared, delete_claims
-from tidemill.consumers.rights.survey import CLIENT_ID, Progress, Survey, demands_of, no_progress
+from tidemill.consumers.rights.survey import CLIENT_ID, Survey, demands_of
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Names, Topic

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.reading import Progress, no_progress
 from tidemill.consumers.rights.erase import LettersHeld, letters_of
 from tidemill.consumers.rights.holdings import Holdings
-from tidemill.consumers.rights.survey import Progress, Survey, demands_of, no_progress
+from tidemill.consumers.rights.survey import Survey, demands_of
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import UserRequest
 

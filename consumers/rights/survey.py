@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from tidemill.consumers.reading import Progress, no_progress, read_whole
 from tidemill.consumers.rights.holdings import SWEPT, Holdings
 from tidemill.consumers.rights.requests import Demands
 from tidemill.schemas.catalogue import Topic
@@ -14,17 +14,8 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.reader import LogReader
 
 CLIENT_ID = "tidemill-rights"
-SILENCE_S = 60.0
-"""A broker that delivers nothing for so long is taken for gone."""
 TELL_EVERY = 500
 """Records between two words about progress."""
-
-Progress = Callable[[int, int], None]
-"""Told how many offsets of how many have been read."""
-
-
-def no_progress(_done: int, _total: int) -> None:
-    """Nobody watches."""
 
 
 class Survey:
@@ -41,27 +32,15 @@ class Survey:
         """Hand over everything up to the ends as they are now. Raises TimeoutError when the broker falls silent."""
         total = sum(sum(reader.end_offsets().values()) for reader in self._readers) - self._from
         for reader in self._readers:
-            while not self._read_some(reader, holdings, total):
-                pass
+            for n, located in enumerate(read_whole(reader)):
+                holdings.observe(located)
+                if n % TELL_EVERY == 0:
+                    self._progress(self._done(), total)
         self._progress(total, total)
 
     def partitions(self, topic: Topic) -> list[int]:
         """Partition numbers of a topic. Raises LookupError when it does not exist."""
         return self._readers[0].partitions(topic)
-
-    def _read_some(self, reader: LogReader, holdings: Holdings, total: int) -> bool:
-        """Read until the end, or for a time; whether the end was reached. A long log takes more than one time."""
-        before = reader.next_offsets()
-        try:
-            for n, located in enumerate(reader.read_to_end(SILENCE_S)):
-                holdings.observe(located)
-                if n % TELL_EVERY == 0:
-                    self._progress(self._done(), total)
-        except TimeoutError:
-            if reader.next_offsets() == before:
-                raise
-            return False
-        return True
 
     def _done(self) -> int:
         return sum(sum(reader.next_offsets().values()) for reader in self._readers) - self._from
