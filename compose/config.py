@@ -29,6 +29,7 @@ from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.users.config import UsersSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
+from tidemill.streams.join.config import JoinSettings
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.midtrain_config import MidtrainSettings
 
@@ -69,7 +70,9 @@ class TidemillSettings(BaseSettings):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """Rollout workers."""
     stream: StreamSettings = Field(default_factory=StreamSettings)
-    """Group assembly."""
+    """How stream workers run; group assembly."""
+    join: JoinSettings = Field(default_factory=JoinSettings)
+    """The feedback join: from users' signals to rewards."""
     router: RouterSettings = Field(default_factory=RouterSettings)
     """The OpenAI-compatible serving path of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)

@@ -121,11 +121,11 @@ def stream(
 ) -> None:
     """Run one of the stream processors, in Faust. Start each of them once, or more often to share its partitions."""
     settings = _begin(settings_of)
-    from tidemill.streams.processors import processor_of
+    from tidemill.streams.processors import Rules, processor_of
     from tidemill.streams.worker import run
 
-    made = processor_of(processor, settings.run, settings.stream)
-    run(settings.kafka, settings.run, settings.stream, made)
+    rules = Rules(settings.run, settings.stream, settings.join)
+    run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))
 
 
 def train(

@@ -1,6 +1,6 @@
 """`python -m tidemill.streams SETTINGS.json [PROCESSOR]`: one stream worker, without the command line of `tidemill`.
 
-The file holds sections of the configuration: `kafka`, `run` and `stream`.
+The file holds sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.faust_app import StreamFailure
-from tidemill.streams.processors import processor_of
-from tidemill.streams.worker import run as run_worker
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.processors import Rules, processor_of
+from tidemill.streams.worker import run
 
 
 def main() -> int:
@@ -25,10 +26,14 @@ def main() -> int:
     parser.add_argument("processor", nargs="?", choices=names, default=ProcessorName.ASSEMBLY.value)
     options = parser.parse_args()
     sections = json.loads(options.settings.read_text("utf-8"))
-    kafka, run = KafkaSettings(**sections.get("kafka", {})), RunSettings(**sections.get("run", {}))
-    stream = StreamSettings(**sections.get("stream", {}))
+    kafka = KafkaSettings(**sections.get("kafka", {}))
+    rules = Rules(
+        run=RunSettings(**sections.get("run", {})),
+        stream=StreamSettings(**sections.get("stream", {})),
+        join=JoinSettings(**sections.get("join", {})),
+    )
     try:
-        run_worker(kafka, run, stream, processor_of(ProcessorName(options.processor), run, stream))
+        run(kafka, rules.run, rules.stream, processor_of(ProcessorName(options.processor), rules))
     except StreamFailure as failure:
         sys.stderr.write(f"{failure}\n")
         return 1

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from tidemill.schemas.config import RunSettings
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.join.processor import JoinProcessor
 from tidemill.streams.machine import Processor
 
 
-def processor_of(name: ProcessorName, run: RunSettings, stream: StreamSettings) -> Processor:
-    """The processor of a name, with the settings that decide its outcomes."""
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The sections of the configuration that decide what processors put out."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    join: JoinSettings = field(default_factory=JoinSettings)
+
+
+def processor_of(name: ProcessorName, rules: Rules) -> Processor:
+    """The processor of a name."""
     match name:
         case ProcessorName.ASSEMBLY:
-            return GroupAssembly.of(run, stream)
+            return GroupAssembly.of(rules.run, rules.stream)
+        case ProcessorName.JOIN:
+            return JoinProcessor.of(rules.run, rules.join)
     raise NotImplementedError(name)

@@ -62,6 +62,7 @@ class StreamWorker:
         self._next: dict[TP, int] = {}
         self._reading: set[TP] = set()
         self._ticked_us: dict[TP, int] = {}
+        self._writing = asyncio.Lock()
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
         self._stopping = False
@@ -136,7 +137,7 @@ class StreamWorker:
 
     def _owns(self, generation: int) -> bool:
         # After a rebalance somebody else, or this worker from its written heads, decides these records.
-        return bool(generation == self.app.consumer_generation_id)
+        return bool(self._ready and generation == self.app.consumer_generation_id)
 
     def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
         if not self._is_next(TP(message.topic, message.partition), message.offset):
@@ -187,12 +188,13 @@ class StreamWorker:
 
     async def _write(self, writes: Sequence[Write]) -> None:
         """Send in order and wait for every acknowledgement."""
-        producer = self.app.producer
-        waiting: list[Awaitable[Any]] = [
-            await producer.send(w.topic, w.key, w.value, w.partition, w.timestamp_s, w.headers) for w in writes
-        ]
-        for acknowledgement in waiting:
-            await acknowledgement
+        async with self._writing:
+            producer = self.app.producer
+            waiting: list[Awaitable[Any]] = [
+                await producer.send(w.topic, w.key, w.value, w.partition, w.timestamp_s, w.headers) for w in writes
+            ]
+            for acknowledgement in waiting:
+                await acknowledgement
 
     async def _send_ticks(self) -> None:
         try:
@@ -220,6 +222,21 @@ class StreamWorker:
     # State
 
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
+        try:
+            self._make_machines()
+        except Exception as error:  # whatever keeps a machine from being made, Faust would try again for ever
+            self._fail(error)
+            raise
+        self._ready = True
+
+    async def _lose(self, *_sender: object, **_arguments: object) -> None:
+        # The next owner reads the state while this worker may be in the middle of writing it: what was begun is
+        # finished, and no further step begins.
+        self._ready = False
+        async with self._writing:
+            return
+
+    def _make_machines(self) -> None:
         """Build the machines of the partitions that this worker has now from the recovered table."""
         # Faust seeks next, and then empties the queues as it resumes the flow. A record delivered between the two would
         # be dropped and never fetched again, so nothing may flow until then.
@@ -242,7 +259,6 @@ class StreamWorker:
         self._transport.holes.clear()
         self._reading.clear()
         self._ticked_us.clear()
-        self._ready = True
 
     def _owned_partitions(self) -> set[int]:
         assignment = self.app.consumer.assignment()
@@ -250,9 +266,6 @@ class StreamWorker:
         if any(partitions != owned[0] for partitions in owned):
             raise StreamFailure(f"the inputs' partitions are not assigned together: {sorted(assignment)}")
         return owned[0]
-
-    async def _lose(self, *_sender: object, **_arguments: object) -> None:
-        self._ready = False
 
     # Life
 

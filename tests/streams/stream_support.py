@@ -1,4 +1,4 @@
-"""Rollouts for the stream tests, and the worker as a process."""
+"""Rollouts for the stream tests, workers as processes, and what they wrote."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import KafkaException
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from tidemill.schemas.admin import create_topics
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
+from tidemill.streams.config import ProcessorName
 
 RUN_ID = "run"
 CODEC = Codec()
@@ -90,7 +92,7 @@ def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes
 
 @dataclass
 class StreamProcess:
-    """A group assembly worker as a process of its own."""
+    """A stream worker as a process of its own."""
 
     command: list[str]
     log: Path
@@ -126,15 +128,22 @@ class StreamProcess:
 
 @contextmanager
 def stream_process(
-    kafka: KafkaSettings, directory: Path, *, command: list[str] | None = None, **stream: Any
+    kafka: KafkaSettings,
+    directory: Path,
+    *,
+    command: list[str] | None = None,
+    processor: ProcessorName = ProcessorName.ASSEMBLY,
+    rules: Mapping[str, Any] | None = None,
+    **stream: Any,
 ) -> Iterator[StreamProcess]:
-    """A worker on `kafka`, started, and killed at the end if it still runs."""
+    """A worker on `kafka`, started, and killed at the end if it still runs; `rules` are its further sections."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = directory / "settings.json"
-    sections = {"kafka": kafka.model_dump(), "run": {"run_id": RUN_ID}, "stream": stream}
+    sections = {"kafka": kafka.model_dump(), "run": {"run_id": RUN_ID}, "stream": stream, **(rules or {})}
     sections["stream"].setdefault("data_dir", str(directory / "faust"))
     settings.write_text(json.dumps(sections), "utf-8")
-    worker = StreamProcess([sys.executable, *(command or ["-m", "tidemill.streams"]), str(settings)], directory / "log")
+    program = [*(command or ["-m", "tidemill.streams"]), str(settings), *([] if command else [processor.value])]
+    worker = StreamProcess([sys.executable, *program], directory / "log")
     worker.start()
     try:
         yield worker
@@ -168,10 +177,10 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> N
         time.sleep(0.05)
 
 
-def read_groups(
+def read_records(
     reader: LogReader, wanted: Callable[[list[Located]], bool], deadline_s: float, worker: StreamProcess | None = None
 ) -> list[Located]:
-    """Records of `groups` until `wanted` of all those read holds."""
+    """Records of a topic until `wanted` of all those read holds."""
     found: list[Located] = []
 
     def enough() -> bool:
@@ -180,7 +189,26 @@ def read_groups(
             raise AssertionError(f"the worker ended: {worker.log.read_text()[-2000:]}")
         return wanted(found)
 
-    wait_until(enough, deadline_s, f"enough groups; read {len(found)} so far")
+    wait_until(enough, deadline_s, f"enough records; read {len(found)} so far")
+    return found
+
+
+def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[bytes | None, dict[str, bytes]]]:
+    """Value and headers of the dead letters of a topic, once there are `count`."""
+    full = Names(kafka.topic_prefix).dead_letter(topic)
+    consumer = Consumer(consumer_settings(kafka, "test", "test"))
+    partitions = consumer.list_topics(full, 20).topics[full].partitions
+    consumer.assign([TopicPartition(full, partition, 0) for partition in partitions])
+    found: list[tuple[bytes | None, dict[str, bytes]]] = []
+
+    def enough() -> bool:
+        found.extend((m.value(), dict(m.headers() or [])) for m in consumer.consume(100, 0.1))
+        return len(found) >= count
+
+    try:
+        wait_until(enough, 60, f"{count} dead letters")
+    finally:
+        consumer.close()
     return found
 
 

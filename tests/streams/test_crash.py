@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stream_support import StreamProcess, fresh_topics, read_groups, rollout, stream_process
+from stream_support import StreamProcess, fresh_topics, read_records, rollout, stream_process
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -55,7 +55,7 @@ def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Lo
             names.update(located.key for located in new)
             return len(names) >= count
 
-        found.extend(read_groups(groups, there, 60, worker))
+        found.extend(read_records(groups, there, 60, worker))
 
     for threshold in KILL_AT:
         read_to(threshold)

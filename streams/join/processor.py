@@ -1,0 +1,36 @@
+"""The feedback join as a stream processor: `interactions` and `feedback` in, `outcomes` out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.streams import journal
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+
+
+@dataclass(frozen=True, slots=True)
+class JoinProcessor:
+    """The outcomes of one run."""
+
+    rules: JoinRules
+    name: str = "feedback-join"
+    table: str = "join"
+    inputs: tuple[Topic, ...] = INPUTS
+    outputs: tuple[Topic, ...] = (Topic.OUTCOMES,)
+
+    @classmethod
+    def of(cls, run: RunSettings, settings: JoinSettings) -> JoinProcessor:
+        """From the settings that decide outcomes."""
+        return cls(JoinRules(run.run_id, settings), settings.application)
+
+    def partition_of_state(self, key: str, value: bytes) -> int:
+        """The partition that a written state belongs to. Raises StateError."""
+        return journal.partition_of_state(value)
+
+    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> FeedbackJoin:
+        """The join of a partition. Raises StateError."""
+        return FeedbackJoin(partition, self.rules, states)

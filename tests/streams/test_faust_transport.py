@@ -1,0 +1,44 @@
+"""Holes in the log against records that were dropped between a fetch and the stream."""
+
+from __future__ import annotations
+
+from faust.types import TP
+
+from tidemill.streams.faust_transport import Holes
+
+HERE = TP("compacted", 0)
+
+
+def holes(*fetches: list[int]) -> Holes:
+    noted = Holes({HERE.topic})
+    for offsets in fetches:
+        noted.note(HERE, offsets)
+    return noted
+
+
+def test_a_hole_is_what_the_fetcher_steps_over():
+    noted = holes([3, 4, 9], [12])
+    assert noted.take(HERE, 5, 9)
+    assert noted.take(HERE, 10, 12)
+    assert not noted.take(HERE, 5, 9), "each is asked for once"
+
+
+def test_a_dropped_record_is_no_hole():
+    assert not holes([3, 4, 5, 6]).take(HERE, 4, 6)
+    assert not holes([3], [4], [5]).take(HERE, 4, 5)
+    assert not holes([3, 7, 8]).take(HERE, 4, 8), "behind the hole a record was dropped"
+
+
+def test_a_seek_is_no_hole():
+    assert not holes([3, 4], [1, 2, 3, 4, 5]).take(HERE, 5, 1)
+    noted = holes([3])
+    noted.clear()
+    noted.note(HERE, [9])
+    assert not noted.take(HERE, 4, 9)
+
+
+def test_topics_without_compaction_have_none():
+    other = TP("plain", 0)
+    noted = holes()
+    noted.note(other, [1, 5])
+    assert not noted.take(other, 2, 5)
