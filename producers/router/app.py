@@ -10,19 +10,20 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pydantic import SecretStr
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.product.pseudonym import BadUser
 from tidemill.producers.router.ask import Kind, parse
-from tidemill.producers.router.config import LogFailure
+from tidemill.producers.router.config import LogFailure, RouterSettings
 from tidemill.producers.router.errors import Refusal, bad_request, unavailable
 from tidemill.producers.router.exchange import Client, Exchange, Router
 from tidemill.producers.router.replicas import ReplicaFailed
@@ -48,6 +49,7 @@ class Application:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._in_hand = 0
         self._running: set[asyncio.Task[None]] = set()
 
     def build(self) -> Starlette:
@@ -74,21 +76,32 @@ class Application:
 
     async def answer(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its first byte to its last."""
-        reply = _Reply(self._router, send)
+        reply, request = _Reply(self._router, send), Request(scope, receive)
         try:
-            exchange = await self._admit(kind, Request(scope, receive), reply)
-            await self._run(exchange, receive)
+            check_key(self._router.settings.api_keys, request.headers.get("authorization", ""))
+            with self._place():
+                await self._run(await self._admit(kind, request, reply), receive)
             await reply.end()
         except Refusal as refusal:
             await reply.refuse(refusal, scope, receive)
+        except ClientDisconnect:
+            LOG.info("a client went away before its request was whole")
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._in_hand >= self._router.settings.max_concurrent_requests:
+            raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+        self._in_hand += 1
+        try:
+            with self._router.metrics.in_flight.track_inprogress():
+                yield
+        finally:
+            self._in_hand -= 1
 
     async def _admit(self, kind: Kind, request: Request, reply: _Reply) -> Exchange:
         arrived, router = time.monotonic(), self._router
-        check_key(router.settings.api_keys, request.headers.get("authorization", ""))
         consent = _consent(request, router.settings.consent_default)
-        ask = parse(kind, await _body(request, router.settings.max_body_bytes))
-        if len(self._running) >= router.settings.max_concurrent_requests:
-            raise Refusal(429, "too many requests in hand: try again later", "rate_limit_error")
+        ask = parse(kind, await _body(request, router.settings))
         try:
             exchange = Exchange(router, ask, consent, Client(reply.begin, reply.send), arrived)
         except BadUser as error:
@@ -102,13 +115,12 @@ class Application:
         gone = asyncio.create_task(_departure(receive))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
-        with self._router.metrics.in_flight.track_inprogress():
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                gone.cancel()
-                work.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
         if not work.cancelled():
             work.result()
 
@@ -177,12 +189,16 @@ def _consent(request: Request, default: bool) -> bool:
     return _CONSENT[said]
 
 
-async def _body(request: Request, most: int) -> bytes:
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
+async def _body(request: Request, settings: RouterSettings) -> bytes:
+    body, most = bytearray(), settings.max_body_bytes
+    try:
+        async with asyncio.timeout(settings.request_timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
+    except TimeoutError as error:
+        raise Refusal(408, "the body did not come in time", "timeout_error") from error
     return bytes(body)
 
 

@@ -95,6 +95,12 @@ def test_a_trial_that_ends_leads_the_canary_pool_back_to_the_promoted_version(en
     assert then(state, decision(*ending)) == 3
 
 
+def test_why_a_trial_is_left_is_said():
+    state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
+    state.observe(decision("release"))
+    assert state.plan().reason == "version 7 was not promoted"
+
+
 def test_the_rejection_of_another_version_does_not_end_a_trial():
     state = in_pool(Pool.CANARY, *versions(10), decision("promote", 3), decision("canary", 7))
     assert then(state, decision("reject", 6)) == 7

@@ -162,6 +162,21 @@ def test_bad_requests_are_answered_in_openais_shape_and_reach_no_replica():
     run(scenario)
 
 
+def test_a_body_that_does_not_come_is_not_waited_for():
+    async def never():
+        yield b'{"prompt"'
+        await asyncio.sleep(30)
+
+    async def scenario():
+        async with rig(request_timeout_s=0.3) as router:
+            headers = {"authorization": f"Bearer {KEY}"}
+            async with router.session.post("/v1/completions", data=never(), headers=headers) as response:
+                assert response.status == 408 and (await response.json())["error"]["type"] == "timeout_error"
+            assert router.application._in_hand == 0
+
+    run(scenario)
+
+
 def test_a_prompt_that_only_the_replica_can_count_is_refused_before_anything_is_sent():
     async def scenario():
         async with rig(max_prompt_tokens=2) as router:
