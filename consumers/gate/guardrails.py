@@ -29,6 +29,7 @@ class Alert(NamedTuple):
     candidate: float
     baseline: float
     p_value: float
+    """Of any alert in the comparison: the measure's own, times how many measures are watched."""
 
     def __str__(self) -> str:
         return f"{self.name} is {self.candidate:.4g} against {self.baseline:.4g} (p = {self.p_value:.2g})"
@@ -76,13 +77,14 @@ class _Bell:
     """Rings once for each measure."""
 
     def __init__(self, alpha: float, measures: int) -> None:
-        self._threshold = math.log(max(1, measures) / alpha)
+        self._measures = max(1, measures)
+        self._threshold = math.log(self._measures / alpha)
         self.alerts: dict[str, Alert] = {}
 
     def hear(self, name: str, log_evidence: float, means: Callable[[], tuple[float, float]]) -> None:
         """`means`: candidate's and baseline's, asked for when it rings."""
         if log_evidence >= self._threshold and name not in self.alerts:
-            self.alerts[name] = Alert(name, *means(), math.exp(-log_evidence))
+            self.alerts[name] = Alert(name, *means(), self._measures * math.exp(-log_evidence))
 
 
 class ArmGuards:

@@ -9,7 +9,6 @@ depends on the outcomes in the log's order and on event time alone, so that a re
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -75,7 +74,7 @@ class Comparison:
         self._guards = ArmGuards(share, tolerance(gate))
         self._drift = FrozenGuards(origin, drift_tolerance(gate), gate.reward_width, None)
         self._users = Users(gate.outcomes_per_user, int(gate.user_window_s * MICROSECONDS))
-        self._interactions: Counter[Arm] = Counter()
+        self._interactions: dict[Arm, set[str]] = {arm: set() for arm in Arm}
         self.conclusion: Conclusion | None = None
 
     @property
@@ -89,10 +88,10 @@ class Comparison:
         arm = self._arm(outcome)
         if arm is None or self.conclusion is not None:
             return
-        self._interactions[arm] += outcome.revision == 0
+        self._interactions[arm].add(outcome.interaction_id)
         found = measures(outcome, self._gate.reward_low, self._gate.reward_high)
         self._take(self._users.observe(arm, unit_of(outcome), outcome, found, at_us))
-        if self._interactions[Arm.CANARY] >= self._gate.max_interactions:
+        if len(self._interactions[Arm.CANARY]) >= self._gate.max_interactions:
             self._end("as many outcomes as may be")
 
     def advance(self, at_us: int) -> None:
@@ -120,7 +119,7 @@ class Comparison:
             "margin": self._gate.margin,
         }
         for arm, number in _NUMBER.items():
-            found[f"{arm}/interactions"] = float(self._interactions[arm])
+            found[f"{arm}/interactions"] = float(len(self._interactions[arm]))
             found[f"{arm}/users"] = float(self._rewards.count(number))
             if self._rewards.count(number):
                 found[f"{arm}/{REWARD}"] = self._rewards.mean(number)
