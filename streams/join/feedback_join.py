@@ -20,14 +20,15 @@ from dataclasses import dataclass
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, UserRequest, UserWish
-from tidemill.streams.join import join_input
+from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import NEVER, Case, Early, Entry, Head, Held, Wish, Wishes
+from tidemill.streams.join.join_state import Case, Early, Entry, Head, Held, Wish, Wishes
 from tidemill.streams.join.join_store import JoinStore
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Changes, Emit, Output, Rejected
+from tidemill.streams.timed_entries import NEVER
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
 """Of two records of equal time, the interaction is decided first."""
@@ -67,7 +68,7 @@ class FeedbackJoin:
         self._map = rules.settings.map
         self._map_version = map_version(self._map)
         self._store = JoinStore(partition, states)
-        head = self._store.head
+        head = join_state.decode_head(self._store.head) if self._store.head is not None else Head({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self._counts = Counter(head.counts)
 
@@ -115,7 +116,7 @@ class FeedbackJoin:
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
-        return self._store.changes(Head(marks, dict(self._counts)))
+        return self._store.changes(join_state.encode_head(Head(marks, dict(self._counts))))
 
     def _advance(self, time_us: int) -> list[Output]:
         """Everything that falls due up to a time, in the order of time."""

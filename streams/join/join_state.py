@@ -61,6 +61,11 @@ class Case:
         """Its key in the state topic."""
         return f"case/{self.interaction_id}"
 
+    @property
+    def awaited(self) -> bool:
+        """Whether an outcome follows when it falls due."""
+        return self.open
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -87,6 +92,11 @@ class Early:
         """Its key in the state topic."""
         return f"early/{self.interaction_id}"
 
+    @property
+    def awaited(self) -> bool:
+        """Its feedback is rejected when it falls due."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class Wish:
@@ -111,6 +121,11 @@ class Wishes:
     def key(self) -> str:
         """Its key in the state topic."""
         return f"wishes/{self.partition}/{self.user_id}"
+
+    @property
+    def awaited(self) -> bool:
+        """It is only forgotten when it falls due."""
+        return False
 
     def opted_out(self, served_at: int) -> bool:
         """Whether the newest word before an interaction was served is a no."""
@@ -139,6 +154,11 @@ class Activity:
         """Its key in the state topic."""
         return f"activity/{self.partition}/{self.user_id}"
 
+    @property
+    def awaited(self) -> bool:
+        """It is only forgotten when it falls due."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -149,7 +169,6 @@ class Head:
 
 
 Entry = Case | Early | Wishes | Activity
-NEVER = 2**62
 
 
 def _record(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
