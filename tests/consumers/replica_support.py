@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.consumers import replica_driver as driver
+from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.ledger import Identity, Ledger
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.proof import Applied, Proof
@@ -80,12 +81,14 @@ class ArrayEngine:
 class ArrayReplica:
     """A subscriber over an `ArrayEngine` that serves the version of an anchor."""
 
-    def __init__(self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, reason="start"):
+    def __init__(
+        self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL
+    ):
         anchor = Path(first.anchor.uri)
         mirror = Mirror.from_anchor(anchor, first)
         self.engine = ArrayEngine(first.version, {name: mirror.bits(name) for name in mirror.fingerprints})
         self.acks, self.lags = [], []
-        self.state = ReplicaState(first.run_id, first.branch)
+        self.state = ReplicaState(first.run_id, first.branch, pool)
         self.state.observe(first)
         identity = Identity("replica-t", "here", first.run_id, first.branch, "i", 1)
         ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)

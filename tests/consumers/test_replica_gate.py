@@ -1,9 +1,13 @@
 """Pools: users get what was promoted and nothing else, the canary pool what is tried; both come back by themselves."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.consumers import replica_driver as driver
+from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tests.consumers.test_replica_state import decision, first, manifest, refused, skip, way
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.state import ReplicaState
@@ -130,6 +134,20 @@ def test_a_rejected_first_version_is_not_replaced_by_an_unpromoted_one():
 def test_without_a_pool_a_trial_and_an_admission_change_nothing(verdict):
     state = in_pool(Pool.ALL, *versions(6), decision("hold", 6), decision(verdict, 2))
     assert state.serving == 5 and then(state, manifest(6), manifest(7)) == 6
+
+
+def test_a_stable_replica_moves_its_weights_forth_and_back_in_place(tmp_path):
+    log, views, base = driver.MemoryLog(), [small_view()], base_directory(tmp_path / "base")
+    anchor = driver.save_view(views[0], base, tmp_path / "v0")
+    replica = ArrayReplica(driver.publish(log, 0, None, views[0], anchor), log, tmp_path / "staging", pool=Pool.STABLE)
+    for version in range(1, 5):
+        views.append(driver.nudged(views[-1], version))
+        assert replica.observe(driver.publish(log, version, views[-2], views[-1])) == []
+    for verdict, version, served in (("promote", 3, 3), ("canary", 4, 3), ("roll_back", 1, 1), ("reject", 1, 0)):
+        replica.observe(replace(decision(verdict, version), run_id=driver.RUN.run_id))
+        assert replica.state.serving == served and replica.engine.holds(views[served])
+    assert replica.engine.loads == 0 and [ack.serving_version for ack in replica.acks] == [0, 3, 1, 0]
+    replica.close()
 
 
 def step(verdict: GateVerdict, version: int) -> GateDecision:
