@@ -1,0 +1,137 @@
+"""The answers of `tidemill trace` for a person: one stage a paragraph, one record a line, its offset last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidemill.consumers.trace.history import Made
+    from tidemill.consumers.trace.path import Path, Served
+    from tidemill.consumers.trace.rollout import RolloutPath
+    from tidemill.consumers.trace.trained import Ended
+    from tidemill.consumers.trace.user import UserPath
+
+
+def path_lines(path: Path) -> list[str]:
+    """The path of an interaction."""
+    return [
+        f"interaction {path.interaction_id}",
+        *_stage("served", _served(path.served, path)),
+        *_stage("feedback", _feedback(path)),
+        *_stage("outcome", _outcomes(path)),
+        *_stage("batch", _batches(path)),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def rollout_lines(path: RolloutPath) -> list[str]:
+    """The path of a rollout."""
+    reward = "failed: " + path.failure if path.failure else f"reward {_number(path.reward)}"
+    groups = (
+        f"{one.group_id} closed by {one.closed_by}, advantage {_number(one.advantage)}, {_ended(one.ended)} · "
+        f"{one.place}"
+        for one in path.groups
+    )
+    return [
+        f"rollout {path.rollout_id}",
+        f"sampled   {path.replica_id}, version {_span(path.version_min, path.version_max)}, {reward} · {path.place}",
+        *_stage("group", groups),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def user_lines(path: UserPath) -> list[str]:
+    """The path of a user's data."""
+    demands = (f"{one.wish.value} by {one.requested_by} at {_time(one.at)}" for one in path.demands)
+    endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
+    batches = (
+        f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
+        f"{'; '.join(_ended(ending) for ending in one.ended)} · {one.place}"
+        for one in path.batches
+    )
+    lines = [
+        f"user {path.user_id}",
+        *_stage("demands", demands),
+        *_stage("outcomes", endings),
+        *_stage("batches", batches),
+    ]
+    for run in path.runs:
+        trained = ", ".join(str(made.version) for made in run.trained) or "none"
+        lines.append(f"run {run.run_id}: trained into version {trained}; contained in {run.contained_in or 'none'}")
+        lines += _stage("version", _versions(run.trained))
+    return lines if path.runs else [*lines, "end       his data touched no version"]
+
+
+def _stage(title: str, lines: Iterator[str]) -> Iterator[str]:
+    for n, line in enumerate(lines):
+        yield f"{title if n == 0 else '':<9} {line}"
+
+
+def _served(served: Served | None, path: Path) -> Iterator[str]:
+    if served is not None:
+        consent = "consent" if served.consent else "NO consent"
+        yield (
+            f"{_time(served.served_at)} by {served.replica_id}, "
+            f"version {_span(served.version_min, served.version_max)}, arm {served.arm} (p {served.propensity:g}), "
+            f"{consent}, user {served.user_id}, {served.finish_reason} · {served.place}"
+        )
+        yield from (f"the same record again · {place}" for place in served.repeats)
+    if path.erased is not None:
+        yield f"erased · {path.erased}"
+
+
+def _feedback(path: Path) -> Iterator[str]:
+    for event in path.feedback:
+        said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
+        corrects = f" correcting {event.corrects}" if event.corrects else ""
+        told = f"{_time(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
+        yield f"{told}: {event.fate} · {event.place}"
+    yield from (f"refused by {one.found_by}: {one.reason} · {one.place}" for one in path.letters)
+
+
+def _outcomes(path: Path) -> Iterator[str]:
+    for end in path.outcomes:
+        what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
+        before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
+        yield f"{_time(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}"
+
+
+def _batches(path: Path) -> Iterator[str]:
+    for one in path.batches:
+        kind = "correction" if one.correction else "reward"
+        yield f"{one.batch_id} of version {one.version}, {kind} {one.reward:+g}, {_ended(one.ended)} · {one.place}"
+
+
+def _versions(versions: list[Made]) -> Iterator[str]:
+    for made in versions:
+        yield f"{made.version} from {made.parent}, step {made.step} · {made.step_place or 'step no longer kept'}"
+        published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"
+        yield f"  {published}"
+        for decision in made.decisions:
+            yield f"  {decision.verdict} by {decision.by}: {decision.reason} · {decision.place}"
+        if made.served_first_at is not None:
+            yield f"  served first at {_time(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
+        serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
+        yield f"  served now by {serving or 'nobody'}; contained in later versions {made.contained_in or 'none'}"
+
+
+def _ended(ending: Ended) -> str:
+    if ending.reason:
+        return f"left out ({ending.reason}) by {ending.step}"
+    return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+g}"
+
+
+def _time(microseconds: int) -> str:
+    return datetime.fromtimestamp(microseconds / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
