@@ -16,6 +16,8 @@ from tidemill.compose.query_command import query
 from tidemill.compose.roles import documents, feed, rollout, route, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.topics_command import topics
+from tidemill.compose.trace_command import trace
+from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 
 app = typer.Typer(
@@ -45,6 +47,8 @@ app.command(rich_help_panel="Trainer")(with_settings(train))
 for _role in (serve, sink):
     app.command(rich_help_panel="Consumers")(with_settings(_role))
 app.command(rich_help_panel="Consumers")(query)
+app.command(rich_help_panel="Consumers")(with_settings(trace))
+app.add_typer(users_app, name="users", rich_help_panel="Consumers")
 app.command(rich_help_panel="All of it")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)
