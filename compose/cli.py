@@ -11,6 +11,7 @@ import sys
 import typer
 
 from tidemill.compose.demo.command import demo
+from tidemill.compose.gate import gate_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.query_command import query
 from tidemill.compose.roles import documents, feed, rollout, route, serve, sink, stream, train
@@ -49,6 +50,7 @@ for _role in (serve, sink):
 app.command(rich_help_panel="Consumers")(query)
 app.command(rich_help_panel="Consumers")(with_settings(trace))
 app.add_typer(users_app, name="users", rich_help_panel="Consumers")
+app.add_typer(gate_app, name="gate", rich_help_panel="Consumers")
 app.command(rich_help_panel="All of it")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)

@@ -19,6 +19,7 @@ from pydantic_settings import (
 
 from tidemill.compose.demo.config import DemoSettings
 from tidemill.compose.stack.config import StackSettings
+from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
@@ -83,6 +84,8 @@ class TidemillSettings(BaseSettings):
     """Simulated users."""
     replica: ReplicaSettings = Field(default_factory=ReplicaSettings)
     """The vLLM replica."""
+    gate: GateSettings = Field(default_factory=GateSettings)
+    """The gate between a version and its users."""
     sink: SinkSettings = Field(default_factory=SinkSettings)
     """The ClickHouse sink."""
     demo: DemoSettings = Field(default_factory=DemoSettings)

@@ -62,7 +62,7 @@ def pin(
     Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    _decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
 
 def rollback(
@@ -82,7 +82,7 @@ def rollback(
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     number = version_number(version)
-    _decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
 
 def release(
@@ -100,13 +100,17 @@ def release(
     Example: `tidemill weights release --wait 60`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    _decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
 
 
-def _decide(
+def decide(
     settings: TidemillSettings, verdict: GateVerdict, version: int | None, reason: str, decided_by: str | None,
     dry_run: bool, wait_s: float | None, recent_s: float, as_json: bool,
 ) -> None:  # fmt: skip
+    """Check a person's decision, write it, show it, and end the command: status 1 when it was not followed in time.
+
+    Raises ChainError when it cannot be carried out.
+    """
     from tidemill.consumers.weights.builder import anchor_stands
     from tidemill.consumers.weights.decide import Following, Proposal, decision
     from tidemill.consumers.weights.reading import read_chain

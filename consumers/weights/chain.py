@@ -23,6 +23,9 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 
+LIMITS = (GateVerdict.PROMOTE, GateVerdict.HOLD, GateVerdict.ROLL_BACK, GateVerdict.RELEASE)
+"""Verdicts that say how far everyone may go. A trial, an admission and a rejection leave that as it is."""
+
 
 class ChainError(ValueError):
     """The chain does not have what was asked for; the message says what it has."""
@@ -107,7 +110,7 @@ class Chain:
     @property
     def limit(self) -> GateDecision | None:
         """The decision that limits what is served now; None while the head may be."""
-        limits = [made for made in self.decisions if made.verdict is not GateVerdict.REJECT]
+        limits = [made for made in self.decisions if made.verdict in LIMITS]
         return limits[-1] if limits and limits[-1].verdict is not GateVerdict.RELEASE else None
 
     def manifest(self, version: int) -> Manifest:

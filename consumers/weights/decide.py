@@ -25,12 +25,14 @@ def decision(
 ) -> GateDecision:
     """The record of a proposal that can be carried out; `at` in microseconds since the epoch.
 
-    Raises UnknownVersion, Unreachable when no anchor leads to the version any more, ChainError when it was rejected,
-    or refused by every replica that met it.
+    Raises UnknownVersion, ChainError when the version was rejected before; and of a version that is to be served,
+    Unreachable when no anchor leads to it any more, ChainError when it was refused by every replica that met it.
     """
     head = chain.head.version
     if proposal.version is not None:
-        _require_servable(chain, proposal.version, anchor_stands)
+        _require_open(chain, proposal.version)
+        if proposal.verdict is not GateVerdict.REJECT:
+            _require_servable(chain, proposal.version, anchor_stands)
     return GateDecision(
         run_id=chain.run_id,
         branch=chain.branch,
@@ -43,11 +45,14 @@ def decision(
     )
 
 
-def _require_servable(chain: Chain, version: int, anchor_stands: Callable[[Manifest], bool]) -> None:
+def _require_open(chain: Chain, version: int) -> None:
     chain.manifest(version)
     rejected = [made for made in chain.decisions if made.verdict is GateVerdict.REJECT and made.version == version]
     if rejected:
         raise ChainError(f"version {version} was rejected by {rejected[-1].decided_by}: {rejected[-1].reason}")
+
+
+def _require_servable(chain: Chain, version: int, anchor_stands: Callable[[Manifest], bool]) -> None:
     refusals = chain.refusals.get(version, {})
     if refusals and not chain.proofs.get(version):
         replica, reason = next(iter(refusals.items()))
@@ -93,4 +98,6 @@ class Following:
     def _followed(self, serving: int) -> bool:
         if self.decision.version is None:
             return serving >= self.head
+        if self.decision.verdict is GateVerdict.REJECT:
+            return serving != self.decision.version
         return serving == self.decision.version

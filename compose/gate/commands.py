@@ -1,0 +1,176 @@
+"""`tidemill gate`: run the gate, see where it stands, and decide over its head.
+
+A person's decision goes to the log as the gate's own do, through the checks of `tidemill weights`; the gate reads it
+there, stops what it was doing, and decides nothing more while the branch is held.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.gate.tables import status_lines
+from tidemill.compose.local_log import with_local_log
+from tidemill.compose.options import given, with_settings
+from tidemill.compose.weights.connect import with_reachable_log
+from tidemill.compose.weights.decisions import (
+    NO_REASON,
+    RECENT_S,
+    BranchOption,
+    ByOption,
+    DryRunOption,
+    JsonOption,
+    ReasonOption,
+    RecentOption,
+    VersionArgument,
+    WaitOption,
+    decide,
+)
+from tidemill.compose.weights.operands import version_number
+from tidemill.schemas.records import GateVerdict
+
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+
+gate_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""The gate: nothing ships to users but through it.
+
+The newest version is benched on held-out tasks in the canary pool, then compared with the served one among a share of
+the users, then promoted, rejected or held for a person; a promoted one that collapses is rolled back. Every decision
+is a record on `gate.decisions`, with its numbers. People win over the gate.
+
+    tidemill gate run                                # keep the gate of the run's branch
+    tidemill gate status                             # what is tried, how it stands, what was decided
+    tidemill gate hold 40 --reason "a launch today"  # no further than 40; the gate rests
+    tidemill gate veto 41 --reason "it flatters"     # never serve 41
+    tidemill gate rollback 39 --wait 60              # back to 39, for everyone; the gate rests
+    tidemill gate release                            # the gate goes on""",
+)
+
+
+@gate_app.command()
+@with_settings
+def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
+    """Keep the gate of the run's branch, until Ctrl-C.
+
+    Reads the log from its beginning, stands where it stands, and goes on from there: a gate may be killed at any time,
+    and started anywhere. Of two gates of one branch the one that started first stops.
+
+    Example: `tidemill gate run --run-id tuesday --set gate.share=0.1`
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = with_local_log(settings_of(given(run__branch=branch)))
+    from tidemill.consumers.gate.role import run as run_gate
+
+    run_gate(settings.kafka, settings.run, settings.gate)
+
+
+@gate_app.command()
+@with_settings
+def status(settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOption = False) -> None:
+    """Show where the gate stands, from the log alone: whether one runs makes no difference.
+
+    The version served, the candidate with its stage and numbers, who holds the branch, what each replica serves, and
+    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at.
+
+    Example: `tidemill gate status --json`
+    """
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    from tidemill.consumers.gate.role import rebuild
+
+    found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+        return
+    console = Console()
+    for part in status_lines(found):
+        console.print(part)
+
+
+def hold(
+    settings_of: SettingsOf,
+    version: VersionArgument,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Go no further than a version: a trial ends, and the gate decides nothing until `release`.
+
+    Example: `tidemill gate hold 40 --reason "a launch today" --by ada`
+    """
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def veto(
+    settings_of: SettingsOf,
+    version: VersionArgument,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Never serve a version: its trial ends; where everyone is served it, the gate goes back to the one before.
+
+    Example: `tidemill gate veto 41 --reason "it flatters" --by ada`
+    """
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    number = version_number(version)
+    decide(settings, GateVerdict.REJECT, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def rollback(
+    settings_of: SettingsOf,
+    version: VersionArgument,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    wait_s: WaitOption = None,
+    recent_s: RecentOption = RECENT_S,
+    as_json: JsonOption = False,
+) -> None:
+    """Take every replica back to an older version; the gate decides nothing until `release`.
+
+    Example: `tidemill gate rollback 39 --reason "40 repeats itself" --wait 60`
+    """
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    number = version_number(version)
+    decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+
+def release(
+    settings_of: SettingsOf,
+    reason: ReasonOption = NO_REASON,
+    decided_by: ByOption = None,
+    branch: BranchOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """End a hold or a rollback, a person's or the gate's own: the gate tries the newest version, from its bench on.
+
+    Example: `tidemill gate release --reason "the launch is over" --by ada`
+    """
+    settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, None, RECENT_S, as_json)
+
+
+for _command in (hold, veto, rollback, release):
+    gate_app.command()(with_settings(_command))
+
+__all__ = ["gate_app"]
