@@ -81,12 +81,13 @@ class Exchange:
         self._last_token = arrived
         self._answer: Answer | None = None
         self._begun = self._settled = False
+        self._deadline = asyncio.timeout(router.settings.request_timeout_s)
         _check(router.settings, ask)
 
     async def run(self) -> None:
         """Answer the request. Raises Refusal while nothing has been sent."""
         try:
-            async with asyncio.timeout(self._router.settings.request_timeout_s), self._answered() as answer:
+            async with self._deadline, self._answered() as answer:
                 await self._relay(answer)
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
@@ -121,10 +122,14 @@ class Exchange:
     async def _settle(self) -> bool:
         """Record the whole answer; whether it may be given to the client to its end."""
         self._settled = True
+        # The wait for the log has a limit of its own: no deadline comes between a record and the end that it speaks of.
+        self._deadline.reschedule(None)
         try:
             await asyncio.shield(self._record(str(self._collected.finish_reason)))
         except LogUnavailable as error:
             return await self._unrecorded(error)
+        finally:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self._router.settings.request_timeout_s)
         return True
 
     async def _unrecorded(self, error: LogUnavailable) -> bool:

@@ -83,6 +83,19 @@ def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
     run(scenario)
 
 
+def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answer():
+    async def scenario():
+        async with rig(request_timeout_s=0.5) as router:
+            router.outbox.hold = asyncio.Event()
+            asking = asyncio.create_task(router.asked(ASK))
+            await router.outbox.asked.wait()
+            await asyncio.sleep(0.7)
+            router.outbox.hold.set()
+            assert (await asking)[0] == 200 and len(router.outbox.written) == 1
+
+    run(scenario)
+
+
 def test_what_only_the_recording_needs_is_not_given_away():
     async def scenario():
         async with rig() as router:
