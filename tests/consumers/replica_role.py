@@ -110,15 +110,19 @@ class RoleProcess:
         """The end of its log."""
         return self._log.read_text()[-4000:] if self._log.exists() else ""
 
+    def address(self) -> str:
+        """Where it serves; empty before it says so."""
+        own = self._log.read_bytes()[self._begins_at :].decode(errors="replace").splitlines()
+        addresses = [line.split()[-1] for line in own if "serving version" in line]
+        return addresses[-1] if addresses else ""
+
     def status(self, deadline_s: float = 60.0) -> dict[str, Any]:
         """What it says of itself over HTTP, whose port opens after its first acknowledgement. Raises TimeoutError."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
-            own = self._log.read_bytes()[self._begins_at :].decode(errors="replace").splitlines()
-            addresses = [line.split()[-1] for line in own if "serving version" in line]
             try:
-                if addresses:
-                    answer: dict[str, Any] = httpx.get(f"{addresses[-1]}/tidemill/status", timeout=10).json()
+                if address := self.address():
+                    answer: dict[str, Any] = httpx.get(f"{address}/tidemill/status", timeout=10).json()
                     return answer
             except httpx.TransportError:
                 pass
