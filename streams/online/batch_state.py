@@ -1,0 +1,270 @@
+"""What the online batcher remembers, and its bytes: outcomes, those that wait, open batches, and how far it decided.
+
+Invariant: `decode` of `encode` is the same entry under its key, and bytes that are not one raise `StateError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import cattrs
+import fastavro
+
+from tidemill.streams.journal import StateError, read_avro, write_avro
+from tidemill.streams.online.selection import Figures, Tally
+from tidemill.streams.timed_entries import NEVER
+
+
+class Fate(StrEnum):
+    """What became of an interaction so far."""
+
+    WAITING = "waiting"
+    BATCHED = "batched"
+    DROPPED = "dropped"
+    EXCLUDED = "excluded"
+
+
+@dataclass(slots=True)
+class Mark:
+    """An outcome that was read."""
+
+    interaction_id: str
+    revision: int
+    fate: Fate
+    due_at: int
+    """When it is forgotten."""
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"mark/{self.interaction_id}"
+
+    @property
+    def awaited(self) -> bool:
+        """It is only forgotten when it falls due."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A rewarded interaction, or a correction, that waits for its batch to close."""
+
+    interaction_id: str
+    order: int
+    """Offset of its outcome: members wait in this order."""
+    user_id: str
+    topic: str
+    partition: int
+    offset: int
+    reward: float
+    correction: bool
+    version_min: int
+    version_max: int
+    feedback_at: int | None
+    served_at: int
+    figures: Figures
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"wait/{self.interaction_id}"
+
+    @property
+    def due_at(self) -> int:
+        """Its batch decides."""
+        return NEVER
+
+    @property
+    def awaited(self) -> bool:
+        """Its batch decides."""
+        return False
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """A batch that is being filled."""
+
+    version: int
+    map_version: str
+    opened_at: int
+    overdue_at: int
+    due_at: int
+    """When it is overdue; never again, once it was looked at then."""
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"open/{self.version}"
+
+    @property
+    def awaited(self) -> bool:
+        """It may close when it falls due."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ErasedUser:
+    """A user whose interactions up to a time are kept out."""
+
+    user_id: str
+    until: int
+    due_at: int
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"erased/{self.user_id}"
+
+    @property
+    def awaited(self) -> bool:
+        """It is only forgotten when it falls due."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ServedUser:
+    """A user who was served since the batch before."""
+
+    user_id: str
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        return f"served/{self.user_id}"
+
+    @property
+    def due_at(self) -> int:
+        """The next batch ends it."""
+        return NEVER
+
+    @property
+    def awaited(self) -> bool:
+        """The next batch ends it."""
+        return False
+
+
+Entry = Mark | Waiting | OpenBatch | ErasedUser | ServedUser
+
+
+@dataclass(slots=True)
+class Head:
+    """How far the outcomes were decided, and what was counted on the way."""
+
+    offset: int = -1
+    clock_us: int = 0
+    sequence: int = 0
+    """Of the next batch."""
+    read: int = 0
+    """Outcomes that carried a reward, or changed one."""
+    batched: int = 0
+    """Those in a batch."""
+    lost: int = 0
+    """Those in none, and dropped."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Dropped since the batch before, by reason."""
+    last_served: dict[str, int] = field(default_factory=dict)
+    """When each version that may be served now was seen last, by version."""
+    served: Tally = field(default_factory=Tally)
+    """What was served since the batch before."""
+
+
+def _record(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
+    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
+
+
+_COUNTS = {"type": "map", "values": "long"}
+_TALLY = _record(
+    "Tally",
+    interactions="long",
+    rewarded="long",
+    tokens="long",
+    latency_ms="double",
+    reward="double",
+    kinds=_COUNTS,
+    arms=_COUNTS,
+)
+_FIGURES = _record(
+    "Figures",
+    tokens="long",
+    latency_ms="double",
+    reward=["null", "double"],
+    arm="string",
+    kinds={"type": "array", "items": "string"},
+)
+_WAITING = _record(
+    "Waiting",
+    interaction_id="string",
+    order="long",
+    user_id="string",
+    topic="string",
+    partition="long",
+    offset="long",
+    reward="double",
+    correction="boolean",
+    version_min="long",
+    version_max="long",
+    feedback_at=["null", "long"],
+    served_at="long",
+    figures=_FIGURES,
+)
+_MARK = _record("Mark", interaction_id="string", revision="long", fate="string", due_at="long")
+_OPEN = _record("OpenBatch", version="long", map_version="string", opened_at="long", overdue_at="long", due_at="long")
+_ERASED = _record("ErasedUser", user_id="string", until="long", due_at="long")
+_SERVED = _record("ServedUser", user_id="string")
+_HEAD: Any = fastavro.parse_schema(
+    _record(
+        "Head",
+        offset="long",
+        clock_us="long",
+        sequence="long",
+        read="long",
+        batched="long",
+        lost="long",
+        dropped=_COUNTS,
+        last_served=_COUNTS,
+        served=_TALLY,
+    )
+)
+_TYPES: Mapping[bytes, type[Entry]] = {b"m": Mark, b"w": Waiting, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}
+_KINDS: Mapping[type[Entry], bytes] = {entry: kind for kind, entry in _TYPES.items()}
+_SCHEMAS: Mapping[bytes, Any] = {
+    kind: fastavro.parse_schema(schema)
+    for kind, schema in ((b"m", _MARK), (b"w", _WAITING), (b"o", _OPEN), (b"e", _ERASED), (b"u", _SERVED))
+}
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+
+
+def encode(entry: Entry) -> bytes:
+    """The bytes of an entry."""
+    kind = _KINDS[type(entry)]
+    return kind + write_avro(_SCHEMAS[kind], _CONVERTER.unstructure(entry))
+
+
+def decode(data: bytes) -> Entry:
+    """The entry of `encode`d bytes. Raises StateError."""
+    schema = _SCHEMAS.get(data[:1])
+    if schema is None:
+        raise StateError(f"an entry begins with one of {sorted(_SCHEMAS)}, not {data[:1]!r}")
+    entry: Entry = _structured(read_avro(schema, data[1:]), _TYPES[data[:1]])
+    return entry
+
+
+def encode_head(head: Head) -> bytes:
+    """The bytes of a head."""
+    return write_avro(_HEAD, _CONVERTER.unstructure(head))
+
+
+def decode_head(data: bytes) -> Head:
+    """The head of `encode_head`'s bytes. Raises StateError."""
+    head: Head = _structured(read_avro(_HEAD, data), Head)
+    return head
+
+
+def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
+    try:
+        return _CONVERTER.structure(body, kind)
+    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+        raise StateError(f"unreadable {kind.__name__}: {error}") from error

@@ -1,0 +1,458 @@
+"""Online batches as a pure state machine: outcomes in, batches of rewarded interactions of one serving version out.
+
+Invariants:
+
+- the batches are a function of the outcomes' log alone: no wall clock, no randomness;
+- every member of a batch was sampled under the batch's one version, corrections aside where the policy lets them in;
+- an outcome counts once, by interaction and revision;
+- outcomes that carried a reward = members of batches + dropped, by reason + those that wait.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
+from tidemill.streams.machine import Changes, Emit, Output, Rejected
+from tidemill.streams.online import batch_state
+from tidemill.streams.online.batch_state import Entry, ErasedUser, Fate, Head, Mark, OpenBatch, ServedUser, Waiting
+from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
+from tidemill.streams.online.selection import Figures, Tally, compared
+from tidemill.streams.online.waiting_room import WaitingRoom, within_share
+from tidemill.streams.timed_entries import NEVER, TimedEntries
+
+BATCHES_PARTITION = 0
+NO_IDENTIFIER = "\x00"
+"""Keys that begin with it are Tidemill's own."""
+
+OLD_VERSION = "old_version"
+MIXED_VERSIONS = "mixed_versions"
+OTHER_ARM = "other_arm"
+OLD_MAP = "old_map"
+ERASED = "erased"
+USER_CAP = "user_cap"
+CORRECTION = "correction"
+REPLACED = "replaced"
+DROP_REASONS = (OLD_VERSION, MIXED_VERSIONS, OTHER_ARM, OLD_MAP, ERASED, USER_CAP, CORRECTION, REPLACED)
+"""Every reason for which an outcome with a reward is in no batch. `old_map`: the map changed before its batch had
+enough members; `replaced`: its reward changed while it waited, and the new one counts; `correction`: its reward
+changed after it was in a batch, or was withdrawn."""
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRules:
+    """The settings that decide batches."""
+
+    run_id: str
+    branch: str
+    settings: BatchSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Accounting:
+    """What became of the outcomes that carried a reward, or changed one."""
+
+    read: int
+    batched: int
+    dropped: int
+    waiting: int
+
+
+class OnlineBatcher:
+    """The online batches of one branch of one run."""
+
+    def __init__(self, partition: int, rules: BatchRules, states: Iterable[tuple[str, bytes]] = ()) -> None:
+        """`states` is everything of the partition in the state topic. Raises StateError."""
+        self._run_id, self._branch = rules.run_id, rules.branch
+        self._settings = rules.settings
+        self._store: TimedEntries[Entry] = TimedEntries(partition, states, batch_state.encode, batch_state.decode)
+        head = self._store.head
+        self._head = batch_state.decode_head(head) if head is not None else Head()
+        found = list(self._store.entries())
+        self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
+        self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}
+        self._served_users = {entry.user_id: entry for entry in found if isinstance(entry, ServedUser)}
+
+    @property
+    def accounting(self) -> Accounting:
+        """Read = batched + dropped + waiting."""
+        return Accounting(self._head.read, self._head.batched, self._head.lost, len(self._room))
+
+    @property
+    def current_version(self) -> int | None:
+        """The newest version among those that are served; None before the first outcome."""
+        return max(map(int, self._head.last_served), default=None)
+
+    def next_offset(self, topic: Topic) -> int:
+        """The first offset that is not decided yet."""
+        return self._head.offset + 1
+
+    def clock_us(self, topic: Topic) -> int:
+        """Event time: the newest record timestamp seen."""
+        return self._head.clock_us
+
+    def next_deadline_us(self) -> int | None:
+        """When the next open batch is overdue."""
+        return self._store.next_awaited_us()
+
+    def observe(self, located: Located) -> list[Output]:
+        """Decide one record; a record at or below the head was decided before and gives nothing."""
+        if located.offset <= self._head.offset:
+            return []
+        self._head.offset = located.offset
+        self._head.clock_us = max(self._head.clock_us, located.timestamp_ms * 1_000)
+        outputs: list[Output] = [*self._fall_due()]
+        outputs += self._decide(located)
+        return outputs
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        return self._store.changes(batch_state.encode_head(self._head))
+
+    def _fall_due(self) -> list[Emit]:
+        batches = []
+        for entry in self._store.due(self._head.clock_us):
+            if isinstance(entry, OpenBatch):
+                entry.due_at = NEVER
+                self._store.save(entry)
+                batches += self._close_if_ready(entry)
+                self._end_leftovers()
+            else:
+                self._store.forget(entry)
+        return batches
+
+    def _decide(self, located: Located) -> list[Output]:
+        if located.value is None and located.record is None:
+            return self._bury(located)
+        match located.record:
+            case Tick():
+                return []
+            case UserRequest() as request:
+                if request.wish is UserWish.ERASE:
+                    self._erase(request)
+                return []
+            case Outcome() as outcome:
+                problem = broken_outcome(located.key, outcome)
+                return [Rejected(located, problem)] if problem else [*self._take(outcome, located.offset)]
+            case None:
+                return [Rejected(located, located.error)]
+            case other:
+                return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
+
+    # Erasure
+
+    def _bury(self, located: Located) -> list[Output]:
+        """A tombstone: of an outcome, or of one of Tidemill's own records."""
+        try:
+            key = (located.key or b"").decode()
+        except UnicodeDecodeError:
+            return [Rejected(located, f"the key {located.key!r} of a tombstone is no text")]
+        waiting = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
+        if waiting is not None:
+            self._drop(waiting, ERASED)
+        return []
+
+    def _erase(self, request: UserRequest) -> None:
+        # A demand is never for a later time than the one at which it was read.
+        until = min(request.at, self._head.clock_us)
+        known = self._store.get(f"erased/{request.user_id}")
+        if isinstance(known, ErasedUser):
+            until = max(until, known.until)
+        due_at = self._head.clock_us + _us(self._settings.done_ttl_s)
+        self._store.save(ErasedUser(request.user_id, until, due_at))
+        for waiting in self._room.of_user(request.user_id):
+            if waiting.served_at <= until:
+                self._drop(waiting, ERASED)
+        served = self._served_users.pop(request.user_id, None)
+        if served is not None:
+            self._store.forget(served)
+
+    def _is_erased(self, outcome: Outcome) -> bool:
+        known = self._store.get(f"erased/{outcome.user_id}")
+        return isinstance(known, ErasedUser) and outcome.served_at <= known.until
+
+    # Outcomes
+
+    def _take(self, outcome: Outcome, order: int) -> list[Emit]:
+        if (outcome.run_id, outcome.branch) != (self._run_id, self._branch):
+            return []
+        mark = self._store.get(f"mark/{outcome.interaction_id}")
+        known = mark if isinstance(mark, Mark) else None
+        if known is not None and outcome.revision <= known.revision:
+            return []
+        if known is None:
+            self._note_served(outcome)
+        self._note_version(outcome)
+        return self._judge(outcome, known, order)
+
+    def _note_served(self, outcome: Outcome) -> None:
+        self._head.served.add(Figures.of(outcome))
+        if outcome.user_id not in self._served_users:
+            self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
+            self._store.save(self._served_users[outcome.user_id])
+
+    def _note_version(self, outcome: Outcome) -> None:
+        """Keep which versions are served now."""
+        version = outcome.version_max
+        if version < 0 or outcome.version_min != version or not self._learns_from(outcome.arm):
+            return
+        seen = {int(key): at for key, at in self._head.last_served.items()}
+        seen[version] = max(seen.get(version, 0), outcome.served_at)
+        oldest = max(seen.values()) - _us(self._settings.version_idle_s)
+        self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
+        self._end_leftovers()
+
+    def _judge(self, outcome: Outcome, known: Mark | None, order: int) -> list[Emit]:
+        """What becomes of an outcome: it waits, is dropped, or had no reward to begin with."""
+        if outcome.reward is None and outcome.previous_reward is None:
+            self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
+            return []
+        self._head.read += 1
+        if self._is_erased(outcome):
+            return self._lose(outcome, ERASED)
+        if outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
+            return self._correct(outcome, known, order)
+        return self._admit(outcome, order)
+
+    def _correct(self, outcome: Outcome, known: Mark | None, order: int) -> list[Emit]:
+        fate = known.fate if known is not None else Fate.DROPPED
+        waiting = self._waiting(outcome.interaction_id)
+        if waiting is not None and not waiting.correction:
+            self._drop(waiting, REPLACED)
+            return self._lose(outcome, CORRECTION) if outcome.reward is None else self._admit(outcome, order)
+        if fate is Fate.DROPPED or self._settings.corrections is Corrections.COUNT:
+            return self._lose(outcome, CORRECTION, fate)
+        change = (outcome.reward or 0.0) - (outcome.previous_reward or 0.0)
+        if waiting is not None:
+            change += waiting.reward
+            self._drop(waiting, REPLACED)
+        self._wait(_waiting_of(outcome, order, change, correction=True))
+        self._mark(outcome.interaction_id, outcome.revision, Fate.BATCHED)
+        return []
+
+    def _admit(self, outcome: Outcome, order: int) -> list[Emit]:
+        reason = self._obstacle(outcome)
+        if reason:
+            return self._lose(outcome, reason)
+        batches, batch = self._batch_for(outcome)
+        self._wait(_waiting_of(outcome, order, outcome.reward or 0.0, correction=False))
+        self._mark(outcome.interaction_id, outcome.revision, Fate.WAITING)
+        return batches + self._close_if_ready(batch)
+
+    def _obstacle(self, outcome: Outcome) -> str:
+        if not self._learns_from(outcome.arm):
+            return OTHER_ARM
+        if outcome.version_min != outcome.version_max:
+            return MIXED_VERSIONS
+        version = outcome.version_max
+        if self._settings.leftovers is Leftovers.DROP and version != self.current_version:
+            return OLD_VERSION
+        own = [w for w in self._room.of_version(version) if w.user_id == outcome.user_id]
+        tokens = sum(w.figures.tokens for w in own) + outcome.sampled_tokens
+        return USER_CAP if own and tokens > self._settings.max_share_per_user * self._settings.max_tokens else ""
+
+    def _learns_from(self, arm: str) -> bool:
+        return not self._settings.arms or arm in self._settings.arms
+
+    # Batches
+
+    def _batch_for(self, outcome: Outcome) -> tuple[list[Emit], OpenBatch]:
+        """The open batch of an outcome's version, and what had to close before it."""
+        found = self._open.get(outcome.version_max)
+        batches: list[Emit] = []
+        if found is not None:
+            if found.map_version == outcome.map_version:
+                return [], found
+            # Rewards of two maps are no rewards of one batch.
+            batches = self._close(found, BatchClose.TIME) if self._has_enough(found) else []
+            self._drop_all(found.version, OLD_MAP)
+        opened_at = self._head.clock_us
+        overdue_at = opened_at + _us(self._settings.max_wait_s)
+        batch = OpenBatch(outcome.version_max, outcome.map_version, opened_at, overdue_at, overdue_at)
+        self._store.save(batch)
+        self._open[batch.version] = batch
+        return batches, batch
+
+    def _end_leftovers(self) -> None:
+        """Drop the batches of versions that are not served now, as the policy says."""
+        for batch in list(self._open.values()):
+            left_over = batch.version != self.current_version
+            # A kept one that is overdue and has too few would wait for members that nobody serves any more.
+            if left_over and (self._settings.leftovers is Leftovers.DROP or batch.due_at == NEVER):
+                self._drop_all(batch.version, OLD_VERSION)
+
+    def _drop_all(self, version: int, reason: str) -> None:
+        for waiting in self._room.of_version(version):
+            self._drop(waiting, reason)
+
+    def _kept(self, batch: OpenBatch) -> list[Waiting]:
+        waiting = self._room.of_version(batch.version)
+        return within_share(waiting, self._settings.max_share_per_user)[: self._settings.max_members]
+
+    def _has_enough(self, batch: OpenBatch) -> bool:
+        return len(self._kept(batch)) >= self._settings.min_members
+
+    def _close_if_ready(self, batch: OpenBatch) -> list[Emit]:
+        waiting = self._room.of_version(batch.version)
+        limits = self._settings
+        overdue = batch.overdue_at <= self._head.clock_us
+        full = sum(w.figures.tokens for w in waiting) >= limits.max_tokens or len(waiting) >= limits.max_members
+        if not (overdue or full):
+            return []
+        kept = self._kept(batch)
+        if len(kept) < limits.min_members:
+            return []
+        if sum(w.figures.tokens for w in kept) >= limits.max_tokens or len(kept) >= limits.max_members:
+            return self._close(batch, BatchClose.TOKENS)
+        return self._close(batch, BatchClose.TIME) if overdue else []
+
+    def _close(self, batch: OpenBatch, reason: BatchClose) -> list[Emit]:
+        kept = self._kept(batch)
+        names = {waiting.interaction_id for waiting in kept}
+        for waiting in self._room.of_version(batch.version):
+            if waiting.interaction_id not in names:
+                self._drop(waiting, USER_CAP)
+        members = kept + self._room.corrections(self._settings.max_members - len(kept))
+        record = self._record(batch, members, kept, reason)
+        for waiting in members:
+            self._leave(waiting)
+        self._head.batched += len(members)
+        self._head.sequence += 1
+        self._head.dropped = {}
+        self._head.served = Tally()
+        for served in self._served_users.values():
+            self._store.forget(served)
+        self._served_users.clear()
+        return [Emit(Topic.ONLINE_BATCHES, record.batch_id, record, BATCHES_PARTITION)]
+
+    def _record(
+        self, batch: OpenBatch, members: Sequence[Waiting], kept: Sequence[Waiting], reason: BatchClose
+    ) -> OnlineBatch:
+        named = sorted(members, key=lambda w: w.interaction_id)
+        trained = Tally()
+        for waiting in kept:
+            trained.add(waiting.figures)
+        served = self._head.served.numbers(len(self._served_users))
+        first = hashlib.sha256(named[0].interaction_id.encode()).hexdigest()[:12]
+        return OnlineBatch(
+            batch_id=f"{self._run_id}.{self._branch}.{self._head.sequence:08d}-{first}",
+            run_id=self._run_id,
+            branch=self._branch,
+            sequence=self._head.sequence,
+            version=batch.version,
+            members=[_member(waiting) for waiting in named],
+            tokens=sum(w.figures.tokens for w in named),
+            closed_by=reason,
+            dropped=dict(sorted(self._head.dropped.items())),
+            selection=compared(served, trained.numbers(len({w.user_id for w in kept}))),
+            map_version=batch.map_version,
+            opened_at=batch.opened_at,
+            closed_at=self._head.clock_us,
+        )
+
+    # Entries
+
+    def _waiting(self, interaction_id: str) -> Waiting | None:
+        entry = self._store.get(f"wait/{interaction_id}")
+        return entry if isinstance(entry, Waiting) else None
+
+    def _wait(self, waiting: Waiting) -> None:
+        self._store.save(waiting)
+        self._room.add(waiting)
+
+    def _leave(self, waiting: Waiting) -> None:
+        """It is in a batch."""
+        self._end_wait(waiting)
+        self._set_fate(waiting.interaction_id, Fate.BATCHED)
+
+    def _drop(self, waiting: Waiting, reason: str) -> None:
+        self._end_wait(waiting)
+        # What a dropped correction would have corrected was trained all the same.
+        self._set_fate(waiting.interaction_id, Fate.BATCHED if waiting.correction else Fate.DROPPED)
+        self._count(reason)
+
+    def _lose(self, outcome: Outcome, reason: str, fate: Fate = Fate.DROPPED) -> list[Emit]:
+        """An outcome that does not even wait."""
+        self._mark(outcome.interaction_id, outcome.revision, fate)
+        self._count(reason)
+        return []
+
+    def _count(self, reason: str) -> None:
+        self._head.lost += 1
+        self._head.dropped[reason] = self._head.dropped.get(reason, 0) + 1
+
+    def _end_wait(self, waiting: Waiting) -> None:
+        self._store.forget(waiting)
+        self._room.remove(waiting)
+        if not waiting.correction and not self._room.of_version(waiting.version_max):
+            self._store.forget(self._open.pop(waiting.version_max))
+
+    def _mark(self, interaction_id: str, revision: int, fate: Fate) -> None:
+        due_at = self._head.clock_us + _us(self._settings.done_ttl_s)
+        self._store.save(Mark(interaction_id, revision, fate, due_at))
+
+    def _set_fate(self, interaction_id: str, fate: Fate) -> None:
+        mark = self._store.get(f"mark/{interaction_id}")
+        if isinstance(mark, Mark):
+            self._store.save(replace(mark, fate=fate))
+
+
+def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
+    """Why an outcome cannot be used; empty when it can."""
+    name = outcome.interaction_id
+    if not name or name.startswith(NO_IDENTIFIER) or key != name.encode():
+        return f"the key {key!r} is not the interaction_id {name!r}"
+    if (outcome.reward is None) != bool(outcome.exclusion):
+        return f"reward {outcome.reward} and exclusion {outcome.exclusion!r}: an ending is one of the two"
+    numbers = [n for n in (outcome.reward, outcome.previous_reward, outcome.latency_ms) if n is not None]
+    if not all(map(math.isfinite, numbers)):
+        return f"rewards and latency must be finite: {numbers}"
+    if outcome.revision < 0 or (outcome.revision == 0 and outcome.previous_reward is not None):
+        return f"revision {outcome.revision} cannot follow a reward of {outcome.previous_reward}"
+    if outcome.reward is not None and (outcome.sampled_tokens < 1 or outcome.version_min < 0):
+        return f"a reward for {outcome.sampled_tokens} tokens of version {outcome.version_min}"
+    return ""
+
+
+def _waiting_of(outcome: Outcome, order: int, reward: float, *, correction: bool) -> Waiting:
+    return Waiting(
+        interaction_id=outcome.interaction_id,
+        order=order,
+        user_id=outcome.user_id,
+        topic=outcome.topic,
+        partition=outcome.partition,
+        offset=outcome.offset,
+        reward=reward,
+        correction=correction,
+        version_min=outcome.version_min,
+        version_max=outcome.version_max,
+        feedback_at=outcome.feedback_at,
+        served_at=outcome.served_at,
+        figures=Figures.of(outcome),
+    )
+
+
+def _member(waiting: Waiting) -> OnlineMember:
+    return OnlineMember(
+        interaction_id=waiting.interaction_id,
+        user_id=waiting.user_id,
+        topic=waiting.topic,
+        partition=waiting.partition,
+        offset=waiting.offset,
+        reward=waiting.reward,
+        correction=waiting.correction,
+        sampled_tokens=waiting.figures.tokens,
+        version_min=waiting.version_min,
+        version_max=waiting.version_max,
+        arm=waiting.figures.arm,
+        feedback_at=waiting.feedback_at,
+    )
