@@ -14,7 +14,7 @@ from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.query_command import query
-from tidemill.compose.roles import documents, feed, rollout, route, serve, sink, stream, train
+from tidemill.compose.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.topics_command import topics
 from tidemill.compose.trace_command import trace
@@ -41,7 +41,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRA
 app.add_typer(stack_app, name="stack")
 app.command(rich_help_panel="The log")(topics)
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
-for _role in (feed, rollout, route, documents):
+for _role in (feed, rollout, route, gateway, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))
 app.command(rich_help_panel="Trainer")(with_settings(train))
@@ -49,8 +49,8 @@ for _role in (serve, sink):
     app.command(rich_help_panel="Consumers")(with_settings(_role))
 app.command(rich_help_panel="Consumers")(query)
 app.command(rich_help_panel="Consumers")(with_settings(trace))
-app.add_typer(users_app, name="users", rich_help_panel="Consumers")
 app.add_typer(gate_app, name="gate", rich_help_panel="Consumers")
+app.add_typer(users_app, name="users", rich_help_panel="Consumers")
 app.command(rich_help_panel="All of it")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)

@@ -54,11 +54,11 @@ def parse_json(body: bytes) -> Any:  # noqa: ANN401 - a JSON tree
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        double = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise Problem(400, f"the key {double[:40]!r} comes twice in one object")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise Problem(400, f"the key {key[:40]!r} comes twice in one object")
+        found[key] = value
     return found
 
 

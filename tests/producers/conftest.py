@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
@@ -13,6 +14,7 @@ import pytest
 from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.producers.feedback_support import StallingLog, stalling_log
 from tidemill.producers.harness import END, MARKERS
 
 Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
@@ -147,3 +149,12 @@ def new_replica(tokenizer: Tokenizer) -> Iterator[Callable[[str], FakeReplica]]:
 def bodies() -> Callable[..., dict]:
     """Makes a replica's answer."""
     return completion_body
+
+
+@pytest.fixture(scope="session")
+def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallingLog]:
+    """A broker that can be made to stall."""
+    with stalling_log(tmp_path_factory.mktemp("stalling")) as log:
+        yield log
+        # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
+        gc.collect()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from tests.producers.feedback_support import (
     PRODUCT,
     StallingLog,
     pseudonym,
-    stalling_log,
     token,
     topics_of,
     written,
@@ -48,13 +45,6 @@ from tidemill.schemas.records import SignalKind
 @pytest.fixture
 def settings(kafka, topic_prefix) -> KafkaSettings:
     return topics_of(kafka.bootstrap, topic_prefix)
-
-
-@pytest.fixture(scope="module")
-def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallingLog]:
-    with stalling_log(tmp_path_factory.mktemp("stalling")) as log:
-        yield log
-        gc.collect()
 
 
 def test_what_is_sent_is_written_as_it_was_meant(settings: KafkaSettings):

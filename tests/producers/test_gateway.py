@@ -1,0 +1,545 @@
+"""The gateway over real sockets and a real log: what it takes is in the log, and what each attack gets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import httpx
+import pytest
+
+from tests.producers.feedback_support import (
+    DEADLINE_S,
+    FORGER,
+    NOWHERE,
+    PRODUCT,
+    StallingLog,
+    pseudonym,
+    token,
+    topics_of,
+    written,
+)
+from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.gateway.server import GatewayServer, PortTaken, bind, serve_until
+from tidemill.producers.product.settings import KeysMissing, ProductSettings
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import Feedback, SignalKind
+
+KEY, OTHER_KEY = "k" * 64, "o" * 64
+HASHES = {"shop": hashlib.sha256(KEY.encode()).hexdigest(), "web": hashlib.sha256(OTHER_KEY.encode()).hexdigest()}
+FREE = GatewaySettings(
+    port=0, api_keys=HASHES, user_rate=1000, user_burst=10_000, key_burst=10_000, key_rate=10_000,
+    acknowledge_timeout_s=DEADLINE_S,
+)  # fmt: skip
+WHEN = "2026-11-21T12:00:00Z"
+
+
+@contextmanager
+def serving(kafka: KafkaSettings, settings: GatewaySettings = FREE) -> Iterator[httpx.Client]:
+    with (
+        GatewayServer(kafka, PRODUCT, settings) as server,
+        httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=DEADLINE_S) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def log_settings(kafka) -> KafkaSettings:
+    return topics_of(kafka.bootstrap, f"gateway{os.getpid()}.")
+
+
+@pytest.fixture(scope="module")
+def client(log_settings: KafkaSettings) -> Iterator[httpx.Client]:
+    with serving(log_settings) as client:
+        yield client
+
+
+def event(interaction_id: str = "i-1", served: str | None = "ann", **changes: object) -> dict:
+    """An event of who was served the interaction, but for the changes."""
+    base = {"interaction": token(interaction_id, served), "kind": "thumb", "value": 1, "user": served}
+    return {**base, "event_id": "e-1", **changes}
+
+
+def of(settings: KafkaSettings, interaction_id: str) -> list[Feedback]:
+    return [f.record for f in written(settings) if f.record.interaction_id == interaction_id]
+
+
+def problem(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    assert set(response.json()) == {"title", "status", "detail"}
+    assert "Traceback" not in response.text and "/tidemill" not in response.text and len(response.text) < 2000
+    return response.json()["detail"]
+
+
+def test_what_is_answered_with_202_is_in_the_log(client: httpx.Client, log_settings: KafkaSettings):
+    answer = client.post("/v1/feedback", json=event("taken", observed_at="2026-11-21T12:00:00.250+02:00"))
+    assert (answer.status_code, answer.json()) == (202, {"event_id": "e-1"})
+    record = of(log_settings, "taken")[0]
+    at = 1_795_255_200_250_000
+    assert record == Feedback("e-1", "taken", pseudonym(), SignalKind.THUMB, 1.0, at, "shop", None)
+
+
+def test_an_event_sent_again_has_the_same_answer_and_the_same_key(client: httpx.Client, log_settings: KafkaSettings):
+    body = event("again", event_id=None, observed_at=WHEN)
+    answers = [client.post("/v1/feedback", json=body) for _ in range(3)]
+    assert {answer.status_code for answer in answers} == {202}
+    assert len({answer.text for answer in answers}) == 1
+    assert len({f.key for f in written(log_settings) if f.record.interaction_id == "again"}) == 1
+
+
+def test_a_withdrawal_and_nobody_are_taken(client: httpx.Client, log_settings: KafkaSettings):
+    back = event("back", value=None, corrects="e-1", event_id="e-2")
+    assert client.post("/v1/feedback", json=back).status_code == 202
+    assert client.post("/v1/feedback", json=event("nobody", None)).status_code == 202
+    assert [(r.value, r.corrects) for r in of(log_settings, "back")] == [(None, "e-1")]
+    assert of(log_settings, "nobody")[0].user_id == ""
+
+
+def test_a_batch_takes_and_refuses_each_event_by_itself(client: httpx.Client, log_settings: KafkaSettings):
+    events = [
+        event("mixed", event_id="good-1"),
+        event("mixed", event_id="stolen", user="bob"),
+        event("mixed", event_id="silly", value=9),
+        "no event",
+        event("mixed", event_id="extra", admin=True),
+        event("mixed", event_id="good-2", kind="undo"),
+    ]
+    answer = client.post("/v1/feedback/batch", json={"events": events})
+    assert answer.status_code == 207
+    results = answer.json()["results"]
+    assert [result["status"] for result in results] == [202, 403, 422, 422, 422, 202]
+    assert answer.json()["accepted"] == 2
+    assert results[0] == {"status": 202, "event_id": "good-1"}
+    assert "not served to this user" in results[1]["detail"]
+    assert "admin: Extra inputs are not permitted" in results[4]["detail"]
+    assert sorted(r.event_id for r in of(log_settings, "mixed")) == ["good-1", "good-2"]
+
+
+def test_a_whole_batch_is_in_the_log(client: httpx.Client, log_settings: KafkaSettings):
+    events = [event("whole", event_id=f"e{n}") for n in range(200)]
+    answer = client.post("/v1/feedback/batch", json={"events": events})
+    assert (answer.status_code, answer.json()["accepted"]) == (202, 200)
+    assert sorted(r.event_id for r in of(log_settings, "whole")) == sorted(f"e{n}" for n in range(200))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"events": []}, "events: List should have at least 1"),
+        ({"events": [{}] * 201}, "201 of them"),
+        ({"events": {"a": 1}}, "events: Input should be a valid list"),
+        ({}, "events: Field required"),
+        ([], "event: Input should be"),
+        ({"events": [{}], "more": 1}, "more: Extra inputs"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(client: httpx.Client, body: object, said: str):
+    assert said in problem(client.post("/v1/feedback/batch", json=body), 422)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"user": "bob"},
+        {"user": None},
+        {"interaction": token("f-1", product=FORGER)},
+        {"interaction": token("f-2", "bob")},
+        {"interaction": "f-9" + token("f-1")[3:]},
+        {"interaction": "f-1"},
+        {"interaction": ""},
+        {"interaction": "../../etc/passwd." + "A" * 43},
+    ],
+)
+def test_forged_and_stolen_interactions_are_refused(client: httpx.Client, log_settings: KafkaSettings, forged: dict):
+    assert "interaction" in problem(client.post("/v1/feedback", json=event("f-1", **forged)), 403)
+    assert of(log_settings, "f-1") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "thumbs"}, "kind: Input should be 'thumb'"),
+        ({"kind": 1}, "kind: Input should be"),
+        ({"value": 2}, "1 or -1"),
+        ({"value": "1"}, "value: Input should be a valid number"),
+        ({"value": True}, "value: Input should be a valid number"),
+        ({"value": [1]}, "value: Input should be a valid number"),
+        ({"value": None}, "value: is missing"),
+        ({"value": 10**400}, "value"),
+        ({"user": 7}, "user: Input should be a valid string"),
+        ({"user": ""}, "user: a user id has 1 to 512"),
+        ({"user": "u" * 513}, "user: String should have at most"),
+        ({"user": "\ud800"}, "user"),
+        ({"interaction": "i" * 257}, "interaction: String should have at most"),
+        ({"interaction": None}, "interaction: Input should be a valid string"),
+        ({"event_id": "a/b"}, "event_id: an event id is"),
+        ({"event_id": "\x00tick/0"}, "event_id: an event id is"),
+        ({"event_id": None}, "give event_id or observed_at"),
+        ({"corrects": "e-1"}, "cannot correct itself"),
+        ({"corrects": ["e"]}, "corrects: Input should be a valid string"),
+        ({"observed_at": 1_795_262_400}, "text in ISO 8601"),
+        ({"observed_at": "1795262400"}, "text in ISO 8601"),
+        ({"observed_at": "2026-11-21T12:00:00"}, "observed_at: Input should have timezone info"),
+        ({"observed_at": "2026-11-21T99:00:00Z"}, "observed_at: Input should be a valid datetime"),
+        ({"observed_at": "1999-01-01T00:00:00Z"}, "observed_at: is "),
+        ({"observed_at": "9999-12-31T23:59:59Z"}, "ahead of now"),
+        ({"unknown": 1}, "unknown: Extra inputs are not permitted"),
+        ({"__proto__": {}}, "__proto__: Extra inputs"),
+        ({"x" * 5000: 1}, "Extra inputs"),
+    ],
+)
+def test_an_event_that_says_what_it_cannot_is_refused(client: httpx.Client, changes: dict, said: str):
+    assert said in problem(client.post("/v1/feedback", content=json.dumps(event(**changes)), headers=JSON), 422)
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def test_many_faults_are_told_in_few_words(client: httpx.Client):
+    body = {f"k{n}": n for n in range(10_000)}
+    assert "and " in problem(client.post("/v1/feedback", json=body), 422)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[" * 100_000, b'{"value": NaN}', b'{"a": 1, "a": 2}', b"\xff", b"9" * 9000]
+)
+def test_what_is_no_json_is_refused(client: httpx.Client, body: bytes):
+    problem(client.post("/v1/feedback", content=body, headers=JSON), 400)
+    problem(client.post("/v1/feedback/batch", content=body, headers=JSON), 400)
+
+
+def test_numbers_out_of_range_are_refused(client: httpx.Client):
+    text = json.dumps(event()).replace('"value": 1', '"value": 1e999')
+    assert "finite" in problem(client.post("/v1/feedback", content=text, headers=JSON), 422)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": ""},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_another_kind_of_body_is_refused(client: httpx.Client, headers: dict):
+    problem(client.post("/v1/feedback", content=json.dumps(event()), headers=headers), 415)
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY}k", KEY,
+                                   f"Bearer {HASHES['shop']}", "Bearer é", "Bearer " + "k" * 8000])  # fmt: skip
+def test_who_has_no_key_is_refused(client: httpx.Client, value: str):
+    for path in ("/v1/feedback", "/v1/feedback/batch"):
+        answer = client.post(path, content=b"{", headers={**JSON, "Authorization": value.encode()})
+        assert "known API key" in problem(answer, 401)
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_the_body_of_who_has_no_key_is_not_waited_for(client: httpx.Client):
+    with closing(raw(client)) as connection:
+        connection.sendall(head("Content-Length: 1000").replace(KEY.encode(), b"unknown"))
+        assert b" 401 " in read_to_end(connection).splitlines()[0]
+
+
+def test_each_key_has_its_name_in_the_records(client: httpx.Client, log_settings: KafkaSettings):
+    client.post("/v1/feedback", json=event("named", event_id="a"))
+    client.post("/v1/feedback", json=event("named", event_id="b"), headers={"Authorization": f"Bearer {OTHER_KEY}"})
+    assert {r.event_id: r.source for r in of(log_settings, "named")} == {"a": "shop", "b": "web"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("POST", "/v1/feedback/", 404),
+        ("POST", "/v1//feedback", 404),
+        ("POST", "/v1/feedback/../../metrics", 404),
+        ("POST", "/v1/feedback/%2e%2e/batch", 404),
+        ("POST", "/V1/FEEDBACK", 404),
+        ("POST", "/v1/feedback%00", 404),
+        ("POST", "//evil.invalid/v1/feedback", 404),
+        ("GET", "/v1/feedback", 405),
+        ("DELETE", "/v1/feedback", 405),
+        ("POST", "/metrics", 405),
+    ],
+)
+def test_other_paths_and_methods_lead_nowhere(client: httpx.Client, method: str, path: str, status: int):
+    with closing(raw(client)) as connection:
+        lines = [f"{method} {path} HTTP/1.1", "Host: gateway", f"Authorization: Bearer {KEY}", "Connection: close"]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        answer = read_to_end(connection)
+    assert f" {status} ".encode() in answer.splitlines()[0]
+    assert b"application/problem+json" in answer and b"location:" not in answer.lower()
+
+
+def raw(client: httpx.Client) -> socket.socket:
+    return socket.create_connection((client.base_url.host, client.base_url.port), timeout=DEADLINE_S)
+
+
+def head(*lines: str, path: str = "/v1/feedback") -> bytes:
+    base = [f"POST {path} HTTP/1.1", "Host: gateway", f"Authorization: Bearer {KEY}", "Content-Type: application/json"]
+    return "\r\n".join([*base, *lines, "", ""]).encode()
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    found = bytearray()
+    try:
+        while chunk := connection.recv(65_536):
+            found += chunk
+    except ConnectionResetError:
+        # It closed while this side was still sending.
+        return bytes(found)
+    return bytes(found)
+
+
+def test_a_body_that_says_it_is_too_long_is_not_waited_for(client: httpx.Client):
+    with closing(raw(client)) as connection:
+        connection.sendall(head(f"Content-Length: {10**12}"))
+        assert b" 413 " in read_to_end(connection).splitlines()[0]
+    with closing(raw(client)) as connection:
+        connection.sendall(head("Content-Length: " + "9" * 19))
+        assert b" 413 " in read_to_end(connection).splitlines()[0]
+
+
+def test_a_body_that_turns_out_too_long_is_cut_while_it_is_read(client: httpx.Client):
+    chunk = b"10000\r\n" + b"[" * 65_536 + b"\r\n"
+    sent = 0
+    with closing(raw(client)) as connection:
+        connection.sendall(head("Transfer-Encoding: chunked"))
+        try:
+            while sent < 200:
+                connection.sendall(chunk)
+                sent += 1
+        except ConnectionError:
+            pass
+        answer = read_to_end(connection)
+    assert sent < 200
+    assert not answer or b" 413 " in answer.splitlines()[0]
+
+
+def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
+    with serving(log_settings, FREE.model_copy(update={"body_timeout_s": 0.5})) as client:
+        slow = [raw(client) for _ in range(20)]
+        for connection in slow:
+            connection.sendall(head("Content-Length: 100") + b'{"interac')
+        assert client.post("/v1/feedback", json=event("beside")).status_code == 202
+        for connection in slow:
+            with closing(connection):
+                answer = read_to_end(connection)
+                assert b" 408 " in answer.splitlines()[0] and b"within 0.5 s" in answer
+
+
+def test_what_is_no_http_is_refused(client: httpx.Client):
+    for noise in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"x" * 200_000,
+    ):
+        with closing(raw(client)) as connection:
+            connection.sendall(noise + b"\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            answer = read_to_end(connection)
+            assert not answer or b" 400 " in answer.splitlines()[0]
+    assert client.get("/healthz").status_code == 200
+
+
+def test_a_flood_from_one_key_is_capped_and_the_other_key_goes_on(log_settings: KafkaSettings):
+    capped = FREE.model_copy(update={"key_rate": 0.5, "key_burst": 20, "max_batch": 20})
+    with serving(log_settings, capped) as client:
+        events = [event("flood", event_id=f"e{n}") for n in range(15)]
+        assert client.post("/v1/feedback/batch", json={"events": events}).status_code == 202
+        refused = client.post("/v1/feedback/batch", json={"events": events})
+        assert "sends more than 0.5 events a second" in problem(refused, 429)
+        assert 1 <= int(refused.headers["retry-after"]) <= 30
+        # What is malformed counts too, or a flood of it would be free.
+        answers = [client.post("/v1/feedback", content=b"{", headers=JSON).status_code for _ in range(30)]
+        assert answers[0] == 400 and answers[-1] == 429 and answers == sorted(answers)
+        other = {"Authorization": f"Bearer {OTHER_KEY}"}
+        assert client.post("/v1/feedback/batch", json={"events": events}, headers=other).status_code == 202
+
+
+def test_a_flood_in_one_users_name_is_capped_and_other_users_go_on(log_settings: KafkaSettings):
+    capped = FREE.model_copy(update={"user_rate": 0.01, "user_burst": 5})
+    with serving(log_settings, capped) as client:
+        events = [event(f"u{n}", event_id="e") for n in range(8)] + [event("u9", "bob")]
+        answer = client.post("/v1/feedback/batch", json={"events": events})
+        results = answer.json()["results"]
+        assert [result["status"] for result in results] == [202] * 5 + [429] * 3 + [202]
+        assert results[5]["retry_after_s"] > 1 and "one user" in results[5]["detail"]
+        single = client.post("/v1/feedback", json=event("u9"))
+        assert "one user" in problem(single, 429) and int(single.headers["retry-after"]) > 1
+        # A stranger with Bob's name and no token of Bob's uses up nothing of Bob's.
+        for _ in range(10):
+            assert client.post("/v1/feedback", json=event("u9", "eve", user="bob")).status_code == 403
+        for number in range(4):
+            assert client.post("/v1/feedback", json=event("u9", "bob", event_id=f"b{number}")).status_code == 202
+
+
+def test_replays_are_one_event_to_whoever_reads_by_key(client: httpx.Client, log_settings: KafkaSettings):
+    body = event("replayed")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.post("/v1/feedback", json=body).status_code, range(50)))
+    assert set(answers) == {202}
+    assert {f.key for f in written(log_settings) if f.record.interaction_id == "replayed"} == {b"replayed/e-1"}
+
+
+def retry_until_taken(client: httpx.Client, body: dict) -> None:
+    """What a client does with 503."""
+    deadline = time.monotonic() + 2 * DEADLINE_S
+    while (status := client.post("/v1/feedback", json=body).status_code) != 202:
+        assert status == 503 and time.monotonic() < deadline
+
+
+def test_a_stalled_log_is_503_and_the_retry_counts_once(stalling: StallingLog):
+    settings = FREE.model_copy(update={"acknowledge_timeout_s": 1.0, "max_queued": 5})
+    with serving(stalling.settings, settings) as client:
+        retry_until_taken(client, event("stalled"))
+        events = [event("stalled", event_id=f"s{n}") for n in range(8)]
+        with stalling.stalled():
+            refused = client.post("/v1/feedback", json=event("stalled", event_id="s9"))
+            assert "send it again with the same event_id" in problem(refused, 503)
+            assert int(refused.headers["retry-after"]) >= 1
+            whole = client.post("/v1/feedback/batch", json={"events": events})
+            assert whole.status_code == 503 and whole.headers["retry-after"]
+            assert {result["event_id"] for result in whole.json()["results"]} == {f"s{n}" for n in range(8)}
+            assert {result["status"] for result in whole.json()["results"]} == {503}
+            assert client.get("/healthz").status_code == 503
+        for late in [*events, event("stalled", event_id="s9")]:
+            retry_until_taken(client, late)
+    keys = {f.key for f in written(stalling.settings) if f.record.interaction_id == "stalled"}
+    assert keys == {f"stalled/{name}".encode() for name in ["e-1", "s9", *(f"s{n}" for n in range(8))]}
+
+
+def test_without_a_log_it_says_so_and_takes_nothing():
+    settings = FREE.model_copy(update={"acknowledge_timeout_s": 0.5})
+    with serving(KafkaSettings(bootstrap=NOWHERE), settings) as client:
+        health = client.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+        detail = problem(client.post("/v1/feedback", json=event()), 503)
+        assert NOWHERE not in detail
+        assert client.get("/metrics").status_code == 200
+
+
+def test_a_log_without_the_topic_says_so(kafka, topic_prefix):
+    with serving(KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)) as client:
+        assert "tidemill topics --create" in client.get("/healthz").json()["detail"]
+        problem(client.post("/v1/feedback", json=event()), 503)
+
+
+def test_health_and_metrics(client: httpx.Client):
+    assert client.get("/healthz").json() == {"status": "ok", "detail": "the log answers"}
+
+    def value(line: str) -> float:
+        found = re.search(rf"^{re.escape(line)} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
+
+    taken = 'tidemill_gateway_events_total{key="shop",status="202"}'
+    forged = 'tidemill_gateway_events_total{key="shop",status="403"}'
+    lost = 'tidemill_gateway_requests_total{route="other",status="404"}'
+    before = [value(line) for line in (taken, forged, lost)]
+    client.post("/v1/feedback", json=event())
+    client.post("/v1/feedback", json=event(user="bob"))
+    for number in range(5):
+        client.get(f"/no/such/path/{number}")
+    assert [value(line) for line in (taken, forged, lost)] == [before[0] + 1, before[1] + 1, before[2] + 5]
+    assert value("tidemill_gateway_pending") == 0
+    assert "/no/such/path" not in client.get("/metrics").text
+
+
+def test_the_api_page_describes_what_is_taken(client: httpx.Client):
+    assert client.get("/docs").status_code == 200
+    schema = client.get("/openapi.json").json()
+    operations = {path: schema["paths"][path]["post"] for path in ("/v1/feedback", "/v1/feedback/batch")}
+    for operation in operations.values():
+        assert operation["security"] == [{"HTTPBearer": []}]
+        assert {"202", "401", "413", "422", "429", "503"} <= set(operation["responses"])
+    named = set(schema["components"]["schemas"])
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(schema))) <= named
+    assert {"FeedbackIn", "BatchIn", "SignalKind"} <= named
+    examples = operations["/v1/feedback"]["requestBody"]["content"]["application/json"]["examples"]
+    for example in examples.values():
+        # Right in everything but the signature, which nobody can publish.
+        refused = client.post("/v1/feedback", json=example["value"])
+        assert "not served to this user" in problem(refused, 403)
+
+
+def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a secret of the program")
+
+    monkeypatch.setattr("tidemill.producers.gateway.app.parse_json", broken)
+    assert problem(client.post("/v1/feedback", json=event()), 500) == "an error of the gateway"
+
+
+def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: KafkaSettings):
+    with pytest.raises(KeysMissing, match="openssl rand"):
+        GatewayServer(log_settings, ProductSettings(), FREE)
+    with pytest.raises(ValueError, match="no API keys"):
+        GatewayServer(log_settings, PRODUCT, GatewaySettings())
+    with closing(bind("127.0.0.1", 0)) as taken, pytest.raises(PortTaken, match=r"gateway\.port"):
+        bind("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(PortTaken, match=r"gateway\.host"):
+        bind("no-such-host.invalid", 0)
+
+
+def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GatewayServer, "_serve", lambda self: None)
+    with pytest.raises(RuntimeError, match="ended by itself"):
+        serve_until(threading.Event(), log_settings, PRODUCT, FREE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_role_ends_cleanly_and_keeps_what_it_took(log_settings: KafkaSettings, number: int):
+    with closing(bind("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = PRODUCT.revealed()
+    environment = {
+        **os.environ,
+        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys["signing_keys"]),
+        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": str(keys["pseudonym_key"]),
+        "TIDEMILL_GATEWAY__API_KEYS": json.dumps(HASHES),
+    }
+    command = ["-m", "tidemill.compose.cli", "gateway", "--port", str(port), "--bootstrap", log_settings.bootstrap]
+    process = subprocess.Popen(
+        [sys.executable, *command, "--topic-prefix", log_settings.topic_prefix, "--set", "gateway.linger_ms=100"],
+        env=environment, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"})
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            assert time.monotonic() < deadline and process.poll() is None
+            try:
+                if client.get("/healthz", timeout=5).status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        interaction = f"role-{number}"
+        with ThreadPoolExecutor(4) as pool:
+            posts = {
+                f"e{n}": pool.submit(client.post, "/v1/feedback", json=event(interaction, event_id=f"e{n}"), timeout=60)
+                for n in range(40)
+            }
+            assert posts["e0"].result().status_code == 202
+            process.send_signal(number)
+        _, said = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said and KEY not in said
+        # Later ones find the door closed.
+        taken = {name for name, post in posts.items() if post.exception() is None and post.result().status_code == 202}
+        assert "e0" in taken and taken <= {record.event_id for record in of(log_settings, interaction)}
+    finally:
+        process.kill()
+        process.wait()
