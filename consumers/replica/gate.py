@@ -4,9 +4,9 @@ The newest decision that sets a limit holds (hold, roll back, promote, release);
 the limit as it is, so that rejecting a version never lets go of a hold.
 
 Without a pool every published version within the limit may be served. In a pool only what was named is: `stable` serves
-the versions that were promoted or rolled back to, `canary` the version under trial beside them. A hold is a limit there
-too and names nothing, so that no version comes to users by it. A trial ends with the next decision that sets a limit
-and with the rejection of the version tried.
+the version that was promoted or rolled back to last, `canary` the version under trial while there is one. A hold is a
+limit there too and names nothing, so that no version comes to users by it; a release lifts it and names nothing either.
+A trial ends with the next decision that sets or lifts a limit, and with the rejection of the version tried.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Gate:
         self._pool = pool
         self._limit: GateDecision | None = None
         self._trial: GateDecision | None = None
-        self._named: set[int] = set()
+        self._named: list[int] = []
+        """In order of the last decision that named each."""
         self._rejected: dict[int, GateDecision] = {}
 
     def observe(self, decision: GateDecision) -> str:
@@ -47,7 +48,7 @@ class Gate:
         elif decision.verdict is not GateVerdict.ADMIT:
             self._limit, self._trial = decision, None
             if decision.verdict in _NAMED:
-                self._named.add(decision.version)
+                self._named = [*(known for known in self._named if known != decision.version), decision.version]
         return ""
 
     def objection(self, version: int) -> str:
@@ -75,13 +76,13 @@ class Gate:
         return self.forbidden(version) if version in self._rejected or must_leave else ""
 
     def preferred(self, serving: int | None) -> list[int]:
-        """The versions that a replica of a pool should serve, the best first: the trial, then the newest named one.
+        """The versions that a replica of a pool should serve, the best first: the trial, then what was named last.
 
-        What is served above a hold stays ahead of the older ones, although a replica might not go there.
+        What is served above a hold is among them, although a replica might not go there.
         """
         tried, stays = self._tried(), serving is not None and not self.notice(serving)
-        named = {v for v in self._named if not self.objection(v) or (stays and v == serving)} - {tried}
-        return [*([] if tried is None else [tried]), *sorted(named, reverse=True)]
+        named = [v for v in reversed(self._named) if not self.objection(v) or (stays and v == serving)]
+        return named if tried is None else [tried, *(version for version in named if version != tried)]
 
     def _tried(self) -> int | None:
         return self._trial.version if self._pool is Pool.CANARY and self._trial is not None else None

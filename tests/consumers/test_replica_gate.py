@@ -78,6 +78,17 @@ def test_a_roll_back_and_a_rejection_lead_back_without_a_restart():
     assert then(state, decision("reject", 3)) == 0
 
 
+def test_a_release_leaves_the_stable_pool_where_it_was_rolled_back_to():
+    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("promote", 7))
+    assert then(state, decision("roll_back", 3), decision("release")) == 3
+    assert then(state, decision("promote", 5)) == 5
+
+
+def test_an_older_version_that_is_promoted_is_gone_back_to():
+    state = in_pool(Pool.STABLE, *versions(10), decision("promote", 7), decision("promote", 3))
+    assert then(state, decision("promote", 7)) == 7 and then(state, decision("promote", 3)) == 3
+
+
 def test_a_hold_stops_the_stable_pool_and_brings_nothing_to_users():
     state = in_pool(Pool.STABLE, *versions(10), decision("promote", 3), decision("hold", 5))
     assert state.serving == 3

@@ -284,7 +284,8 @@ def _check(move: Move, before: int | None, refusals: set, decisions: list[GateDe
         at = delta.version
     assert at == move.target.version != before
     rejected = {one.version for one in decisions if one.verdict is GateVerdict.REJECT}
-    limits = [one for one in decisions if one.verdict is not GateVerdict.REJECT]
+    without_limit = (GateVerdict.REJECT, GateVerdict.CANARY, GateVerdict.ADMIT)
+    limits = [one for one in decisions if one.verdict not in without_limit]
     limit = limits[-1].version if limits and limits[-1].verdict is not GateVerdict.RELEASE else None
     assert at not in rejected and (limit is None or at <= limit)
     if before is not None and at < before:
