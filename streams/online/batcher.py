@@ -121,13 +121,17 @@ class OnlineBatcher:
     def _fall_due(self) -> list[Emit]:
         batches = []
         for entry in self._store.due(self._head.clock_us):
-            if isinstance(entry, OpenBatch):
-                entry.due_at = NEVER
-                self._store.save(entry)
-                batches += self._close_if_ready(entry)
-                self._end_leftovers()
-            else:
-                self._store.forget(entry)
+            match entry:
+                case OpenBatch():
+                    entry.due_at = NEVER
+                    self._store.save(entry)
+                    batches += self._close_if_ready(entry)
+                    self._end_leftovers()
+                case Mark() if self._waiting(entry.interaction_id) is not None:
+                    # Who waits must not come in a second time.
+                    self._mark(entry.interaction_id, entry.revision, entry.fate)
+                case _:
+                    self._store.forget(entry)
         return batches
 
     def _decide(self, located: Located) -> list[Output]:
