@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from itertools import islice
 
 from tidemill.producers.product.settings import ProductSettings
@@ -65,14 +64,15 @@ async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Qu
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asking.cancel)
     try:
-        with suppress(asyncio.CancelledError):
-            await asking
+        await asyncio.wait({asking})
     finally:
         asking.cancel()
         telling.cancel()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     say(crowd.seen())
+    if not asking.cancelled():
+        asking.result()
 
 
 async def _tell(crowd: Crowd, every_s: float, say: Say) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 from collections import Counter
 from itertools import islice
 
@@ -16,11 +18,14 @@ from tidemill.producers.ledger.book import Ledger
 from tidemill.producers.ledger.tasks import split_of
 from tidemill.producers.users.config import UsersSettings
 from tidemill.producers.users.conversation import Answer, NotServed, Served, Turn, converse
-from tidemill.producers.users.crowd import Crowd, Pace, Report
+from tidemill.producers.users.crowd import Crowd, Pace, Report, Seen
 from tidemill.producers.users.persona import Persona, Role, population
 from tidemill.producers.users.questions import NobodyAsks, questions
 from tidemill.producers.users.reaction import BOT_VOTES, Signal, User
+from tidemill.producers.users.role import simulate
 from tidemill.producers.users.satisfaction import Satisfaction, Tally
+from tidemill.producers.users.serving import BadAnswer
+from tidemill.producers.users.serving import served as read_answer
 from tidemill.producers.users.shuffle import ThumbShuffle
 from tidemill.schemas import signals as legal
 from tidemill.schemas.records import SignalKind
@@ -309,3 +314,43 @@ def test_an_error_of_the_sdk_is_not_swallowed():
     with pytest.raises(ExceptionGroup) as raised:
         run_crowd(Refusing(), FAST, 20)
     assert raised.value.subgroup(lambda error: "the log is full" in str(error))
+
+
+def test_the_process_tells_what_was_seen_and_passes_errors_on():
+    told = []
+    asyncio.run(simulate(FAST, Scripted(), islice(questions(FAST, held_out_only=True), 10), told.append))
+    assert told[-1].conversations == 10 and told[-1].signals == {}
+
+    class Refusing(Scripted):
+        async def report(self, report: Report) -> None:
+            raise RuntimeError("the log is full")
+
+    with pytest.raises(ExceptionGroup):
+        asyncio.run(simulate(FAST, Refusing(), islice(questions(FAST), 20), told.append))
+
+
+def test_a_signal_of_the_system_ends_the_process_with_a_last_report():
+    told: list[Seen] = []
+    product = Scripted(mood="silent")
+
+    async def interrupted() -> None:
+        running = asyncio.create_task(simulate(FAST, product, questions(FAST), told.append))
+        async with asyncio.timeout(30):
+            while product.busy < FAST.concurrency:
+                await asyncio.sleep(0.01)
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(running, 10)
+
+    asyncio.run(interrupted())
+    assert told[-1].conversations == 0 and product.busy == 0
+
+
+def test_an_answer_of_the_serving_path_is_read_and_a_foreign_one_refused():
+    body = {
+        "choices": [{"text": "answer 5 thanks<|end|>", "weight_versions": [[3, 0, 2], [4, 2, 5]]}],
+        "tidemill": {"interaction": "id.signature"},
+    }
+    assert read_answer(json.dumps(body).encode(), 0.5) == Served("answer 5 thanks", "id.signature", 4, 0.5)
+    for broken in (b"no json", b"[]", b'{"choices": []}', json.dumps({**body, "tidemill": None}).encode()):
+        with pytest.raises(BadAnswer, match="serving path"):
+            read_answer(broken, 0.5)
