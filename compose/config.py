@@ -31,6 +31,7 @@ from tidemill.producers.users.config import UsersSettings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.online.config import BatchSettings
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.midtrain_config import MidtrainSettings
 
@@ -74,6 +75,8 @@ class TidemillSettings(BaseSettings):
     """How stream workers run; group assembly."""
     join: JoinSettings = Field(default_factory=JoinSettings)
     """The feedback join: from users' signals to rewards."""
+    batches: BatchSettings = Field(default_factory=BatchSettings)
+    """Online batches: from rewards to what one step trains on."""
     router: RouterSettings = Field(default_factory=RouterSettings)
     """The OpenAI-compatible serving path of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)

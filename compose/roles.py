@@ -124,7 +124,7 @@ def stream(
     from tidemill.streams.processors import Rules, processor_of
     from tidemill.streams.worker import run
 
-    rules = Rules(settings.run, settings.stream, settings.join)
+    rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
     run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))
 
 

@@ -14,6 +14,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.faust_app import StreamFailure
 from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.processors import Rules, processor_of
 from tidemill.streams.worker import run
 
@@ -31,6 +32,7 @@ def main() -> int:
         run=RunSettings(**sections.get("run", {})),
         stream=StreamSettings(**sections.get("stream", {})),
         join=JoinSettings(**sections.get("join", {})),
+        batches=BatchSettings(**sections.get("batches", {})),
     )
     try:
         run(kafka, rules.run, rules.stream, processor_of(ProcessorName(options.processor), rules))

@@ -10,6 +10,8 @@ from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.processor import JoinProcessor
 from tidemill.streams.machine import Processor
+from tidemill.streams.online.config import BatchSettings
+from tidemill.streams.online.processor import BatchProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,7 @@ class Rules:
     run: RunSettings = field(default_factory=RunSettings)
     stream: StreamSettings = field(default_factory=StreamSettings)
     join: JoinSettings = field(default_factory=JoinSettings)
+    batches: BatchSettings = field(default_factory=BatchSettings)
 
 
 def processor_of(name: ProcessorName, rules: Rules) -> Processor:
@@ -28,4 +31,5 @@ def processor_of(name: ProcessorName, rules: Rules) -> Processor:
             return GroupAssembly.of(rules.run, rules.stream)
         case ProcessorName.JOIN:
             return JoinProcessor.of(rules.run, rules.join)
-    raise NotImplementedError(name)
+        case ProcessorName.BATCHES:
+            return BatchProcessor.of(rules.run, rules.batches)

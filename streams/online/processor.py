@@ -1,0 +1,36 @@
+"""Online batches as a stream processor: `outcomes` in, `online-batches` out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.streams import journal
+from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
+from tidemill.streams.online.config import BatchSettings
+
+
+@dataclass(frozen=True, slots=True)
+class BatchProcessor:
+    """The online batches of one branch of one run."""
+
+    rules: BatchRules
+    name: str = "online-batches"
+    table: str = "batches"
+    inputs: tuple[Topic, ...] = (Topic.OUTCOMES,)
+    outputs: tuple[Topic, ...] = (Topic.ONLINE_BATCHES,)
+
+    @classmethod
+    def of(cls, run: RunSettings, settings: BatchSettings) -> BatchProcessor:
+        """From the settings that decide batches. Each branch has an application of its own."""
+        return cls(BatchRules(run.run_id, run.branch, settings), f"{settings.application}.{run.branch}")
+
+    def partition_of_state(self, key: str, value: bytes) -> int:
+        """The partition that a written state belongs to. Raises StateError."""
+        return journal.partition_of_state(value)
+
+    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> OnlineBatcher:
+        """The batcher of a partition. Raises StateError."""
+        return OnlineBatcher(partition, self.rules, states)
