@@ -1,0 +1,261 @@
+"""What checks, signatures and HTTP cost, one JSON line a figure: `python tests/bench/bench_feedback.py`.
+
+Each way writes the same records under the same keys into the same partitions of a local broker, and has them
+acknowledged; the ways take turns, and a figure is the median of the rounds.
+
+- `raw`: a confluent-kafka producer with the same settings, which is given the encoded records.
+- `sdk`: `FeedbackProducer.send` from one thread: tokens verified, values checked, records encoded, partition computed.
+- `sdk_asyncio`: `AsyncFeedbackProducer.send`, awaited in groups.
+- `gateway_batch`, `gateway_single`: HTTP to a gateway process, from `--clients` connections of this process.
+
+`ratio` is to `raw` of the same run; `p50_ms` and `p95_ms` are of one request until its answer. The gateway, its clients
+and the broker share the machine's processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from confluent_kafka import Producer
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
+from tidemill.producers.feedback.event import FeedbackMaker, Report
+from tidemill.producers.gateway.server import bind
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import Signer
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
+from tidemill.schemas.client_settings import producer_settings
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.partitioner import partition_of
+
+KEY = "k" * 64
+SINGLE_SHARE = 10
+"""One event a request is so much slower that a tenth of the events measure it."""
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Events, the seconds that they took, and each request's seconds."""
+
+    events: int
+    seconds: float
+    requests: list[float]
+
+    @property
+    def rate(self) -> float:
+        return self.events / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The events of a run, and where they go."""
+
+    kafka: KafkaSettings
+    product: ProductSettings
+    reports: list[Report]
+    clients: int
+    batch: int
+
+    @classmethod
+    def of(cls, kafka: KafkaSettings, events: int, clients: int, batch: int) -> Load:
+        product = ProductSettings.with_random_keys()
+        signer, pseudonyms, now = Signer(product), Pseudonyms(product), now_us()
+        reports = []
+        for number in range(events):
+            user = f"user-{number % 1000}@example.com"
+            interaction = hashlib.md5(str(number).encode(), usedforsecurity=False).hexdigest()
+            reports.append(Report(signer.sign(interaction, pseudonyms.of(user)), "thumb", 1.0, user, f"e-{number}",
+                                  observed_at=now))  # fmt: skip
+        return cls(kafka, product, reports, clients, batch)
+
+    def raw(self) -> Measured:
+        maker, codec = FeedbackMaker(self.product), Codec()
+        records = [maker.make(report, "bench", now_us()) for report in self.reports]
+        partitions = CATALOGUE[Topic.FEEDBACK].partition_count(self.kafka)
+        ready = [
+            (codec.encode(r), feedback_key(r.interaction_id, r.event_id), partition_of(r.interaction_id, partitions))
+            for r in records
+        ]
+        topic = Names(self.kafka.topic_prefix).of(Topic.FEEDBACK)
+        producer = Producer({**producer_settings(self.kafka, "bench-raw"), "queue.buffering.max.messages": 1_000_000})
+        producer.list_topics(topic, timeout=START_S)
+        begun = time.monotonic()
+        for value, key, partition in ready:
+            producer.produce(topic, value, key, partition)
+        assert producer.flush(START_S) == 0
+        return Measured(len(ready), time.monotonic() - begun, [])
+
+    def sdk(self) -> Measured:
+        with FeedbackProducer(self.kafka, self.product, source="bench", deadline_s=START_S) as feedback:
+            feedback.thumbs_up(self.reports[0].interaction, user=self.reports[0].user)
+            feedback.flush()
+            begun = time.monotonic()
+            for r in self.reports:
+                feedback.send(
+                    r.interaction, r.kind, r.value, user=r.user, event_id=r.event_id, observed_at=r.observed_at
+                )
+            feedback.flush()
+            return Measured(len(self.reports), time.monotonic() - begun, [])
+
+    def sdk_asyncio(self) -> Measured:
+        return asyncio.run(self._sdk_asyncio())
+
+    async def _sdk_asyncio(self) -> Measured:
+        async with AsyncFeedbackProducer(self.kafka, self.product, source="bench", deadline_s=START_S) as feedback:
+            await feedback.thumbs_up(self.reports[0].interaction, user=self.reports[0].user)
+            begun = time.monotonic()
+            for start in range(0, len(self.reports), 1000):
+                sends = [
+                    feedback.send(
+                        r.interaction, r.kind, r.value, user=r.user, event_id=r.event_id, observed_at=r.observed_at
+                    )
+                    for r in self.reports[start : start + 1000]
+                ]
+                await asyncio.gather(*sends)
+            return Measured(len(self.reports), time.monotonic() - begun, [])
+
+    def gateway_batch(self, url: str) -> Measured:
+        events = [body_of(report) for report in self.reports]
+        groups = [events[start : start + self.batch] for start in range(0, len(events), self.batch)]
+        bodies = [json.dumps({"events": group}).encode() for group in groups]
+        return asyncio.run(post_all(f"{url}/v1/feedback/batch", bodies, len(events), self.clients))
+
+    def gateway_single(self, url: str) -> Measured:
+        bodies = [json.dumps(body_of(report)).encode() for report in self.reports[::SINGLE_SHARE]]
+        return asyncio.run(post_all(f"{url}/v1/feedback", bodies, len(bodies), self.clients))
+
+
+def body_of(report: Report) -> dict[str, object]:
+    return {"interaction": report.interaction, "kind": report.kind, "value": report.value, "user": report.user,
+            "event_id": report.event_id}  # fmt: skip
+
+
+async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> Measured:
+    left, took = iter(bodies), []
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        for body in left:
+            begun = time.monotonic()
+            async with session.post(url, data=body) as answer:
+                assert answer.status == 202, await answer.text()
+                await answer.read()
+            took.append(time.monotonic() - begun)
+
+    async with aiohttp.ClientSession(headers=headers) as session:
+        begun = time.monotonic()
+        await asyncio.gather(*(client(session) for _ in range(clients)))
+        return Measured(events, time.monotonic() - begun, took)
+
+
+@contextmanager
+def gateway(load: Load) -> Iterator[str]:
+    """A gateway process whose caps nobody meets."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    keys = load.product.revealed()
+    environment = {
+        **os.environ,
+        "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys["signing_keys"]),
+        "TIDEMILL_PRODUCT__PSEUDONYM_KEY": str(keys["pseudonym_key"]),
+        "TIDEMILL_GATEWAY__API_KEYS": json.dumps({"bench": hashlib.sha256(KEY.encode()).hexdigest()}),
+    }
+    free_of_caps = {"key_rate": 1e9, "key_burst": 10**9, "user_rate": 1e9, "user_burst": 10**9,
+                    "acknowledge_timeout_s": START_S}  # fmt: skip
+    sets = [part for name, value in free_of_caps.items() for part in ("--set", f"gateway.{name}={value}")]
+    command = [sys.executable, "-m", "tidemill.compose.cli", "gateway", "--port", str(port), *sets]
+    where = ["--bootstrap", load.kafka.bootstrap, "--topic-prefix", load.kafka.topic_prefix]
+    process = subprocess.Popen([*command, *where], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        asyncio.run(answering(f"http://127.0.0.1:{port}/healthz", process))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def answering(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, "the gateway does not answer"
+            try:
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+
+
+def measure(load: Load, rounds: int) -> dict[str, list[Measured]]:
+    with gateway(load) as url:
+        ways: dict[str, Callable[[], Measured]] = {
+            "raw": load.raw,
+            "sdk": load.sdk,
+            "sdk_asyncio": load.sdk_asyncio,
+            "gateway_batch": lambda: load.gateway_batch(url),
+            "gateway_single": lambda: load.gateway_single(url),
+        }
+        found: dict[str, list[Measured]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                found[name].append(way())
+        return found
+
+
+def report(found: dict[str, list[Measured]]) -> Iterator[dict[str, object]]:
+    rates = {name: statistics.median(m.rate for m in rounds) for name, rounds in found.items()}
+    for name, rounds in found.items():
+        line: dict[str, object] = {"figure": name, "events": rounds[0].events, "events_per_s": round(rates[name])}
+        line["ratio"] = round(rates[name] / rates["raw"], 4)
+        requests = sorted(seconds for measured in rounds for seconds in measured.requests)
+        if requests:
+            line["p50_ms"] = round(1000 * requests[len(requests) // 2], 1)
+            line["p95_ms"] = round(1000 * requests[len(requests) * 95 // 100], 1)
+        yield line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bootstrap", default="", help="Kafka's address; default: a broker of its own")
+    parser.add_argument("--events", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=16, help="connections to the gateway")
+    parser.add_argument("--batch", type=int, default=100, help="events of one batch request")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        stack = LocalStack(StackSettings(data_dir=Path(directory), heap_mb=384))
+        try:
+            bootstrap = arguments.bootstrap or stack.up().bootstrap
+            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"bench{os.getpid()}.")
+            create_topics(kafka)
+            load = Load.of(kafka, arguments.events, arguments.clients, arguments.batch)
+            for line in report(measure(load, arguments.rounds)):
+                print(json.dumps(line), flush=True)
+        finally:
+            stack.down()
+
+
+if __name__ == "__main__":
+    main()
