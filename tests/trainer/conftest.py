@@ -287,7 +287,7 @@ def make_online_batch() -> Callable[..., OnlineBatch]:
     return online_batch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_trainable_batch() -> Callable[..., TrainableBatch]:
     """`trainable_batch`, for tests."""
     return trainable_batch

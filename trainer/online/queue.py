@@ -115,7 +115,7 @@ class OnlineQueue:
         Args:
             found: the checked interaction of each member by partition and offset, or why there is none.
         """
-        kept: dict[str, list[tuple[OnlineMember, Interaction]]] = {}
+        kept: list[tuple[OnlineMember, Interaction]] = []
         problems: dict[str, StepExclusion] = {}
         for member in _distinct(waiting.batch.members):
             interaction = found[member.partition, member.offset]
@@ -123,8 +123,9 @@ class OnlineQueue:
             if problem is not None:
                 problems.setdefault(member.interaction_id, exclusion(member, problem.value))
             elif isinstance(interaction, Interaction):
-                kept.setdefault(member.interaction_id, []).append((member, interaction))
-        pairs = [pair for name, listed in kept.items() if name not in problems for pair in listed]
+                kept.append((member, interaction))
+        # An interaction is trained with its corrections or not at all, so that its exclusion says what was left out.
+        pairs = [pair for pair in kept if pair[0].interaction_id not in problems]
         left = TrainableBatch(
             place=waiting.place,
             batch=waiting.batch,

@@ -1,0 +1,328 @@
+"""Which online batches are trained: every reason for which a batch or an interaction is not, and whatever the stops."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, TrainStep, UserRequest, UserWish
+from tidemill.trainer.batch_builder import Exclusion
+from tidemill.trainer.choices import BaselineKind
+from tidemill.trainer.endings import Progress
+from tidemill.trainer.online.line import WeightLine
+from tidemill.trainer.online.queue import OnlineQueue, OnlineRules, Waiting, repeated
+from tidemill.trainer.online.trainable import TrainableBatch
+
+RULES = OnlineRules(
+    run_id="run", branch="main", max_policy_lag=0, correction_lag=2, min_members=2, baseline=BaselineKind.LEAVE_ONE_OUT,
+    skip_no_signal=True, require_admission=False, remembered=100,
+)  # fmt: skip
+
+
+def line_to(version: int) -> WeightLine:
+    """A line of versions 0 to `version`, each from the one before."""
+    line = WeightLine("run", "main")
+    for number in range(1, version + 1):
+        line.made(number, number - 1, 0)
+    return line
+
+
+def decide(line: WeightLine, verdict: GateVerdict, version: int) -> None:
+    line.observe(GateDecision("run", "main", verdict, version, "", "test", {}, 0))
+
+
+def place(name: str, offset: int) -> StepInput:
+    return StepInput(name, Topic.ONLINE_BATCHES.value, 0, offset)
+
+
+def found_of(made: TrainableBatch):
+    """Its interactions by place, as the log gives them."""
+    return {(m.partition, m.offset): i for m, i in zip(made.members, made.interactions, strict=True)}
+
+
+def settled(queue: OnlineQueue, made: TrainableBatch, current: int = 0, **changes):
+    """What is left of a batch that is read and offered."""
+    queue.read(made.place, replace(made.batch, members=list(made.members)))
+    waiting = queue.next(current)
+    assert waiting is not None
+    return queue.settle(waiting, {**found_of(made), **changes.get("found", {})}, current)
+
+
+def reasons(left: TrainableBatch) -> dict[str, str]:
+    return {entry.group_id: entry.reason for entry in left.excluded}
+
+
+@pytest.fixture
+def made(make_trainable_batch) -> TrainableBatch:
+    return make_trainable_batch("b", (1.0, 0.0, 0.5, 1.0))
+
+
+def erase(user_id: str, at: int, wish: UserWish = UserWish.ERASE) -> UserRequest:
+    return UserRequest("request", user_id, wish, "", at)
+
+
+def test_a_whole_batch_is_trained(made) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    left = settled(queue, made)
+    assert isinstance(left, TrainableBatch)
+    assert (left.members, left.interactions, left.excluded) == (made.members, made.interactions, ())
+    assert queue.take(left) == []
+    assert queue.next(0) is None
+
+
+@pytest.mark.parametrize("reason", [Exclusion.MISSING_INTERACTION, Exclusion.INVALID_INTERACTION])
+def test_an_interaction_that_cannot_be_read_is_left_out_with_its_reason(made, reason) -> None:
+    left = settled(OnlineQueue(RULES, line_to(0)), made, found={(0, 1): reason})
+    assert reasons(left) == {"b-1": reason.value}
+    assert [m.interaction_id for m in left.members] == ["b-0", "b-2", "b-3"]
+    (entry,) = left.excluded
+    assert (entry.topic, entry.partition, entry.offset, entry.rollouts) == ("interactions", 0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"consent": False},
+        {"user_id": "somebody else"},
+        {"run_id": "other"},
+        {"branch": "other"},
+        {"version_min": 1, "version_max": 1},
+        {"version_max": 1},
+    ],
+)
+def test_an_interaction_that_contradicts_its_batch_or_has_no_consent_is_left_out(made, changes) -> None:
+    wrong = replace(made.interactions[0], **changes)
+    assert reasons(settled(OnlineQueue(RULES, line_to(1)), made, found={(0, 0): wrong})) == {
+        "b-0": "invalid_interaction"
+    }
+
+
+def test_a_reward_that_is_no_number_is_left_out(made) -> None:
+    members = (replace(made.members[0], reward=float("nan")), *made.members[1:])
+    left = settled(OnlineQueue(RULES, line_to(0)), replace(made, members=members))
+    assert reasons(left) == {"b-0": "invalid_interaction"}
+
+
+def test_nothing_is_trained_of_a_user_after_he_had_it_erased(made) -> None:
+    served = made.interactions[0].served_at
+    queue = OnlineQueue(RULES, line_to(0))
+    queue.observe_request(erase("user-b-0", served))
+    queue.observe_request(erase("user-b-1", served - 1))
+    queue.observe_request(erase("user-b-2", served + 1, UserWish.OPT_OUT))
+    queue.observe_request(erase("user-b-3", served + 1))
+    left = settled(queue, made, found={(0, 3): Exclusion.MISSING_INTERACTION})
+    assert reasons(left) == {"b-0": "erased", "b-3": "erased"}, "what came before the demand, gone or not"
+
+
+def test_a_demand_that_comes_while_a_batch_waits_counts(made) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    assert isinstance(settled(queue, made), TrainableBatch)
+    queue.observe_request(erase("user-b-0", made.interactions[0].served_at))
+    waiting = queue.next(0)
+    assert waiting is not None
+    assert reasons(queue.settle(waiting, found_of(made), 0)) == {"b-0": "erased"}
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ({(0, i): Exclusion.MISSING_INTERACTION for i in range(4)}, Exclusion.MISSING_INTERACTION),
+        ({(0, i): Exclusion.MISSING_INTERACTION for i in range(3)}, Exclusion.TOO_FEW),
+    ],
+)
+def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    assert settled(queue, made, found=found) is reason
+    queue.exclude(Waiting(made.place, made.batch), reason)
+    (entry,) = ended(queue)
+    assert (entry.topic, entry.reason, entry.rollouts) == ("online-batches", reason.value, 4)
+
+
+def ended(queue: OnlineQueue):
+    """Exclusions so far that no step has recorded."""
+    return list(queue._excluded)
+
+
+def test_equal_rewards_have_no_signal_unless_there_is_no_baseline(make_trainable_batch) -> None:
+    equal = make_trainable_batch("b", (0.5, 0.5))
+    assert settled(OnlineQueue(RULES, line_to(0)), equal) is Exclusion.NO_SIGNAL
+    for rules in (replace(RULES, baseline=BaselineKind.NONE), replace(RULES, skip_no_signal=False)):
+        assert isinstance(settled(OnlineQueue(rules, line_to(0)), equal), TrainableBatch)
+
+
+@pytest.mark.parametrize(
+    ("version", "current", "lag", "reason"),
+    [(3, 3, 0, None), (2, 3, 0, "stale"), (2, 3, 1, None), (1, 3, 1, "stale"), (9, 3, 5, "stale")],
+)
+def test_a_batch_is_trained_within_its_lag(made, version, current, lag, reason) -> None:
+    queue = OnlineQueue(replace(RULES, max_policy_lag=lag), line_to(3))
+    queue.read(made.place, replace(made.batch, version=version))
+    assert (queue.next(current) is None) is (reason is not None)
+    assert [entry.reason for entry in ended(queue)] == ([reason] if reason else [])
+
+
+def test_a_batch_of_a_version_that_was_given_up_is_excluded(made) -> None:
+    line = line_to(3)
+    queue = OnlineQueue(replace(RULES, max_policy_lag=9), line)
+    queue.read(made.place, replace(made.batch, version=3))
+    decide(line, GateVerdict.ROLL_BACK, 2)
+    assert queue.next(line.start()) is None
+    assert [entry.reason for entry in ended(queue)] == ["rejected_version"]
+
+
+def test_nothing_is_learnt_below_the_floor(made) -> None:
+    line = line_to(2)
+    queue = OnlineQueue(replace(RULES, require_admission=True), line)
+    queue.read(made.place, replace(made.batch, version=2))
+    assert queue.next(2) is None
+    assert [entry.reason for entry in ended(queue)] == ["below_floor"]
+    decide(line, GateVerdict.ADMIT, 1)
+    queue.read(place("c", 7), replace(made.batch, batch_id="c", version=2))
+    assert queue.next(2) is not None
+
+
+def test_a_batch_that_comes_twice_is_trained_once(made) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    queue.read(place("b", 0), made.batch)
+    queue.read(place("b", 1), made.batch)
+    assert [(entry.offset, entry.reason) for entry in ended(queue)] == [(1, "duplicate")]
+    waiting = queue.next(0)
+    assert waiting is not None
+    queue.take(queue.settle(waiting, found_of(made), 0))
+    queue.read(place("b", 2), made.batch)
+    assert queue.next(0) is None
+
+
+def test_batches_of_other_runs_and_branches_are_left_alone(made) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    queue.read(place("b", 0), replace(made.batch, run_id="other"))
+    queue.read(place("b", 1), replace(made.batch, branch="other"))
+    assert queue.next(0) is None
+    assert ended(queue) == []
+
+
+def test_the_oldest_batch_is_trained_first(made) -> None:
+    queue = OnlineQueue(RULES, line_to(0))
+    for offset, closed_at in enumerate((30, 10, 20)):
+        queue.read(place(f"b{offset}", offset), replace(made.batch, batch_id=f"b{offset}", closed_at=closed_at))
+    waiting = queue.next(0)
+    assert waiting is not None
+    assert waiting.batch.batch_id == "b1"
+
+
+def test_a_correction_may_be_older_within_its_bound(make_trainable_batch) -> None:
+    """Of version 1 to 3 with the trainer at 3, beside rewards of version 3; its bound is 2."""
+    fresh = make_trainable_batch("b", (1.0, 0.0), version=3)
+    for version, reason in [(3, None), (1, None), (0, "stale")]:
+        late = make_trainable_batch("old", (-2.0,), version=version)
+        member = replace(late.members[0], correction=True, offset=9)
+        both = replace(
+            fresh,
+            batch=replace(fresh.batch, version=3),
+            members=(*fresh.members, member),
+            interactions=(*fresh.interactions, *late.interactions),
+        )
+        left = settled(OnlineQueue(RULES, line_to(3)), both, current=3)
+        assert reasons(left) == ({"old-0": reason} if reason else {})
+
+
+def test_a_member_named_twice_is_trained_once_and_its_correction_beside_it(made) -> None:
+    members = (*made.members, made.members[0], replace(made.members[0], correction=True, reward=-1.0))
+    left = settled(OnlineQueue(RULES, line_to(0)), replace(made, members=members, interactions=(
+        *made.interactions, made.interactions[0], made.interactions[0])))  # fmt: skip
+    assert [(m.interaction_id, m.correction) for m in left.members] == [
+        ("b-0", False), ("b-1", False), ("b-2", False), ("b-3", False), ("b-0", True),
+    ]  # fmt: skip
+
+
+@given(dropped=st.sets(st.integers(0, 5)), twice=st.integers(0, 5), corrected=st.integers(0, 5))
+def test_a_repeated_step_trains_the_members_of_then(make_trainable_batch, dropped, twice, corrected) -> None:
+    made = make_trainable_batch("b", (1.0, 0.0, 0.5, 1.0, 0.25, 0.75))
+    extra = (made.members[twice], replace(made.members[corrected], correction=True))
+    whole = replace(made, members=(*made.members, *extra), interactions=(
+        *made.interactions, made.interactions[twice], made.interactions[corrected]))  # fmt: skip
+    queue = OnlineQueue(replace(RULES, min_members=1, baseline=BaselineKind.NONE), line_to(0))
+    left = settled(queue, whole, found={(0, i): Exclusion.MISSING_INTERACTION for i in dropped})
+    if isinstance(left, TrainableBatch):
+        step = recorded(left.place, queue.take(left))
+        assert tuple(repeated(replace(made.batch, members=list(whole.members)), step)) == left.members
+
+
+def recorded(trained: StepInput | None, exclusions, step: int = 1) -> TrainStep:
+    """What a train step record says of an online batch."""
+    return TrainStep(
+        run_id="run", step=step, version=step, parent_version=step - 1, inputs=[trained] if trained else [],
+        exclusions=exclusions, seed=0, config_hash="", objective="", learning_rate=0.0, metrics={}, lag=[],
+        rollouts=0, tokens=0, fingerprint="", parent_fingerprint="", started_at=0, finished_at=0,
+    )  # fmt: skip
+
+
+KINDS = st.sampled_from(["good", "good", "good", "stale", "equal", "foreign", "duplicate", "gone", "rejected"])
+ACTIONS = st.lists(st.sampled_from(["read", "read", "train", "train", "checkpoint", "stop"]), max_size=60)
+
+
+@given(kinds=st.lists(KINDS, max_size=25), actions=ACTIONS)
+@settings(max_examples=200)
+def test_whatever_the_stops_every_batch_ends_exactly_once(make_trainable_batch, kinds, actions) -> None:
+    """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
+    log = synthetic_log(make_trainable_batch, kinds)
+    line = line_to(3)
+    decide(line, GateVerdict.ROLL_BACK, 2)
+    endings: dict[int, str] = {}
+    queue, saved, since_saved = OnlineQueue(RULES, line), Progress(), []
+    for action in [*actions, *(["read"] * len(kinds)), *(["train"] * len(kinds))]:
+        if action == "checkpoint":
+            saved, since_saved = queue.progress(), []
+        elif action == "stop":
+            queue = OnlineQueue(RULES, line, saved)
+            for step in since_saved:
+                queue.observe_step(step)
+        elif action == "read":
+            offset = queue._endings.next_offset(0)
+            if offset < len(log):
+                queue.read(place(log[offset].batch.batch_id, offset), log[offset].batch)
+        else:
+            step = train(queue, log, endings)
+            since_saved.extend([step] if step else [])
+    open_offsets = {w.place.offset for w in queue._waiting} | {e.offset for e in ended(queue)}
+    own = {offset for offset, made in enumerate(log) if made.batch.run_id == "run"}
+    assert endings.keys() | open_offsets == own
+    assert not endings.keys() & open_offsets
+    trained = [log[offset].batch.batch_id for offset, ending in endings.items() if ending == "trained"]
+    assert len(trained) == len(set(trained))
+    wanted = {"stale": "stale", "equal": "no_signal", "gone": "missing_interaction", "rejected": "rejected_version"}
+    for offset, ending in endings.items():
+        assert ending in (wanted.get(kinds[offset], "trained"), "duplicate")
+
+
+def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str]) -> TrainStep | None:
+    """One step on the batch that is next, as the loop takes it; None without one."""
+    while (waiting := queue.next(2)) is not None:
+        made = log[waiting.place.offset]
+        found = found_of(made) if made.interactions else {(0, i): Exclusion.MISSING_INTERACTION for i in range(2)}
+        left = queue.settle(waiting, found, 2)
+        if isinstance(left, Exclusion):
+            queue.exclude(waiting, left)
+            continue
+        step = recorded(left.place, queue.take(left))
+        for entry in (*step.inputs, *step.exclusions):
+            assert entry.offset not in endings, f"{entry.offset} ended twice"
+            endings[entry.offset] = getattr(entry, "reason", "trained")
+        return step
+    return None
+
+
+def synthetic_log(make, kinds: list[str]) -> list[TrainableBatch]:
+    log: list[TrainableBatch] = []
+    versions = {"stale": 1, "rejected": 3}
+    for number, kind in enumerate(kinds):
+        version = versions.get(kind, 2)
+        made = make(f"b{number}", (1.0, 1.0) if kind == "equal" else (1.0, 0.0), version=version)
+        same = [old for old in log if old.batch.run_id == "run"]
+        name = same[0].batch.batch_id if kind == "duplicate" and same else f"b{number}"
+        run_id = "other" if kind == "foreign" else "run"
+        batch = replace(made.batch, batch_id=name, run_id=run_id, version=version, closed_at=number)
+        log.append(replace(made, batch=batch, interactions=() if kind == "gone" else made.interactions))
+    return log
