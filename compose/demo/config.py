@@ -44,7 +44,7 @@ class DemoSettings(Section):
     online_limit_s: float = Field(default=240.0, gt=0)
     """Longest time that users are there in the second act."""
 
-    measured_answers: int = Field(default=200, ge=1)
+    measured_answers: int = Field(default=120, ge=1)
     """Held-out users' questions by which satisfaction is measured, before and after."""
 
     endings_timeout_s: float = Field(default=90.0, gt=0)

@@ -187,6 +187,8 @@ class DemoPlan:
         # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
         tree["run"]["max_steps"] = self.simulated_steps + demo.online_batches + 1
         tree["trainer"]["online"]["enabled"] = True
+        # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
+        tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}
         tree["router"]["port"] = self.ports.router
         tree["router"]["pools"] = {"stable": [_address(self.ports.stable)], "canary": [_address(self.ports.canary)]}
         tree["users"]["router"] = self.router_address

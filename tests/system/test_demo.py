@@ -6,115 +6,15 @@ what it leaves behind.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
+from demonstration import SMALL, STEPS, Finished, belonging_to, demo_command, descendants, role_of, wait_until
 
-from tidemill.consumers.query import ask, named_queries
-from tidemill.consumers.sink.config import SinkSettings
-
-STEPS = 5
-DEADLINE_S = 420.0
-SMALL = [
-    "midtrain.steps=30",
-    "corpus.documents=2000",
-    "feed.eval_tasks=8",
-    "feed.eval_every=0",
-    "run.skip_no_signal=false",
-    "trainer.publish.anchor_every=3",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A demonstration that has ended."""
-
-    summary: dict
-    connections: dict[str, set[str]]
-    """Remote TCP addresses by role, seen while it ran."""
-    commands: set[str]
-    processes_left: list[str]
-
-    def rows(self, sql: str) -> list[dict]:
-        path = Path(self.summary["data_dir"]) / "clickhouse"
-        answer = ask(SinkSettings(path=str(path)), sql)
-        return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
-
-
-def demo_command(data_dir: Path, *arguments: str) -> list[str]:
-    assignments = [part for setting in SMALL for part in ("--set", setting)]
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--data-dir", str(data_dir), "--steps", str(STEPS)]
-    return [*command, *assignments, *arguments]
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def role_of(process: psutil.Process) -> str:
-    words = process.cmdline()
-    return words[words.index("tidemill.compose.cli") + 1] if "tidemill.compose.cli" in words else ""
-
-
-def belonging_to(data_dir: Path) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if any(str(data_dir) in word for word in words) and process.pid != os.getpid():
-            found.append(" ".join(words))
-    return found
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    data_dir = tmp_path_factory.mktemp("demo")
-    output = data_dir / "summary.json"
-    log = data_dir / "demo.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(demo_command(data_dir, "--json", str(output)), stdout=stream, stderr=stream)
-    connections: dict[str, set[str]] = {}
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while process.poll() is None:
-            assert time.monotonic() < deadline, log.read_text()
-            look(process.pid, connections)
-            time.sleep(0.5)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-    assert process.returncode == 0, log.read_text() + role_logs(data_dir)
-    yield Finished(json.loads(output.read_text()), connections, set(connections), belonging_to(data_dir))
-
-
-def role_logs(data_dir: Path) -> str:
-    return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in data_dir.rglob("logs/*.log"))
-
-
-def look(pid: int, connections: dict[str, set[str]]) -> None:
-    for process in descendants(pid):
-        try:
-            role = role_of(process)
-            found = {f"{c.raddr.ip}:{c.raddr.port}" for c in process.net_connections("tcp") if c.raddr}
-        except psutil.Error:
-            continue
-        if role:
-            connections.setdefault(role, set()).update(found)
+from tidemill.consumers.query import named_queries
 
 
 def test_the_summary_holds_what_scripts_need(finished: Finished):
@@ -173,19 +73,12 @@ def test_nothing_is_left_running(finished: Finished):
     assert finished.processes_left == []
 
 
-def wait_until(condition: Callable[[], bool], deadline_s: float) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.1)
-
-
 def test_an_interrupt_stops_everything(tmp_path: Path):
     log = tmp_path / "demo.log"
     with log.open("wb") as stream:
         # A shell's background jobs ignore the interrupt, and what they start inherits that.
         process = subprocess.Popen(
-            demo_command(tmp_path),
+            demo_command(tmp_path, SMALL),
             stdout=stream,
             stderr=stream,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -199,7 +92,7 @@ def test_an_interrupt_stops_everything(tmp_path: Path):
 def test_without_java_or_maven_the_choices_are_named_at_once(tmp_path: Path):
     environment = {**os.environ, "PATH": str(tmp_path), "JAVA_HOME": ""}
     environment.pop("TIDEMILL_KAFKA__BOOTSTRAP", None)
-    command = demo_command(tmp_path / "data")
+    command = demo_command(tmp_path / "data", SMALL)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     for choice in ("--bootstrap", "docker compose", "nstall"):

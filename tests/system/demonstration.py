@@ -1,0 +1,126 @@
+"""Demonstrations as processes, run for tests and looked at from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tidemill.consumers.query import ask
+from tidemill.consumers.sink.config import SinkSettings
+
+STEPS = 5
+DEADLINE_S = 420.0
+SMALL = [
+    "midtrain.steps=80",
+    "corpus.documents=3000",
+    "feed.eval_tasks=8",
+    "feed.eval_every=0",
+    "run.skip_no_signal=false",
+    "trainer.publish.anchor_every=3",
+]
+"""A demonstration that is quick, and whose model answers now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A demonstration that has ended."""
+
+    summary: dict
+    connections: dict[str, set[str]]
+    """Remote TCP addresses by role, seen while it ran."""
+    commands: set[str]
+    processes_left: list[str]
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.summary["data_dir"])
+
+    def rows(self, sql: str) -> list[dict]:
+        answer = ask(SinkSettings(path=str(self.directory / "clickhouse")), sql)
+        return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+
+    def newest_anchor(self) -> Path:
+        anchors = self.directory.glob("store/*/anchors/main/v*")
+        return max(anchors, key=lambda path: int(path.name[1:]))
+
+
+def demo_command(data_dir: Path, settings: Sequence[str], *arguments: str) -> list[str]:
+    assignments = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--data-dir", str(data_dir)]
+    return [*command, *assignments, *arguments]
+
+
+def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str) -> Finished:
+    """Run one to its end, looking at its processes meanwhile."""
+    output, log = data_dir / "summary.json", data_dir / "demo.log"
+    command = demo_command(data_dir, settings, "--json", str(output), *arguments)
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream)
+    connections: dict[str, set[str]] = {}
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while process.poll() is None:
+            assert time.monotonic() < deadline, log.read_text()
+            look(process.pid, connections)
+            time.sleep(0.5)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    assert process.returncode == 0, log.read_text() + role_logs(data_dir)
+    return Finished(json.loads(output.read_text()), connections, set(connections), belonging_to(data_dir))
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def role_of(process: psutil.Process) -> str:
+    words = process.cmdline()
+    return words[words.index("tidemill.compose.cli") + 1] if "tidemill.compose.cli" in words else ""
+
+
+def belonging_to(data_dir: Path) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        if any(str(data_dir) in word for word in words) and process.pid != os.getpid():
+            found.append(" ".join(words))
+    return found
+
+
+def role_logs(data_dir: Path) -> str:
+    return "\n".join(f"== {path}\n{path.read_text()[-3000:]}" for path in data_dir.rglob("logs/*.log"))
+
+
+def look(pid: int, connections: dict[str, set[str]]) -> None:
+    for process in descendants(pid):
+        try:
+            role = role_of(process)
+            found = {f"{c.raddr.ip}:{c.raddr.port}" for c in process.net_connections("tcp") if c.raddr}
+        except psutil.Error:
+            continue
+        if role:
+            connections.setdefault(role, set()).update(found)
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.1)

@@ -1,0 +1,175 @@
+"""Learning from users, from one command: users, router, join, batches, gate and two pools, each a process of its own.
+
+One short second act is played from the model that a short first act made. Its log is then opened again, as an operator
+would who asks afterwards which thumb changed which version.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from demonstration import Finished, run_demonstration
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import (
+    AckStatus,
+    Feedback,
+    GateDecision,
+    GateVerdict,
+    Interaction,
+    OnlineBatch,
+    Outcome,
+    Record,
+    SignalKind,
+    TrainStep,
+    WeightAck,
+)
+
+BATCHES = 2
+QUICK = [
+    f"demo.online_batches={BATCHES}",
+    "demo.online_limit_s=150",
+    "demo.measured_answers=16",
+    "feed.eval_tasks=4",
+    "feed.eval_during_tasks=4",
+    "trainer.online.simulated_groups_per_batch=1",
+    "run.skip_no_signal=false",
+    "users.ordinary=40",
+    "batches.min_members=12",
+    "batches.max_wait_s=6",
+    "gate.floor=0",
+    "gate.bench_rollouts=12",
+    "gate.bench_margin=1",
+    "gate.min_users=3",
+    "gate.max_seconds=5",
+    "gate.margin=1",
+]
+"""A second act that is quick, with a gate that lets pass whatever is not shown to be harmful."""
+
+
+@pytest.fixture(scope="module")
+def played(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    model = str(finished.newest_anchor())
+    return run_demonstration(tmp_path_factory.mktemp("users"), QUICK, "--act", "two", "--model", model)
+
+
+@pytest.fixture(scope="module")
+def log(played: Finished) -> Iterator[KafkaSettings]:
+    """The demonstration's own log, opened again after its end."""
+    stack = LocalStack(StackSettings(data_dir=played.directory / "kafka", heap_mb=320))
+    try:
+        yield KafkaSettings(bootstrap=stack.up(print).bootstrap)
+    finally:
+        stack.down(print)
+
+
+@pytest.fixture(scope="module")
+def records(log: KafkaSettings) -> dict[type, list[Record]]:
+    topics = (
+        Topic.INTERACTIONS,
+        Topic.FEEDBACK,
+        Topic.OUTCOMES,
+        Topic.ONLINE_BATCHES,
+        Topic.STEPS,
+        Topic.GATE,
+        Topic.ACKS,
+    )
+    found: dict[type, list[Record]] = {}
+    with LogReader(log, topics) as reader:
+        for located in reader.read_to_end():
+            if located.record is not None:
+                found.setdefault(type(located.record), []).append(located.record)
+    return found
+
+
+def test_the_summary_adds_up(played: Finished):
+    summary = played.summary
+    assert summary["online_batches"] >= BATCHES and summary["promotions"] >= 1
+    assert summary["interactions"] == summary["rewarded"] + sum(summary["exclusions"].values()) > 0
+    assert summary["exclusions"]["no_consent"] > 0 and summary["exclusions"]["no_signal"] > 0
+    assert 0 < summary["feedback_to_served_s"]["p50"] <= summary["feedback_to_served_s"]["p95"]
+    assert 0.0 <= summary["satisfaction_before"] <= 1.0 and summary["satisfaction_answers"] > 0
+    assert summary["online_fingerprints_equal"] is True and summary["thumbs_shuffled"] is False
+
+
+def test_every_interaction_has_exactly_one_end(records: dict[type, list[Record]]):
+    served = Counter(r.interaction_id for r in records[Interaction])
+    ends = Counter(r.interaction_id for r in records[Outcome] if r.revision == 0)
+    assert set(served) == set(ends) and set(ends.values()) == {1}
+
+
+def test_nothing_is_learnt_from_who_did_not_consent(records: dict[type, list[Record]]):
+    refused = {r.interaction_id for r in records[Interaction] if not r.consent}
+    learnt = {member.interaction_id for batch in records[OnlineBatch] for member in batch.members}
+    assert refused and learnt and not refused & learnt
+
+
+def test_each_batch_has_one_version_and_ends_once(records: dict[type, list[Record]]):
+    versions = {r.interaction_id: (r.version_min, r.version_max) for r in records[Interaction]}
+    for batch in records[OnlineBatch]:
+        assert {versions[m.interaction_id] for m in batch.members if not m.correction} <= {(batch.version,) * 2}
+    trained = Counter(
+        place.group_id for step in records[TrainStep] for place in step.inputs if place.topic == Topic.ONLINE_BATCHES
+    )
+    assert len(trained) >= BATCHES and set(trained.values()) == {1}
+
+
+def test_stable_serves_only_what_was_promoted(records: dict[type, list[Record]]):
+    promoted = {d.version for d in records[GateDecision] if d.verdict is GateVerdict.PROMOTE}
+    served = {r.version_max for r in records[Interaction] if r.arm == "stable" and r.version_max >= 0}
+    proved = {a.version for a in records[WeightAck] if a.replica_id == "stable-0" and a.status is AckStatus.PROVED}
+    assert len(promoted) >= 2 and served <= promoted and proved <= promoted
+
+
+def test_a_thumb_can_be_followed_to_the_replica_that_serves_what_it_taught(
+    played: Finished, log: KafkaSettings, records: dict[type, list[Record]]
+):
+    promoted = [d.version for d in records[GateDecision] if d.verdict is GateVerdict.PROMOTE]
+    event = a_thumb_that_taught(promoted[-1], records)
+    command = [sys.executable, "-m", "tidemill.compose.cli", "trace", event.event_id, "--json"]
+    arguments = ["--bootstrap", log.bootstrap, "--run-id", played.summary["run_id"]]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    path = json.loads(done.stdout)
+    assert path["interaction_id"] == event.interaction_id
+    assert event.event_id in {found["event_id"] for found in path["feedback"]}
+    assert path["outcomes"][0]["reward"] is not None and path["batches"]
+    assert promoted[-1] in [made["version"] for made in path["versions"]]
+    assert "stable-0" in done.stdout
+
+
+def a_thumb_that_taught(newest: int, records: dict[type, list[Record]]) -> Feedback:
+    """A vote in a batch from which a promoted version was made."""
+    steps = {step.version: step for step in records[TrainStep]}
+    names = {place.group_id for place in steps[newest].inputs}
+    members = {m.interaction_id for batch in records[OnlineBatch] if batch.batch_id in names for m in batch.members}
+    votes = [r for r in records[Feedback] if r.kind is SignalKind.THUMB and r.interaction_id in members]
+    assert votes, "the version that was promoted last was taught by no thumb"
+    return votes[0]
+
+
+def test_the_roles_are_processes_of_their_own_and_meet_in_the_log(played: Finished):
+    assert {"train", "serve", "route", "stream", "gate", "rollout", "feed", "users"} <= played.commands
+    settings = "".join(path.read_text() for path in played.directory.glob("settings*.toml"))
+    seen = set().union(*(addresses for role, addresses in played.connections.items() if role not in ("serve", "route")))
+    foreign = {address for address in seen if f'"{address}"' not in settings and f'//{address}"' not in settings}
+    assert seen and not foreign
+
+
+def test_nothing_is_left_running(played: Finished):
+    assert played.processes_left == []
+
+
+def test_no_secret_is_written(played: Finished):
+    texts = [path.read_text("utf-8", errors="replace") for path in Path(played.directory).rglob("settings*.toml")]
+    assert texts and not [text for text in texts if "signing_keys" in text or "api_key" in text]
