@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings
+from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_PARTITION
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
@@ -194,7 +195,7 @@ def read_records(
 
 
 def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[bytes | None, dict[str, bytes]]]:
-    """Value and headers of the dead letters of a topic, once there are `count`."""
+    """Value and headers of the dead letters of a topic, once there are some of `count` records."""
     full = Names(kafka.topic_prefix).dead_letter(topic)
     consumer = Consumer(consumer_settings(kafka, "test", "test"))
     partitions = consumer.list_topics(full, 20).topics[full].partitions
@@ -203,13 +204,33 @@ def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[b
 
     def enough() -> bool:
         found.extend((m.value(), dict(m.headers() or [])) for m in consumer.consume(100, 0.1))
-        return len(found) >= count
+        return len({(headers[HEADER_PARTITION], headers[HEADER_OFFSET]) for _, headers in found}) >= count
 
     try:
         wait_until(enough, 60, f"{count} dead letters")
     finally:
         consumer.close()
     return found
+
+
+def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: Record, partition: int) -> None:
+    """Write a record in a transaction. Its end marker takes an offset, which no reader gets: a hole in the log."""
+    full = Names(kafka.topic_prefix).of(topic)
+    mine = {"transactional.id": f"{kafka.topic_prefix}test", "transaction.timeout.ms": 600_000}
+    producer = Producer(producer_settings(kafka, "test") | mine)
+    consumer = Consumer(consumer_settings(kafka, "test", "test"))
+
+    def end() -> int:
+        return int(consumer.get_watermark_offsets(TopicPartition(full, partition), timeout=20)[1])
+
+    before = end()
+    producer.init_transactions(60)
+    producer.begin_transaction()
+    producer.produce(full, CODEC.encode(record), key.encode(), partition=partition)
+    producer.commit_transaction(60)
+    # The coordinator writes the marker after it has answered.
+    wait_until(lambda: end() >= before + 2, 60, "the end marker of a transaction")
+    consumer.close()
 
 
 def group_of(found: Located) -> Group:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
 from stream_support import (
-    CODEC,
     FAR_AWAY_US,
     StreamProcess,
+    commit_in_transaction,
     dead_letters,
     fresh_topics,
     group_of,
@@ -22,14 +21,13 @@ from stream_support import (
 
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import producer_settings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON
 from tidemill.schemas.partitioner import partition_of
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import CloseReason, Rollout, Tick
+from tidemill.schemas.records import CloseReason, Tick
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported
@@ -182,7 +180,8 @@ def test_a_record_that_went_missing_and_a_broken_state_end_the_worker(settings, 
     ):
         read_records(groups, lambda read: len(read) >= 1, 60, worker)
         # The end of a transaction takes an offset that no reader gets, like a record that was lost on the way.
-        commit_in_transaction(settings, rollout("second", 0, group_size=1), partition_of("first", 2))
+        second = rollout("second", 0, group_size=1)
+        commit_in_transaction(settings, Topic.ROLLOUTS, "second", second, partition_of("first", 2))
         producer.send(
             Topic.ROLLOUTS, rollout("third", 0, group_size=1), key="third", partition=partition_of("first", 2)
         )
@@ -200,13 +199,3 @@ def test_a_record_that_went_missing_and_a_broken_state_end_the_worker(settings, 
         wait_until(lambda: not worker.running(), 60, "the worker's end")
         assert worker.stop() == 1
         assert "a state begins with" in worker.log.read_text()
-
-
-def commit_in_transaction(settings: KafkaSettings, record: Rollout, partition: int) -> None:
-    mine = {"transactional.id": f"{settings.topic_prefix}test", "transaction.timeout.ms": 600_000}
-    transactional = Producer(producer_settings(settings, "test") | mine)
-    transactional.init_transactions(30)
-    transactional.begin_transaction()
-    topic = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
-    transactional.produce(topic, CODEC.encode(record), record.group_id.encode(), partition=partition)
-    transactional.commit_transaction(30)

@@ -1,0 +1,163 @@
+"""The feedback join: joins a second of the Faust worker, beside a bare consume-produce loop.
+
+One broker, one run, the same records; each contender is one process pinned to one core. One JSON line a figure:
+
+    python tests/bench/bench_join.py --bootstrap HOST:PORT
+
+A join is one interaction, without tokens, with one thumb. `tidemill` is the whole worker: both topics decided in one
+order of event time, state in a changelog, acknowledged outcomes. `loop` keeps a dict in memory, joins in the order of
+arrival and commits after a flush: the floor, without a state that survives a crash, and no order that a replay repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+
+from bench_assembly import cpu_s
+from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction
+from stream_support import fresh_topics
+
+from tidemill.schemas.catalogue import Names, Topic, feedback_key
+from tidemill.schemas.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.clock import now_us, to_ms
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Interaction, Record
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.join.feedback_join import INPUTS
+from tidemill.streams.join.processor import JoinProcessor
+from tidemill.streams.worker import run
+
+PARTITIONS = 4
+WARM_UP = 50
+CONTENDERS = ("tidemill", "loop")
+SETTINGS = JoinSettings(settle_s=0.0, bot_max_events=1_000_000)
+
+
+def main() -> None:
+    """Measure every contender, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
+    parser.add_argument("--joins", type=int, default=5000, help="interactions, each with one thumb")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--prefix", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.bootstrap:
+        parser.error("give --bootstrap HOST:PORT or set TIDEMILL_KAFKA__BOOTSTRAP")
+    if options.contender:
+        contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
+        return
+    figures = {contender: measure(contender, options.bootstrap, options.joins) for contender in CONTENDERS}
+    for contender, found in figures.items():
+        for name, value in found.items():
+            print(json.dumps({"figure": f"feedback_join.{name}", "contender": contender, "value": value}))
+    ratio = figures["tidemill"]["joins_per_cpu_s"] / figures["loop"]["joins_per_cpu_s"]
+    print(json.dumps({"figure": "feedback_join.joins_per_cpu_s_to_loop", "value": round(ratio, 4)}))
+
+
+def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
+    """Joins a second from the first record written to the last outcome read, and CPU time of the worker a join."""
+    kafka = fresh_topics(bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
+    producer = RecordProducer(kafka, "bench")
+    arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
+    worker = subprocess.Popen([sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL)
+    try:
+        with LogReader(kafka, [Topic.OUTCOMES]) as reader:
+            send(producer, list(records("warm", WARM_UP)))
+            await_outcomes(reader, WARM_UP)
+            written = list(records("join", joins))
+            cpu, begun = cpu_s(worker.pid), time.monotonic()
+            send(producer, written)
+            await_outcomes(reader, joins)
+            elapsed, spent = time.monotonic() - begun, max(cpu_s(worker.pid) - cpu, 1e-9)
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    return {
+        "joins_per_s": round(joins / elapsed, 1),
+        "joins_per_cpu_s": round(joins / spent, 1),
+        "cpu_us_per_join": round(spent / joins * 1e6, 1),
+    }
+
+
+def records(name: str, count: int) -> Iterator[tuple[Topic, str, str, Record, int]]:
+    """Topic, interaction, key, record and event time in microseconds: answers a millisecond apart, each with a vote."""
+    begun = now_us() - 60 * SECOND_US
+    for number in range(count):
+        interaction_id, served_at = f"{name}-{number}", begun + 1_000 * number
+        made = interaction(interaction_id, served_at=served_at, user_id=f"u-{number % 100}")
+        yield Topic.INTERACTIONS, interaction_id, interaction_id, made, served_at
+        vote = feedback(interaction_id, "vote", user_id=made.user_id, observed_at=served_at)
+        yield Topic.FEEDBACK, interaction_id, feedback_key(interaction_id, "vote"), vote, served_at
+
+
+def send(producer: RecordProducer, written: list[tuple[Topic, str, str, Record, int]]) -> None:
+    """Write them where the product would."""
+    for topic, interaction_id, key, record, at_us in written:
+        partition = partition_of(interaction_id, PARTITIONS)
+        producer.send(topic, record, key=key, partition=partition, timestamp_ms=to_ms(at_us))
+    producer.flush()
+
+
+def await_outcomes(reader: LogReader, count: int, deadline_s: float = 180.0) -> None:
+    """Read so many distinct outcomes."""
+    seen: set[bytes | None] = set()
+    end = time.monotonic() + deadline_s
+    while len(seen) < count:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(seen)} of {count} outcomes within {deadline_s:g} s")
+        seen.update(located.key for located in reader.poll(0.02))
+
+
+def contend(contender: str, kafka: KafkaSettings) -> None:
+    """Be a contender, on one core, until terminated."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
+    {"tidemill": contend_tidemill, "loop": contend_loop}[contender](kafka)
+
+
+def contend_tidemill(kafka: KafkaSettings) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        settings = RunSettings(run_id=RUN_ID)
+        run(kafka, settings, StreamSettings(data_dir=directory), JoinProcessor.of(settings, SETTINGS))
+
+
+def contend_loop(kafka: KafkaSettings) -> None:
+    from confluent_kafka import Consumer, Producer
+
+    names, halves = Names(kafka.topic_prefix), {}
+    consumer = Consumer(consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop"))
+    producer = Producer(producer_settings(kafka, "loop"))
+    consumer.subscribe([names.of(topic) for topic in INPUTS])
+    while True:
+        messages = [m for m in consumer.consume(500, 0.01) if m.error() is None]
+        for message in messages:
+            record: Any = CODEC.decode(message.value())
+            other = halves.pop(record.interaction_id, None)
+            if other is None:
+                halves[record.interaction_id] = record
+                continue
+            made, vote = (record, other) if isinstance(record, Interaction) else (other, record)
+            outcome = {"id": made.interaction_id, "version": made.version_min, "reward": vote.value}
+            producer.produce(names.of(Topic.OUTCOMES), json.dumps(outcome), made.interaction_id.encode())
+        if messages:
+            producer.flush()
+            consumer.commit(asynchronous=True)
+
+
+if __name__ == "__main__":
+    main()
