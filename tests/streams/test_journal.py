@@ -1,0 +1,109 @@
+"""The redo log of the state topic: whatever is cut off, a restart meets the entries of the newest head."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.schemas.client_settings import MAX_RECORD_BYTES
+from tidemill.streams.journal import PART_BYTES, Journal, StateError, partition_of_state
+from tidemill.streams.machine import Changes
+
+BATCHES = st.lists(
+    st.dictionaries(st.sampled_from("abcd"), st.one_of(st.none(), st.binary(max_size=3)), max_size=4), max_size=6
+)
+
+
+def take(journal: Journal, batch: dict[str, bytes | None], head: bytes) -> Changes:
+    for key, body in batch.items():
+        if body is None:
+            journal.delete(key)
+        else:
+            journal.put(key, body)
+    return journal.take(head)
+
+
+def writes(changes: Changes) -> list[tuple[str, bytes | None]]:
+    return [*changes.states.items(), *changes.heads.items(), *((key, None) for key in changes.forgotten)]
+
+
+def apply(topic: dict[str, bytes], written: list[tuple[str, bytes | None]]) -> None:
+    for key, value in written:
+        if value is None:
+            topic.pop(key, None)
+        else:
+            topic[key] = value
+
+
+@given(BATCHES, st.integers(0, 60), st.booleans())
+def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
+    """Cut anywhere, the writes of a step in either order; then one more batch by who restarted."""
+    journal, topic, left = Journal(3), {}, cut
+    by_head: dict[bytes | None, dict[str, bytes]] = {None: {}}
+    entries: dict[str, bytes] = {}
+    for number, batch in enumerate(batches):
+        head = str(number).encode()
+        apply(entries, list(batch.items()))
+        by_head[head] = dict(entries)
+        changes = take(journal, batch, head)
+        if backwards:
+            changes = Changes(dict(reversed(changes.states.items())), changes.heads, changes.forgotten[::-1])
+        apply(topic, writes(changes)[:left])
+        left -= len(writes(changes))
+        if left <= 0:
+            break
+    found = Journal(3, topic.items())
+    assert found.entries == by_head[found.head]
+    expected = dict(found.entries)
+    apply(topic, writes(take(found, {"a": b"new", "b": None}, b"next")))
+    apply(expected, [("a", b"new"), ("b", None)])
+    again = Journal(3, topic.items())
+    assert (again.entries, again.head) == (expected, b"next")
+    apply(topic, writes(take(again, {}, b"last")))
+    plain = {key: value for key, value in topic.items() if not key.startswith("\x00")}
+    assert {key: value[5:] for key, value in plain.items()} == expected
+
+
+def test_a_large_batch_is_written_in_records_of_legal_size_and_its_parts_go_away():
+    journal, topic = Journal(0), {}
+    apply(topic, writes(take(journal, {f"k{n}": b"x" * 1_000 for n in range(2_000)}, b"1")))
+    parts = [value for key, value in topic.items() if "part" in key]
+    assert len(parts) == 8
+    assert PART_BYTES <= max(map(len, parts)) < MAX_RECORD_BYTES
+    assert len(Journal(0, topic.items()).entries) == 2_000
+    for head in (b"2", b"3"):
+        apply(topic, writes(take(journal, {}, head)))
+    assert not [key for key in topic if "part" in key]
+    assert len(Journal(0, topic.items()).entries) == 2_000
+
+
+def test_a_missing_part_is_an_error_and_not_an_older_state():
+    journal, topic = Journal(0), {}
+    apply(topic, writes(take(journal, {"a": b"1"}, b"1")))
+    (part,) = [key for key in topic if "part" in key]
+    with pytest.raises(StateError, match="records of the state topic are missing"):
+        Journal(0, {key: value for key, value in topic.items() if key != part}.items())
+    old = topic[part]
+    for head in (b"2", b"3"):
+        apply(topic, writes(take(journal, {"a": head}, head)))
+    with pytest.raises(StateError, match="needs part 0"):
+        Journal(0, {**topic, part: old}.items())
+
+
+@given(st.binary(max_size=40))
+def test_hostile_bytes_raise_one_error(data):
+    with suppress(StateError):
+        partition_of_state(data)
+    with suppress(StateError):
+        Journal(0, [("\x00head/0", data)])
+
+
+def test_values_name_their_partition():
+    journal = Journal(7)
+    changes = take(journal, {"a": b"1"}, b"1")
+    assert {partition_of_state(value) for value in [*changes.states.values(), *changes.heads.values()]} == {7}
+    with pytest.raises(StateError, match="begins with its kind"):
+        partition_of_state(b"e")
