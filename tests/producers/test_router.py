@@ -443,3 +443,23 @@ def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
     told = [choice["weight_versions"] for chunk in chunks(False) for choice in chunk["choices"]
             if "weight_versions" in choice]  # fmt: skip
     assert told == [[[4, 0, 1]], [[4, 0, 2], [5, 2, 3]]]
+
+
+@pytest.mark.parametrize("failing", [500, 400, None])
+def test_neither_prompts_nor_users_nor_keys_are_logged(failing, caplog):
+    caplog.set_level("DEBUG")
+
+    async def told(replica, request, body):
+        if failing and len(replica.requests) == 1:
+            return replica.json({"error": {"message": f"bad {body['prompt']}"}}, failing)
+        return await replica.stream(request, chat=False, ends=False)
+
+    async def scenario():
+        async with rig(told=told) as router:
+            router.outbox.failing = True
+            async with router.post({**ASK, "prompt": "a secret", "user": "grace", "stream": True}) as response:
+                await response.read()
+
+    run(scenario)
+    assert "secret" not in caplog.text and "grace" not in caplog.text and KEY not in caplog.text
+    assert failing == 400 or "tidemill" in caplog.text, "nothing was logged at all"
