@@ -108,9 +108,8 @@ class FeedbackJoin:
         while (step := self._merge.take()) is not None:
             outputs += self._advance(step.at_us)
             outputs += self._decide(step.item, step.offset, step.at_us)
-            # What falls due at once does so before the next record, or the order would depend on the reading.
+            # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
             outputs += self._advance(step.at_us)
-        outputs += self._advance(self._merge.frontier_us)
         return outputs
 
     def take_changes(self) -> Changes:

@@ -62,11 +62,6 @@ class Merge(Generic[Item]):
         """How far each topic is decided."""
         return {topic: source.mark for topic, source in self._inputs.items()}
 
-    @property
-    def frontier_us(self) -> int:
-        """The clock that every topic has reached."""
-        return min(source.read.clock_us for source in self._inputs.values())
-
     def clock_us(self, topic: Topic) -> int:
         """The clock of a topic, with the records that wait."""
         return self._inputs[topic].read.clock_us

@@ -549,7 +549,7 @@ SETTINGS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(logs(), SETTINGS)
 def test_the_accounts_add_up_and_every_batch_is_one(log, rules):
     """Everything is counted again from the batches and the log, without the batcher's own figures."""
@@ -584,7 +584,7 @@ def test_the_accounts_add_up_and_every_batch_is_one(log, rules):
         assert not any(m.correction for m in batch.members) or rules.corrections is Corrections.NEXT_BATCH
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(logs(), SETTINGS, st.lists(st.integers(0, 50), max_size=6), st.integers(1, 7))
 def test_a_worker_killed_anywhere_repeats_batches_but_changes_none(log, rules, kills, batch):
     inputs = {Topic.OUTCOMES: log.records}
