@@ -1,4 +1,4 @@
-"""Traffic for the tests of the feedback join over a real log: what users did in ninety minutes, hours ago."""
+"""Traffic for the tests of the feedback join and of online batches over a real log: ninety minutes, hours ago."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, Us
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
 from tidemill.streams.machine import Emit, Output
+from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
+from tidemill.streams.online.config import BatchSettings
 
 JOIN: dict[str, Any] = {
     "map": {
@@ -82,8 +84,15 @@ def write_traffic(kafka: KafkaSettings, count: int, seed: int) -> list[str]:
     for number, name in enumerate(names):
         served_at = begun + number * 5400 * SECOND_US // count
         user_id = f"u-{number % 20}"
+        version = 3 + 3 * number // count
         made = interaction(
-            name, served_at=served_at, user_id=user_id, consent=number % 17 != 0, sampled_tokens=number % 23
+            name,
+            served_at=served_at,
+            user_id=user_id,
+            consent=number % 17 != 0,
+            sampled_tokens=number % 23,
+            version_min=version - (number % 31 == 0),
+            version_max=version,
         )
         for _ in range(1 + (chance.random() < 0.1)):
             events.append((served_at + chance.randrange(20 * SECOND_US), made))
@@ -150,6 +159,14 @@ def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
             for located in [*records, _tick(topic, partition, records[-1].offset + 1 if records else 0)]:
                 outputs += machine.observe(located)
     return outputs
+
+
+def batch_oracle(kafka: KafkaSettings, settings: BatchSettings) -> tuple[list[Output], bool]:
+    """What the pure machine makes of `outcomes` as they are, and whether a batch still waits for its time."""
+    machine = OnlineBatcher(0, BatchRules(RUN_ID, "main", settings))
+    with LogReader(kafka, [Topic.OUTCOMES]) as reader:
+        outputs = [output for located in reader.read_to_end() for output in machine.observe(located)]
+    return outputs, machine.next_deadline_us() is not None
 
 
 def _tick(topic: Topic, partition: int, offset: int) -> Located:

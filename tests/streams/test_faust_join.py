@@ -1,18 +1,27 @@
-"""The feedback join by Faust against a real Kafka: the outcomes of the pure machine, whatever happens to the worker."""
+"""The feedback join and online batches by Faust on a real Kafka: the pure machines' outputs, whatever is killed."""
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Producer
-from join_log import JOIN, JoinLog, emitted, join_oracle, write_traffic
+from join_log import JOIN, JoinLog, batch_oracle, emitted, join_oracle, write_traffic
 from join_support import CODEC, SECOND_US, feedback, interaction
-from stream_support import dead_letters, fresh_topics, read_records, stream_process
+from stream_support import (
+    StreamProcess,
+    commit_in_transaction,
+    dead_letters,
+    fresh_topics,
+    read_records,
+    stream_process,
+    wait_until,
+)
 
 from tidemill.schemas.catalogue import Topic, tick_key
-from tidemill.schemas.client_settings import producer_settings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_PARTITION
@@ -22,7 +31,8 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Outcome, Tick
 from tidemill.streams.config import ProcessorName
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.machine import Rejected
+from tidemill.streams.machine import Output, Rejected
+from tidemill.streams.online.config import BatchSettings
 
 INTERACTIONS = 400
 KILL_AT = (80, 180, 300)
@@ -35,6 +45,8 @@ LIVE = {
     "early_wait_s": 1.0,
 }
 """Horizons short enough to wait for."""
+BATCHES = {"max_tokens": 60, "min_members": 1, "max_wait_s": 3.0, "leftovers": "keep", "corrections": "next_batch"}
+BATCH_KILL_AT = (4, 10)
 
 
 @pytest.fixture
@@ -47,46 +59,100 @@ def outcome_of(located: Located) -> Outcome:
     return located.record
 
 
-@pytest.mark.timeout(300)
-def test_killed_worker_gives_the_outcomes_of_the_pure_machine(settings, tmp_path: Path):
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A log of traffic that was joined by a worker that was killed over and over."""
+
+    kafka: KafkaSettings
+    names: list[str]
+    """Ids of the interactions."""
+    expected: list[Output]
+    """What the pure machine puts out."""
+    found: set[bytes]
+    """The distinct values of `outcomes`."""
+
+
+def read_to(reader: LogReader, worker: StreamProcess, seen: set[bytes], count: int) -> None:
+    """Read until so many distinct values were seen."""
+
+    def there(found: list[Located]) -> bool:
+        seen.update(located.value or b"" for located in found)
+        return len(seen) >= count
+
+    read_records(reader, there, 120, worker)
+
+
+def kill_through(reader: LogReader, worker: StreamProcess, seen: set[bytes], thresholds: Sequence[int]) -> None:
+    """Kill and restart the worker at each count of distinct values."""
+    for threshold in thresholds:
+        read_to(reader, worker, seen, threshold)
+        worker.kill()
+        worker.start()
+
+
+@pytest.fixture(scope="module")
+def joined(kafka, tmp_path_factory: pytest.TempPathFactory) -> Joined:
+    settings = fresh_topics(kafka.bootstrap, f"t{uuid.uuid4().hex[:12]}.")
     names = write_traffic(settings, INTERACTIONS, seed=11)
     expected = join_oracle(settings, JoinSettings(**JOIN))
-    wanted, seen = emitted(expected), set()
-
-    def read(reader: LogReader, worker, count: int) -> None:
-        def there(found: list[Located]) -> bool:
-            seen.update(located.value for located in found)
-            return len(seen) >= count
-
-        read_records(reader, there, 90, worker)
-
+    seen: set[bytes] = set()
+    directory, rules = tmp_path_factory.mktemp("join"), {"join": JOIN}
     with (
         LogReader(settings, [Topic.OUTCOMES]) as reader,
-        stream_process(settings, tmp_path, processor=ProcessorName.JOIN, rules={"join": JOIN}, **CRASHING) as worker,
+        stream_process(settings, directory, processor=ProcessorName.JOIN, rules=rules, **CRASHING) as worker,
     ):
-        for threshold in KILL_AT:
-            read(reader, worker, threshold)
-            worker.kill()
-            worker.start()
-        read(reader, worker, len(wanted))
-        rejected = [output.located for output in expected if isinstance(output, Rejected)]
-        letters = [
-            letter for topic in (Topic.INTERACTIONS, Topic.FEEDBACK) for letter in _letters(settings, topic, rejected)
-        ]
+        kill_through(reader, worker, seen, KILL_AT)
+        read_to(reader, worker, seen, len(emitted(expected)))
         assert worker.stop() == 0
-        seen.update(located.value for located in reader.read_to_end())
-    assert seen == wanted
-    outcomes = [CODEC.decode(value) for value in seen]
-    assert Counter(o.interaction_id for o in outcomes if o.revision == 0) == Counter(names)
+        seen.update(located.value or b"" for located in reader.read_to_end())
+    return Joined(settings, names, expected, seen)
+
+
+@pytest.mark.timeout(600)
+def test_killed_join_gives_the_outcomes_of_the_pure_machine(joined):
+    assert joined.found == emitted(joined.expected)
+    outcomes = [CODEC.decode(value) for value in joined.found]
+    assert Counter(o.interaction_id for o in outcomes if o.revision == 0) == Counter(joined.names)
     assert {o.exclusion for o in outcomes} >= {"", "no_signal", "no_consent", "no_tokens", "erased"}
     assert any(o.revision > 0 for o in outcomes)
-    assert {place for place, _ in letters} == {(r.topic, r.partition, r.offset) for r in rejected}
 
 
-def _letters(settings: KafkaSettings, topic: Topic, rejected: list[Located]):
-    wanted = [located for located in rejected if located.topic is topic]
-    for value, headers in dead_letters(settings, topic, len(wanted)):
-        yield (topic, int(headers[HEADER_PARTITION]), int(headers[HEADER_OFFSET])), value
+def test_killed_join_keeps_every_dead_letter(joined):
+    rejected = [output.located for output in joined.expected if isinstance(output, Rejected)]
+    for topic in (Topic.INTERACTIONS, Topic.FEEDBACK):
+        wanted = {(located.partition, located.offset) for located in rejected if located.topic is topic}
+        letters = [headers for _, headers in dead_letters(joined.kafka, topic, len(wanted))]
+        assert {(int(h[HEADER_PARTITION]), int(h[HEADER_OFFSET])) for h in letters} == wanted
+
+
+@pytest.mark.timeout(600)
+def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: Path):
+    """Over the outcomes as the killed join left them: with repeats."""
+    settings = BatchSettings(**BATCHES)
+    seen: set[bytes] = set()
+    with (
+        LogReader(joined.kafka, [Topic.ONLINE_BATCHES]) as reader,
+        stream_process(
+            joined.kafka, tmp_path, processor=ProcessorName.BATCHES, rules={"batches": BATCHES}, **CRASHING
+        ) as worker,
+    ):
+        kill_through(reader, worker, seen, BATCH_KILL_AT)
+
+        def nothing_waits() -> bool:
+            seen.update(located.value or b"" for located in reader.poll(0.1))
+            expected, waits = batch_oracle(joined.kafka, settings)
+            return not waits and seen == emitted(expected)
+
+        wait_until(nothing_waits, 90, "the batches of the pure machine, the last of them closed by ticks")
+        assert worker.stop() == 0
+        assert not list(reader.read_to_end())
+    batches = sorted((CODEC.decode(value) for value in seen), key=lambda batch: batch.sequence)
+    assert [batch.sequence for batch in batches] == list(range(len(batches)))
+    assert len(batches) > max(BATCH_KILL_AT), "the kills came while batches were made"
+    first = [m.interaction_id for batch in batches for m in batch.members if not m.correction]
+    rewarded = {o.interaction_id for o in map(CODEC.decode, joined.found) if o.reward is not None}
+    assert len(first) == len(set(first))
+    assert set(first) <= rewarded
 
 
 def test_what_is_due_in_an_idle_partition_is_decided_by_ticks_in_both_topics(settings, tmp_path: Path):
@@ -110,7 +176,9 @@ def test_what_is_due_in_an_idle_partition_is_decided_by_ticks_in_both_topics(set
         ends = {outcome_of(f).interaction_id: outcome_of(f) for f in found}
         assert ends["silent"].exclusion == "no_signal"
         assert (ends["liked"].reward, ends["liked"].exclusion) == (1.0, "")
-        hole_in = write_transaction(settings, "before-a-hole")
+        hole_in = partition_of("before-a-hole", 2)
+        made = interaction("before-a-hole", served_at=now_us())
+        commit_in_transaction(settings, Topic.INTERACTIONS, made.interaction_id, made, hole_in)
         read_records(reader, lambda read: len(read) >= 1, 60, worker)
         behind = next(f"behind-{n}" for n in range(99) if partition_of(f"behind-{n}", 2) == hole_in)
         log.serve(interaction(behind, served_at=now_us()), now_us())
@@ -127,17 +195,3 @@ def test_what_is_due_in_an_idle_partition_is_decided_by_ticks_in_both_topics(set
     assert all(r.key == tick_key(r.partition).encode() for r in ticks)
     offsets = {r.offset for r in records if (r.topic, r.partition) == (Topic.INTERACTIONS, hole_in)}
     assert set(range(max(offsets))) - offsets, "there was a hole to go over"
-
-
-def write_transaction(settings: KafkaSettings, name: str) -> int:
-    """Write an interaction in a transaction, whose end marker takes an offset; the partition."""
-    mine = {"transactional.id": f"{settings.topic_prefix}test", "transaction.timeout.ms": 600_000}
-    options = producer_settings(settings, "test") | mine
-    producer = Producer(options)
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    made = interaction(name, served_at=now_us())
-    topic = JoinLog(settings).names.of(Topic.INTERACTIONS)
-    producer.produce(topic, CODEC.encode(made), name.encode())
-    producer.commit_transaction(30)
-    return partition_of(name, 2)
