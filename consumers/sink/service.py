@@ -45,7 +45,7 @@ def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, s
     client = connect(sink)
     with ExitStack() as stack:
         stack.callback(client.close)
-        writer = Writer(client, sink.database, sink.table_engine, _known_erasures(kafka))
+        writer = Writer(client, sink.database, sink.table_engine, known_erasures(kafka))
         url = _announce(stack, sink)
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         _pump(stop, kafka, sink, writer)
@@ -61,7 +61,7 @@ def _announce(stack: ExitStack, sink: SinkSettings) -> str:
     return server.url
 
 
-def _known_erasures(kafka: KafkaSettings) -> Erasures:
+def known_erasures(kafka: KafkaSettings) -> Erasures:
     """Every ERASE of the log: known before the first row is written, lest a rebuild show what was erased."""
     erasures = Erasures()
     with LogReader(kafka, [Topic.USER_REQUESTS], client_id="tidemill-sink-requests") as reader:

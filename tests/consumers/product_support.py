@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tests.consumers.sink_support import START_US, segment
+from tests.consumers.sink_support import START_US, ack, segment, step
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.config import KafkaSettings
@@ -171,3 +172,63 @@ class ProductLog:
                 case r.OnlineBatch():
                     self._producer.send(Topic.ONLINE_BATCHES, record, key=record.batch_id)
         self._producer.flush()
+
+
+def product_run() -> list[r.Record]:
+    """Seven answers in two arms, two batches, one step; many records twice, as at-least-once delivery writes them.
+
+    i0 and i1 are in the trained batch, and the trainer left i1 out, whose reward is corrected later; i2 has no signal,
+    i3 is a bot's, i5 is open; of i4 and i6 one was dropped and one waits.
+    """
+    served = [interaction(f"i{n}", f"user{n}", arm="canary" if n > 3 else "stable") for n in range(7)]
+    made = {0: 0.0, 4: 0.0, 6: 1.0}
+    rewarded = {
+        n: outcome(served[n], 1.0, signals=[use(f"e{n}")], observed={"thumb": 1.0, "edit_made": made[n]}) for n in made
+    }
+    down = outcome(served[1], -1.0, signals=[use("e1", -1.0)], observed={"thumb": -1.0, "edit_made": 1.0})
+    corrected = outcome(served[1], 1.0, signals=[use("e2")], revision=1, previous=-1.0)
+    excluded = [outcome(served[2], None, "no_signal"), outcome(served[3], None, "bot")]
+    first = online_batch(0, [member(rewarded[0]), member(down)])
+    second = online_batch(1, [member(corrected, correction=True)], dropped={"old_version": 1, "erased": 1})
+    trained = step(
+        2,
+        [r.StepInput(first.batch_id, Topic.ONLINE_BATCHES.value, 0, 0)],
+        [r.StepExclusion("i1", Topic.INTERACTIONS.value, 0, 1, "stale", 1)],
+    )
+    return [
+        *served,
+        served[0],
+        feedback("e0", "i0", "user0"),
+        feedback("e0", "i0", "user0"),
+        feedback("e1", "i1", "user1", -1.0),
+        feedback("made", "i1", "user1", kind=r.SignalKind.EDIT_MADE),
+        feedback("e2", "i1", "user1", corrects="e1"),
+        feedback("e4", "i4", "user4"),
+        rewarded[0],
+        rewarded[0],
+        down,
+        *excluded,
+        rewarded[4],
+        rewarded[6],
+        corrected,
+        first,
+        first,
+        second,
+        trained,
+        trained,
+        replace(ack(3, r.AckStatus.PROVED), at=START_US + 31 * SECOND),
+        replace(ack(4, r.AckStatus.PROVED), at=START_US + 90 * SECOND),
+        decision(r.GateVerdict.CANARY, 2, "on trial", {"share": 0.1}),
+        decision(r.GateVerdict.PROMOTE, 2),
+    ]
+
+
+def two_people() -> list[r.Record]:
+    """Ann and bob with an interaction each, their ends, what they and a judge said, and the batch with both."""
+    records: list[r.Record] = []
+    ends = []
+    for user in ("ann", "bob"):
+        served = interaction(f"i-{user}", user)
+        ends.append(outcome(served, 1.0, signals=[use("e")]))
+        records += [served, ends[-1], feedback("e", served.interaction_id, user), feedback("j", f"i-{user}", "judge")]
+    return [*records, online_batch(0, [member(end) for end in ends])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.consumers.product_support import interaction as served
+from tests.consumers.product_support import outcome, product_run
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.query import Answer, QueryFailed, ask, named_queries, sql_of
 from tidemill.consumers.sink.config import SinkSettings
@@ -20,6 +23,7 @@ from tidemill.consumers.sink.state_file import SinkState, read_state, write_stat
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.records import LagCount, Staleness
 
+ROOT = Path(__file__).parents[2]
 HOLDS_ENGINE = """
 import sys
 from tidemill.consumers.sink.config import SinkSettings
@@ -41,6 +45,12 @@ def filled(path: Path, records: list[Any]) -> SinkSettings:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
     sink = filled(tmp_path_factory.mktemp("run"), small_run())
+    yield {name: table(ask(sink, name)) for name in named_queries()}
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+    sink = filled(tmp_path_factory.mktemp("product"), product_run())
     yield {name: table(ask(sink, name)) for name in named_queries()}
 
 
@@ -134,6 +144,86 @@ def test_failures(answers):
         ("failed rollout", "replica gone", 1),
         ("refused version", "digest", 1),
     ]
+
+
+def test_feedback_to_served_counts_what_was_trained_up_to_the_first_version_that_contains_it(product):
+    (row,) = product["feedback_to_served"]
+    assert (row["version"], row["signals"], row["seconds_p50"], row["seconds_p95"]) == (2, 1, 30.0, 30.0)
+
+
+def test_signal_coverage(product):
+    rows = {(r["arm"], r["signal"]): (r["interactions"], r["share"], r["events"]) for r in product["signal_coverage"]}
+    assert rows == {
+        ("stable", "thumb"): (2, 0.5, 3),
+        ("stable", "edit_made"): (1, 0.25, 1),
+        ("stable", "none"): (2, 0.5, 0),
+        ("canary", "thumb"): (1, 0.3333, 1),
+        ("canary", "none"): (2, 0.6667, 0),
+    }
+
+
+def test_every_interaction_has_one_ending(product):
+    rows = {(r["arm"], r["ending"]): (r["interactions"], r["corrected"]) for r in product["outcomes_by_reason"]}
+    assert rows == {
+        ("stable", "reward"): (2, 1),
+        ("stable", "excluded: no_signal"): (1, 0),
+        ("stable", "excluded: bot"): (1, 0),
+        ("canary", "reward"): (2, 0),
+        ("canary", "open"): (1, 0),
+    }
+    assert all(row["ended_twice"] == 0 for row in product["outcomes_by_reason"])
+
+
+def test_two_endings_and_an_outcome_without_interaction_are_seen(tmp_path: Path):
+    one, gone = served("i0", "ann"), served("i1", "bob")
+    records = [one, outcome(one, 1.0), outcome(one, None, "bot"), outcome(gone, 1.0)]
+    rows = {r["ending"]: r["ended_twice"] for r in table(ask(filled(tmp_path, records), "outcomes_by_reason"))}
+    assert rows == {"reward": 1, "outcome of an interaction that is gone": 0}
+
+
+def test_arms(product):
+    rows = {row["arm"]: row for row in product["arms"]}
+    assert [(arm, r["interactions"], r["rewards"], r["reward"]) for arm, r in sorted(rows.items())] == [
+        ("canary", 2, 2, 1.0),
+        ("stable", 4, 2, 1.0),
+    ]
+    assert (rows["canary"]["edit_rate"], rows["canary"]["question_rate"]) == (0.5, None)
+    assert rows["canary"]["latency_ms_p95"] == 100.0
+
+
+def test_gate_decisions_come_with_their_numbers(product):
+    told = [(row["verdict"], row["version"], row["reason"], row["numbers"]) for row in product["gate"]]
+    assert told == [("canary", 2, "on trial", {"share": 0.1}), ("promote", 2, "better", {})]
+
+
+def test_selection_is_served_beside_trained(product):
+    rows = [(r["sequence"], r["measure"], r["served"], r["trained"], r["difference"]) for r in product["selection"]]
+    assert rows == [(0, "reward", 0.25, 0.5, 0.25), (1, "reward", 0.25, 0.5, 0.25)]
+
+
+def test_the_account_of_product_traffic_closes(product):
+    (row,) = product["online_accounting"]
+    assert (row["served"], row["rewards"], row["excluded"], row["open"]) == (7, 4, 2, 1)
+    assert (row["batched"], row["batched_twice"], row["batched_and_erased"]) == (2, 0, 0)
+    assert (row["dropped"], row["waiting"]) == (1, 1)
+    assert (row["trained"], row["left_out"]) == (1, 1)
+    assert (row["corrections"], row["corrections_batched"]) == (1, 1)
+
+
+def test_the_readme_lists_every_query_with_its_question():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for name, question in named_queries().items():
+        assert f"| `{name}` | {question} |" in readme
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["feedback_to_served", "signal_coverage", "gate", "online_accounting", "selection", "arms", "outcomes_by_reason"],
+)
+def test_the_dashboard_shows_the_named_query(name: str):
+    panels = json.loads((ROOT / "compose" / "dashboards" / "tidemill.json").read_text("utf-8"))["panels"]
+    body = sql_of(name).split("\n", 1)[1].strip()
+    assert any(body in target["rawSql"] for panel in panels for target in panel["targets"])
 
 
 def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed(tmp_path: Path):
