@@ -227,7 +227,8 @@ def test_the_newest_whole_report_of_the_users_is_read(tmp_path: Path):
 
 
 def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_second_act(tmp_path: Path):
-    plan = DemoPlan.of(load_settings(None, {"demo": {"data_dir": str(tmp_path), "online_batches": 3}}))
+    given = {"product": {"pseudonym_key": "p" * 40}, "users": {"api_key": "k" * 40}}
+    plan = DemoPlan.of(load_settings(None, {"demo": {"data_dir": str(tmp_path), "online_batches": 3}, **given}))
     plan.write_config()
     secrets = list(plan.product_environment().values())
     for name in (CONFIG_NAME, ONLINE_CONFIG_NAME):

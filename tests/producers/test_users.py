@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import time
 from collections import Counter
 from itertools import islice
 
@@ -259,6 +260,13 @@ def test_a_crowd_asks_within_its_concurrency_and_reports_on_what_it_was_served()
     assert len(events) == len(set(events))
     assert all(r.corrects in events for r in product.reports if r.corrects) and any(r.corrects for r in product.reports)
     assert [s.rate for s in seen.satisfaction] == [1.0]
+
+
+def test_a_crowd_keeps_its_pace():
+    slow = FAST.model_copy(update={"interactions_per_second": 100.0})
+    began = time.monotonic()
+    assert run_crowd(Scripted(), slow, 10).seen().interactions == 50
+    assert time.monotonic() - began >= 49 / 100
 
 
 def test_nothing_is_learnt_from_held_out_users():
