@@ -21,10 +21,12 @@ from tidemill.consumers.gate.guardrails import ArmGuards, FrozenGuards, Toleranc
 from tidemill.consumers.gate.measures import EXCLUSIONS, measures
 from tidemill.consumers.gate.sequential import Capital, Side
 from tidemill.consumers.gate.units import Users
-from tidemill.schemas.records import Mode
+from tidemill.consumers.weights.chain import Chain, ChainError
+from tidemill.consumers.weights.decide import Following, Proposal, decision
+from tidemill.schemas.records import GateVerdict, Mode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import bench, outcome
+from gate_support import RUN, ack, bench, manifest, outcome, said
 
 ALPHA = 0.05
 
@@ -167,6 +169,33 @@ def test_guardrails_ring_for_what_moved_and_keep_ringing(change, name):
     for guards in (arms, frozen):
         [alert] = guards.alerts
         assert alert.name == name and alert.p_value <= ALPHA and f"{name} is" in str(alert)
+
+
+def test_a_veto_is_followed_by_leaving_the_version():
+    chain = Chain(RUN.run_id, RUN.branch)
+    for version in (0, 1):
+        chain.observe(manifest(version))
+    veto = decision(chain, Proposal(GateVerdict.REJECT, 1, "it flatters", "ada"), at=5)
+    following = Following(veto, head=1, recent_us=10)
+    following.observe(ack("a", 1, 5))
+    following.observe(ack("b", 0, 5))
+    assert following.behind == {"a": 1}
+    chain.observe(veto)
+    with pytest.raises(ChainError, match="rejected by ada: it flatters"):
+        decision(chain, Proposal(GateVerdict.HOLD, 1, "", "bob"), at=6)
+    with pytest.raises(ChainError, match="version 7 is not on branch"):
+        decision(chain, Proposal(GateVerdict.REJECT, 7, "", "bob"), at=6)
+
+
+def test_a_trial_and_an_admission_do_not_limit_what_everyone_is_served():
+    chain = Chain(RUN.run_id, RUN.branch)
+    chain.observe(manifest(0))
+    chain.observe(said(GateVerdict.PROMOTE, 0, 1))
+    for verdict in (GateVerdict.CANARY, GateVerdict.ADMIT, GateVerdict.REJECT):
+        chain.observe(said(verdict, 1, 2))
+    assert chain.limit is not None and chain.limit.verdict is GateVerdict.PROMOTE
+    chain.observe(said(GateVerdict.RELEASE, None, 3))
+    assert chain.limit is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,315 @@
+"""`tidemill gate` as it is typed, on a real Kafka: what is decided, who wins, and what a killed gate decides."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.compose.cli import app
+from tidemill.consumers.gate.config import GateSettings
+from tidemill.consumers.gate.role import SecondGate, run
+from tidemill.consumers.gate.standing import GENERATION
+from tidemill.consumers.weights.chain import ChainError
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import GateDecision, GateVerdict
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
+from gate_support import ack, bench, manifest, outcome
+from weight_log import WeightLog
+
+DEADLINE_S = 180.0
+SETTINGS = {
+    "outcomes_per_user": 1, "min_users": 10, "bench_rollouts": 16, "share": 0.5, "settle_s": 0.0, "max_seconds": 1e6,
+    "bench_seconds": 0.001,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def topics(kafka):
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
+    create_topics(settings)
+    return settings
+
+
+class Branch:
+    """One run's log, written as replicas, rollout workers and users would."""
+
+    def __init__(self, kafka: KafkaSettings) -> None:
+        self.kafka, self.run = kafka, RunSettings(run_id=uuid.uuid4().hex)
+        self.producer = RecordProducer(kafka, "test-gate")
+        self._reader = LogReader(kafka, [Topic.GATE])
+        self._decisions: list[GateDecision] = []
+        self._interactions = 0
+
+    def publish(self, version: int, successes: int) -> None:
+        """A version that a canary replica serves, and its bench."""
+        self.producer.send_acked(Topic.MANIFESTS, [("main", manifest(version, self.run))])
+        self.producer.send_acked(Topic.ACKS, [("canary-1", ack("canary-1", version, now_us(), self.run))])
+        self.producer.send_acked(Topic.GROUPS, [("g", bench(version, successes, run=self.run))])
+
+    def users(self, candidate: float, versions: tuple[int, int], count: int, seed: int, baseline: float = 0.5) -> None:
+        """Pairs of users, one an arm, with these chances of a thumb up."""
+        random = np.random.default_rng(seed)
+        for _ in range(count):
+            for arm, version, chance in (("canary", versions[0], candidate), ("stable", versions[1], baseline)):
+                self._interactions += 1
+                reward = 1.0 if random.random() < chance else -1.0
+                made = replace(outcome(self._interactions, arm, version, now_us(), reward), run_id=self.run.run_id)
+                self.producer.send(Topic.OUTCOMES, made, key=made.interaction_id)
+        self.producer.flush()
+
+    def decisions(self) -> list[GateDecision]:
+        """Every decision of the run."""
+        found = (located.record for located in self._reader.read_to_end())
+        self._decisions += (made for made in found if isinstance(made, GateDecision) and made.run_id == self.run.run_id)
+        return self._decisions
+
+    def verdicts(self) -> list[tuple[str, int | None]]:
+        """Verdicts and versions, in order."""
+        return [(made.verdict.value, made.version) for made in self.decisions()]
+
+    def wait(self, condition: Callable[[list[GateDecision]], bool]) -> list[GateDecision]:
+        """Wait for the decisions."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition(found := self.decisions()):
+            assert time.monotonic() < deadline, self.verdicts()
+            time.sleep(0.05)
+        return found
+
+    def wait_last(self, verdict: GateVerdict, version: int | None) -> GateDecision:
+        """Wait until such a decision is the newest."""
+        return self.wait(lambda made: bool(made) and (made[-1].verdict, made[-1].version) == (verdict, version))[-1]
+
+    def wait_compared(self, version: int) -> None:
+        """Wait until the canary pool has its share."""
+        self.wait(lambda made: bool(made) and made[-1].version == version and made[-1].numbers.get("share") == 0.5)
+
+    def options(self) -> list[str]:
+        """Of a command line."""
+        return ["--bootstrap", self.kafka.bootstrap, "--topic-prefix", self.kafka.topic_prefix,
+                "--run-id", self.run.run_id]  # fmt: skip
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._reader.close()
+        self.producer.flush()
+
+
+@pytest.fixture
+def branches(topics) -> Iterator[Callable[[], Branch]]:
+    """Makes branches."""
+    made: list[Branch] = []
+    yield lambda: made.append(Branch(topics)) or made[-1]
+    for branch in made:
+        branch.close()
+
+
+@pytest.fixture
+def branch(branches):
+    return branches()
+
+
+@contextmanager
+def kept(branch: Branch) -> Iterator[None]:
+    """A gate in this process."""
+    stop = threading.Event()
+    gate = threading.Thread(target=run, args=(branch.kafka, branch.run, GateSettings(**SETTINGS), stop))
+    gate.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        gate.join(DEADLINE_S)
+        assert not gate.is_alive()
+
+
+@pytest.fixture
+def gate(tmp_path) -> Iterator[Callable[[Branch], subprocess.Popen[str]]]:
+    """Starts `tidemill gate run` on a branch."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(branch: Branch) -> subprocess.Popen[str]:
+        settings = [part for key, value in SETTINGS.items() for part in ("--set", f"gate.{key}={value}")]
+        log = (tmp_path / f"gate-{len(started)}.log").open("w")
+        command = [sys.executable, "-m", "tidemill.compose.cli", "gate", "run", *branch.options(), *settings]
+        started.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ask(branch: Branch, *arguments: object):
+    return CliRunner().invoke(app, ["gate", *map(str, arguments), *branch.options()])
+
+
+def test_the_whole_course_of_versions(branch, gate, tmp_path):
+    """A worse one is rejected, a better one promoted, its collapse rolled back; then the gate ends when asked to."""
+    process = gate(branch)
+    branch.publish(0, 12)
+    branch.wait_last(GateVerdict.ADMIT, 0)
+    branch.publish(1, 1)
+    rejected = branch.wait_last(GateVerdict.REJECT, 1)
+    assert "surely worse" in rejected.reason and rejected.numbers["replicas"] == 1
+    branch.publish(2, 12)
+    branch.wait_compared(2)
+    branch.users(0.1, (2, 0), 60, seed=1)
+    worse = branch.wait_last(GateVerdict.REJECT, 2)
+    assert worse.numbers["p_worse"] <= 0.05 and worse.numbers["canary/users"] >= 5
+    branch.publish(3, 14)
+    branch.wait_compared(3)
+    branch.users(0.95, (3, 0), 100, seed=2)
+    branch.wait_last(GateVerdict.PROMOTE, 3)
+    branch.users(0.0, (3, 3), 50, seed=3, baseline=0.0)
+    rolled_back = branch.wait_last(GateVerdict.REJECT, 3)
+    assert rolled_back.reason.startswith("rolled back to 0")
+    assert branch.verdicts() == [
+        ("admit", 0), ("canary", 1), ("reject", 1), ("canary", 2), ("canary", 2), ("reject", 2),
+        ("canary", 3), ("canary", 3), ("promote", 3), ("roll_back", 0), ("reject", 3),
+    ]  # fmt: skip
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) == 0
+    log = (tmp_path / "gate-0.log").read_text()
+    assert "Traceback" not in log and "WARNING tidemill.consumers.gate.role: roll_back 0" in log
+
+
+def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branches, gate):
+    """Two branches with the same users; the gate of one is killed in between."""
+    made = []
+    for kill in (False, True):
+        branch = branches()
+        process = gate(branch)
+        branch.publish(0, 12)
+        branch.publish(1, 12)
+        branch.wait_compared(1)
+        branch.users(0.7, (1, 0), 8, seed=5)
+        if kill:
+            process.kill()
+            process.wait()
+        branch.users(0.8, (1, 0), 60, seed=6)
+        if kill:
+            process = gate(branch)
+        made.append(branch.wait_last(GateVerdict.PROMOTE, 1))
+        assert [verdict for verdict, _ in branch.verdicts()] == ["admit", "canary", "canary", "promote"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+    evidence = [{k: v for k, v in d.numbers.items() if k not in (GENERATION, "seconds_in_stage")} for d in made]
+    assert evidence[0] == evidence[1] and made[0].reason == made[1].reason
+
+
+def test_people_win_over_the_gate(branch, tmp_path):
+    log = WeightLog(branch.kafka, branch.run, tmp_path / "store")
+    log.grow(3)
+    with kept(branch):
+        for version in (0, 2):
+            branch.producer.send_acked(Topic.GROUPS, [("g", bench(version, 12, run=branch.run))])
+        branch.wait_compared(2)
+        held = ask(branch, "hold", "v0", "--reason", "a launch", "--by", "ada", "--json")
+        assert held.exit_code == 0 and json.loads(held.stdout)["decision"]["verdict"] == "hold"
+        branch.users(0.0, (2, 0), 60, seed=1)
+        shown = ask(branch, "status", "--json")
+        found = json.loads(shown.stdout)
+        assert (found["stage"], found["held_by"]["decided_by"], found["promoted"], found["head"]) == (
+            "held",
+            "ada",
+            0,
+            2,
+        )
+        assert "held by ada (hold 0): a launch" in ask(branch, "status").stdout
+        assert ask(branch, "veto", 2, "--reason", "it flatters", "--by", "ada").exit_code == 0
+        again = ask(branch, "veto", 2)
+        assert isinstance(again.exception, ChainError) and "rejected by ada: it flatters" in str(again.exception)
+        assert ask(branch, "release", "--by", "ada").exit_code == 0
+        log.grow(4)
+        branch.producer.send_acked(Topic.GROUPS, [("g", bench(3, 12, run=branch.run))])
+        branch.wait_compared(3)
+        branch.users(1.0, (3, 0), 60, seed=2)
+        branch.wait_last(GateVerdict.PROMOTE, 3)
+        assert ask(branch, "rollback", 0, "--reason", "3 repeats itself").exit_code == 0
+        assert [verdict for verdict, _ in branch.verdicts()] == [
+            "admit", "canary", "canary", "hold", "reject", "release", "canary", "canary", "promote", "roll_back",
+        ]  # fmt: skip
+    assert json.loads(ask(branch, "status", "--json").stdout)["promoted"] == 0
+    served = ask(branch, "status").stdout
+    assert "version 0 is served" in served and "held by" in served
+
+
+def test_of_two_gates_the_older_one_stops(branch):
+    ended: list[Exception] = []
+    stop = threading.Event()
+
+    def keep() -> None:
+        try:
+            run(branch.kafka, branch.run, GateSettings(**SETTINGS), stop)
+        except SecondGate as error:
+            ended.append(error)
+
+    first = threading.Thread(target=keep)
+    first.start()
+    branch.publish(0, 12)
+    branch.wait_last(GateVerdict.ADMIT, 0)
+    second = threading.Thread(target=keep)
+    second.start()
+    try:
+        deadline, version = time.monotonic() + DEADLINE_S, 0
+        while not ended:
+            version += 1
+            branch.publish(version, 0)
+            branch.wait(lambda made, version=version: made[-1].version == version)
+            assert time.monotonic() < deadline
+        assert "another gate decides" in str(ended[0]) and "this one stops" in str(ended[0])
+        first.join(DEADLINE_S)
+        assert not first.is_alive() and second.is_alive() and len(ended) == 1
+    finally:
+        stop.set()
+        first.join(DEADLINE_S)
+        second.join(DEADLINE_S)
+
+
+def test_what_cannot_be_read_is_passed_over(branch, topics):
+    outcomes = Names(topics.topic_prefix).of(Topic.OUTCOMES)
+    branch.producer.send_bytes(outcomes, b"no record", key=b"k")
+    branch.producer.send_bytes(outcomes, None, key=b"erased")
+    branch.producer.flush()
+    with kept(branch):
+        branch.publish(0, 12)
+        branch.wait_last(GateVerdict.ADMIT, 0)
+        branch.producer.send_bytes(outcomes, b"no record", key=b"k")
+        branch.producer.flush()
+        branch.publish(1, 0)
+        branch.wait_last(GateVerdict.REJECT, 1)
+
+
+@pytest.mark.parametrize("command", ["run", "status", "hold", "veto", "rollback", "release"])
+def test_every_command_teaches(command):
+    result = CliRunner().invoke(app, ["gate", command, "--help"])
+    assert result.exit_code == 0 and "Example" in result.output
+
+
+def test_bad_input_is_answered(branch, topics):
+    assert "no version" in str(ask(branch, "hold", "soon").exception)
+    assert "has no version" in str(ask(branch, "veto", 3).exception)
+    result = CliRunner().invoke(app, ["gate", "status", "--bootstrap", topics.bootstrap, "--set", "gate.share=2"])
+    assert "gate.share" in str(result.exception)
+    empty = ask(branch, "status", "--json")
+    assert json.loads(empty.stdout)["promoted"] == -1
