@@ -123,9 +123,8 @@ class Journal:
     def _head_key(self) -> str:
         return f"{_MARK}head/{self._partition}"
 
-    def _part_key(self, index: int, sequence: int | None = None) -> str:
-        parity = (self._sequence if sequence is None else sequence) % 2
-        return f"{_MARK}part/{self._partition}/{parity}/{index}"
+    def _part_key(self, index: int) -> str:
+        return f"{_MARK}part/{self._partition}/{self._sequence % 2}/{index}"
 
     def _sealed(self, kind: bytes, body: bytes) -> bytes:
         return _ENVELOPE.pack(kind, self._partition) + body

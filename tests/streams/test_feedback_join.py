@@ -28,8 +28,8 @@ from machine_log import MachineLog, records_of, said, work, work_through_kills
 from pydantic import ValidationError
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import Document, Outcome, SignalKind, Tick, UserWish
-from tidemill.streams.join import join_state
+from tidemill.schemas.records import Document, Outcome, Segment, SignalKind, Tick, UserWish
+from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.feedback_join import EXCLUSIONS
 from tidemill.streams.join.join_state import Head
@@ -281,11 +281,32 @@ def test_opting_out_and_in_again():
     assert exclusion((UserWish.OPT_OUT, 99), at=103) == ""
 
 
+def test_an_opt_out_after_the_end_leaves_no_more_to_learn():
+    logs = served().write(102, feedback("a", "e")).tick(104).write(105, request(UserWish.OPT_OUT, 99)).tick(105)
+    logs.write(106, feedback("a", "f", value=-1.0, corrects="e"))
+    assert one(logs).reward == 1.0
+
+
 def test_an_opt_out_long_ago_still_holds():
     logs = TwoLogs().write(1, request(UserWish.OPT_OUT, 1)).tick(50_000)
     logs.write(50_001, interaction("a", served_at=50_000 * SECOND_US))
     logs.write(50_001.5, request(UserWish.OPT_IN, 50_001))
     assert one(logs.tick(60_000)).exclusion == "opted_out"
+
+
+def test_a_demand_is_for_no_later_time_than_it_was_read_at():
+    logs = TwoLogs().write(90, request(UserWish.ERASE, 10_000)).write(100.5, interaction("a"))
+    assert one(logs).exclusion == "no_signal"
+
+
+def test_a_demand_counts_once():
+    join = join_of(settings_of())
+    logs = TwoLogs().write(1, request(UserWish.OPT_OUT, 1)).write(2, request(UserWish.OPT_OUT, 1)).tick(3)
+    for records in logs.inputs.values():
+        for record in records:
+            join.observe(record)
+    (wishes,) = join._store.entries()
+    assert len(wishes.wishes) == 1
 
 
 def test_an_opt_in_is_forgotten_after_a_while():
@@ -337,7 +358,33 @@ def test_erasing_takes_early_feedback_along():
 def test_erasing_after_early_feedback_was_given_up():
     logs = TwoLogs().write(90, feedback("a", "e")).write(91, feedback("b", "o", user_id="other")).tick(110)
     logs.write(110, request(UserWish.ERASE, 110)).write(110, request(UserWish.ERASE, 110, "other")).tick(111)
-    assert len(reasons(joined(logs))) == 2
+    join = join_of(settings_of())
+    outputs = [o for records in logs.inputs.values() for record in records for o in join.observe(record)]
+    assert len(reasons(outputs)) == 2
+    assert not join._store._of_user
+
+
+def test_erasing_is_of_what_was_served_by_then():
+    logs = served().write(101, interaction("b", served_at=101 * SECOND_US)).write(102, request(UserWish.ERASE, 100))
+    logs.write(103, interaction("c")).write(103, interaction("d", served_at=100 * SECOND_US + 1))
+    found = outcomes(joined(logs.tick(LATER_S)))
+    assert {o.interaction_id: o.exclusion for o in found} == {
+        "a": "erased",
+        "b": "no_signal",
+        "c": "erased",
+        "d": "no_signal",
+    }
+
+
+def test_nothing_is_kept_of_what_was_erased():
+    join = join_of(settings_of())
+    logs = served().write(102, feedback("a", "e")).tick(104).erase(105, Topic.INTERACTIONS, "a")
+    logs.write(106, feedback("a", "f", value=-1.0, corrects="e", observed_at=105 * SECOND_US)).tick(200)
+    outputs = [o for records in logs.inputs.values() for record in records for o in join.observe(record)]
+    assert [o.reward for o in outcomes(outputs)] == [1.0]
+    case = join._store.case("a")
+    assert (case.signals, case.arrivals, case.reward) == ({}, {}, None)
+    assert dict(join.counts) == {"after_exclusion": 1}
 
 
 def test_a_tombstone_erases_an_interaction():
@@ -349,9 +396,11 @@ def test_a_tombstone_erases_an_interaction():
 
 def test_a_tombstone_erases_one_event():
     logs = served("a/b").write(102, feedback("a/b", "c/d")).tick(102.5).erase(102.6, Topic.FEEDBACK, "a/b/c/d")
-    assert one(logs).exclusion == "no_signal"
+    assert (one(logs).exclusion, one(logs).closed_at) == ("no_signal", 125 * SECOND_US)
     early = TwoLogs().write(99, feedback("a", "e")).erase(99.5, Topic.FEEDBACK, "a/e").write(100.5, interaction("a"))
     assert one(early).exclusion == "no_signal"
+    whole = TwoLogs().write(99, feedback("a", "e")).erase(99.5, Topic.INTERACTIONS, "a").tick(LATER_S)
+    assert joined(whole) == []
 
 
 def test_who_does_too_much_is_a_bot():
@@ -400,7 +449,24 @@ def test_the_ended_are_forgotten_after_their_time():
     for topic, records in logs.inputs.items():
         join.observe(located(topic, Tick("t", 0), len(records) + 1, 1103))
     assert "case/a" in join.take_changes().forgotten
-    assert list(join._store.entries()) == []
+    assert (list(join._store.entries()), join._store._timed, dict(join._store._of_user)) == ([], {}, {})
+
+
+def test_tokens_are_not_held_in_memory():
+    spoken = interaction("a", segments=[Segment(1, b"1234", b"1", b"1234", [])])
+    item = join_input.read(located(Topic.INTERACTIONS, spoken, 0, 101), 0)
+    assert item == interaction("a")
+
+
+def test_a_busy_user_costs_one_timer():
+    join = join_of(settings_of())
+    logs = served()
+    for n in range(15):
+        logs.write(101, feedback("a", f"e{n}"))
+    for records in logs.tick(101.5).inputs.values():
+        for record in records:
+            join.observe(record)
+    assert len(join._store._timers) <= 3
 
 
 BROKEN = {

@@ -184,6 +184,15 @@ def test_the_next_deadline_is_told():
     assert batcher.clock_us(Topic.OUTCOMES) == 102 * SECOND_US
 
 
+def test_a_record_read_again_gives_nothing_and_the_clock_never_goes_back():
+    batcher = batcher_of(settings_of())
+    batcher.observe(located(Topic.OUTCOMES, outcome("a"), 0, 102))
+    batcher.observe(located(Topic.OUTCOMES, Tick("t", 0), 1, 50))
+    assert batcher.clock_us(Topic.OUTCOMES) == 102 * SECOND_US
+    batcher.observe(located(Topic.OUTCOMES, outcome("a"), 0, 300))
+    assert (batcher.clock_us(Topic.OUTCOMES), batcher.next_offset(Topic.OUTCOMES)) == (102 * SECOND_US, 2)
+
+
 def test_sequences_and_ids():
     log = Log(*(outcome(f"{n}") for n in range(8)))
     first, second = batches(log)
