@@ -21,8 +21,10 @@ from tidemill.consumers.sink.tables import tables
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 FILE = COMPOSE / "docker-compose.yml"
-ROLES = {"topics", "documents", "midtrain", "train", "replica", "stream", "rollout", "feed", "sink"}
-SERVERS = {"kafka-1", "kafka-2", "kafka-3", "schema-registry", "clickhouse", "grafana", "replica"}
+PRODUCT = {"stable", "canary", "route", "gateway", "join", "batches", "gate"}
+ROLES = {"topics", "documents", "midtrain", "train", "replica", "stream", "rollout", "feed", "sink"} | PRODUCT
+ANSWERING = {"replica", "stable", "canary", "route", "gateway"}
+SERVERS = {"kafka-1", "kafka-2", "kafka-3", "schema-registry", "clickhouse", "grafana"} | ANSWERING
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
@@ -61,6 +63,10 @@ def test_the_compose_client_accepts_the_file():
 
 def test_every_part_is_there():
     assert set(services()) == ROLES | SERVERS
+
+
+def test_what_learns_from_users_is_started_on_request():
+    assert {name for name, service in services().items() if service.get("profiles") == ["product"]} == PRODUCT
 
 
 def test_images_are_pinned():
@@ -142,6 +148,10 @@ def test_roles_find_each_other():
     replicas = json.loads(known["rollout"]["environment"]["TIDEMILL_ROLLOUT__REPLICAS"])
     assert replicas == [f"http://replica:{known['replica']['environment']['TIDEMILL_REPLICA__PORT']}"]
     assert known["sink"]["environment"]["TIDEMILL_SINK__HOST"] == "clickhouse"
+    for pool in ("stable", "canary"):
+        served = json.loads(known["route"]["environment"][f"TIDEMILL_ROUTER__POOLS__{pool.upper()}"])
+        assert served == [f"http://{pool}:{known[pool]['environment']['TIDEMILL_REPLICA__PORT']}"]
+        assert known[pool]["environment"]["TIDEMILL_REPLICA__POOL"] == pool
     assert (
         known["sink"]["environment"]["TIDEMILL_SINK__PASSWORD"]
         == known["clickhouse"]["environment"]["CLICKHOUSE_PASSWORD"]
