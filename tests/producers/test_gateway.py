@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import httpx
 import pytest
@@ -339,6 +339,19 @@ def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
             with closing(connection):
                 answer = read_to_end(connection)
                 assert b" 408 " in answer.splitlines()[0] and b"within 0.5 s" in answer
+
+
+def test_connections_beyond_the_most_are_turned_away(log_settings: KafkaSettings):
+    with serving(log_settings, FREE.model_copy(update={"max_connections": 4})) as client, ExitStack() as open_ones:
+        for _ in range(4):
+            held = open_ones.enter_context(closing(raw(client)))
+            held.sendall(head("Content-Length: 100") + b'{"interac')
+        deadline = time.monotonic() + DEADLINE_S
+        while client.get("/healthz").text != "Service Unavailable":
+            assert time.monotonic() < deadline
+        open_ones.close()
+        while client.get("/healthz").status_code != 200:
+            assert time.monotonic() < deadline
 
 
 def test_what_is_no_http_is_refused(client: httpx.Client):

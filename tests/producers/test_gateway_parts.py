@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tidemill.producers.feedback.errors import LogUnreachable
 from tidemill.producers.gateway.body import parse_json
 from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.gateway.health import Health
 from tidemill.producers.gateway.problem import Problem, whole_seconds
 from tidemill.producers.gateway.rates import TokenBuckets
 
@@ -31,6 +34,14 @@ def test_what_is_refused_takes_nothing():
     buckets.take("ann", 1, 0.0)
     assert buckets.take("ann", 2, 0.0) == 1.0
     assert buckets.take("ann", 1, 0.0) == 0.0
+
+
+def test_a_bucket_holds_no_more_than_its_burst_however_long_it_was_left():
+    buckets = TokenBuckets(rate=1.0, burst=10)
+    buckets.take("ann", 10, 0.0)
+    buckets.take("bob", 1, 0.0)
+    assert buckets.take("bob", 10, 9.0) == 0.0
+    assert buckets.take("bob", 1, 9.0) == 1.0
 
 
 def test_more_than_a_bucket_ever_holds_is_an_error():
@@ -140,6 +151,28 @@ def test_any_bytes_are_json_or_a_problem(body: bytes):
 )
 def test_json_is_read_as_it_is(tree):
     assert parse_json(json.dumps(tree).encode()) == tree
+
+
+class CountedQueue:
+    """Stands where the queue does, and counts how often a broker is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask_partitions(self, _timeout_s: float) -> int:
+        self.asked += 1
+        raise LogUnreachable("no broker")
+
+
+def test_a_flood_of_health_checks_asks_the_log_once():
+    queue = CountedQueue()
+
+    async def main() -> list[str]:
+        health = Health(queue)
+        return await asyncio.gather(*(health.wrong() for _ in range(50)))
+
+    assert set(asyncio.run(main())) == {"no broker of the log answers"}
+    assert queue.asked == 1
 
 
 def test_waiting_whole_seconds_is_waiting_long_enough():
