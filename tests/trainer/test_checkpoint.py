@@ -1,5 +1,7 @@
 """Checkpoints: training goes on from one bit for bit; a damaged one is refused; the newest few are kept."""
 
+import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,29 @@ def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
     for step in (1, 2, 3, 4):
         store.write(state_of(step), {"master/w": torch.zeros(1)})
     assert store.steps() == [3, 4]
+
+
+def test_a_step_that_may_be_gone_back_to_is_kept_while_it_may(store: CheckpointStore) -> None:
+    for step in (1, 2, 3, 4):
+        store.write(state_of(step), {"master/w": torch.zeros(1)}, pinned={1, 2})
+    assert store.steps() == [1, 2, 3, 4]
+    store.write(state_of(5), {"master/w": torch.zeros(1)}, pinned={2})
+    assert store.steps() == [2, 4, 5]
+
+
+def test_where_both_topics_are_used_up_is_kept(store: CheckpointStore) -> None:
+    state = replace(state_of(1), online=Progress({0: 9}, {0: [11]}, ["batch"]))
+    store.write(state, {"master/w": torch.zeros(1)})
+    assert store.read(1)[0] == state
+
+
+def test_a_checkpoint_of_before_there_were_online_batches_is_read(store: CheckpointStore, monkeypatch) -> None:
+    whole = dataclasses.asdict
+    with monkeypatch.context() as patched:
+        patched.setattr(dataclasses, "asdict", lambda state: {k: v for k, v in whole(state).items() if k != "online"})
+        path = Path(store.write(state_of(1), {"master/w": torch.zeros(1)}))
+    assert b"online" not in path.read_bytes()
+    assert store.read(1)[0] == state_of(1)
 
 
 def test_checkpoint_cut_short_is_refused_by_name(store: CheckpointStore) -> None:

@@ -47,6 +47,11 @@ class WeightLine:
         """Decisions of the branch that were observed."""
 
     @property
+    def newest(self) -> int:
+        """The newest version that was made, given up or not."""
+        return max(self._made)
+
+    @property
     def abandoned(self) -> frozenset[int]:
         """Versions that were given up."""
         return frozenset(self._given_up)

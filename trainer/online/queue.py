@@ -98,14 +98,18 @@ class OnlineQueue:
             self.exclude(self._waiting[-1], Exclusion.DUPLICATE)
 
     def next(self, current: int) -> Waiting | None:
-        """The batch to be trained next at version `current`; those that cannot be trained any more are excluded."""
-        for waiting in list(self._waiting):
+        """The batch to be trained next at version `current`; those that cannot be trained any more are excluded.
+
+        One of a version that is yet to be made waits for it: that happens where a run is made again from its log.
+        """
+        made = [waiting for waiting in self._waiting if waiting.batch.version <= self._line.newest]
+        for waiting in made:
             reason = self._version_problem(waiting.batch.version, current, self._rules.max_policy_lag)
             if reason is None and self._is_below_floor(waiting.batch):
                 reason = Exclusion.BELOW_FLOOR
             if reason is not None:
                 self.exclude(waiting, reason)
-        return min(self._waiting, key=_age, default=None)
+        return min((waiting for waiting in made if waiting in self._waiting), key=_age, default=None)
 
     def settle(
         self, waiting: Waiting, found: Mapping[tuple[int, int], Interaction | Exclusion], current: int

@@ -1,7 +1,7 @@
 """Online batches from the log, with what decides of them: the gate's decisions and users' demands about their data.
 
-Decisions and demands are read to their end before the first batch is, and before every further one, so that what was
-decided before a batch came is known when it is read.
+Decisions and demands are read to the end of the log whenever a batch has come, before anything is decided about it: so
+what was said before a batch is known when it is read.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class OnlineInput:
             self._observe(located)
 
     def poll(self) -> None:
-        """Read on, without waiting."""
-        for located in self._standing.poll(0.0):
+        """Read on, without waiting for what is not there yet."""
+        came = self._batches.poll(0.0)
+        for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
             self._observe(located)
-        for place, batch in self._batches.poll(0.0):
+        for place, batch in came:
             self._queue.read(place, batch)
 
     def ready(self, current: int) -> TrainableBatch | None:

@@ -65,6 +65,25 @@ def test_the_next_version_follows_the_newest():
             held.require_next(version, parent)
 
 
+def test_after_going_back_the_next_version_follows_the_older_one_once():
+    held = chain(4, anchors=(0, 3))
+    held.go_back(10)
+    assert (held.head, held.newest_version, held.since_anchor()) == (10, 30, SinceAnchor(1, 100, 1000))
+    held.require_next(31, 10)
+    for version, parent, message in ((31, 30, "gone back to"), (20, 10, "numbers only rise")):
+        with pytest.raises(ChainError, match=message):
+            held.require_next(version, parent)
+    held.observe(manifest(31, 10))
+    assert held.head == 31
+    assert [d.version for d in held.way_to(31).deltas] == [10, 31]
+    assert [m.version for m in (held.ancestor(31, 1), held.ancestor(31, 2))] == [10, 0]
+    held.go_back(10)
+    held.go_back(31)
+    held.require_next(32, 31)
+    with pytest.raises(ChainError, match="no version 99 to go back to"):
+        held.go_back(99)
+
+
 def test_the_way_to_a_version_begins_at_the_nearest_anchor():
     held = chain(7, anchors=(0, 3))
     assert [(held.way_to(v).anchor.version, [d.version for d in held.way_to(v).deltas]) for v in (0, 20, 30, 60)] == [

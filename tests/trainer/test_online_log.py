@@ -1,0 +1,336 @@
+"""Learning from users over a real log: what is fetched, stopping anywhere, and going back when the gate says so."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.claim import store_claim
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
+from tidemill.trainer.batch_builder import Exclusion
+from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.online.config import OnlineSettings
+from tidemill.trainer.online.interactions import InteractionLog
+from tidemill.trainer.online.queue import OnlineQueue
+from tidemill.trainer.publish import PublishSettings, WeightPublisher
+from tidemill.trainer.run import run
+from tidemill.trainer.session import NotRepeatableError
+
+REWARDS = (1.0, 0.0, 0.5, 1.0)
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+@pytest.fixture
+def store(tmp_path) -> StoreSettings:
+    return StoreSettings(root=str(tmp_path / "store"))
+
+
+@pytest.fixture
+def settings(tiny_checkpoint: str) -> TrainerSettings:
+    return TrainerSettings(
+        model=tiny_checkpoint,
+        kl=KlSettings(coefficient=0.01),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        row_tokens=128,
+        checkpoint_every=3,
+        publish=PublishSettings(anchor_every=20, skips=()),
+        online=OnlineSettings(
+            enabled=True, require_admission=False, simulated_groups_per_batch=1, max_wait_seconds=0.2
+        ),
+    )
+
+
+@pytest.fixture
+def serve(log, make_interaction, make_online_member, make_online_batch):
+    """Writes interactions and the batch that refers to them, as the router and the stream of online batches do."""
+    producer = RecordProducer(log, "test")
+
+    def serve(name: str, version: int, rewards=REWARDS, run_id: str = "run", **changes: object):
+        served = [make_interaction(f"{name}-{i}", version, run_id=run_id) for i in range(len(rewards))]
+        places = producer.send_acked(Topic.INTERACTIONS, [(r.interaction_id, r) for r in served])
+        members = [
+            make_online_member(r, reward, p.offset, p.partition)
+            for r, reward, p in zip(served, rewards, places, strict=True)
+        ]
+        batch = make_online_batch(name, members, version, run_id=run_id, **changes)
+        producer.send_acked(Topic.ONLINE_BATCHES, [(name, batch)])
+        return batch
+
+    return serve
+
+
+@pytest.fixture
+def decide(log):
+    producer = RecordProducer(log, "test")
+
+    def decide(verdict: GateVerdict, version: int, run_id: str = "run") -> None:
+        said = GateDecision(run_id, "main", verdict, version, "", "test", {}, 0)
+        producer.send_acked(Topic.GATE, [("main", said)])
+
+    return decide
+
+
+def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str = "run") -> list:
+    with LogReader(log, [topic]) as reader:
+        found = [located.record for located in reader.read_to_end()]
+    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
+
+
+def steps_of(log: KafkaSettings, run_id: str = "run") -> list[TrainStep]:
+    return records(log, Topic.STEPS, TrainStep, run_id)
+
+
+def reasons(step: TrainStep) -> dict[str, str]:
+    return {entry.group_id: entry.reason for entry in step.exclusions}
+
+
+class Trainer:
+    """The trainer role in a thread, stopped as by a signal."""
+
+    def __init__(self, log, settings, store, run_id: str = "run", max_steps: int = 100) -> None:
+        self._stop, self.error = threading.Event(), None
+        run_of = RunSettings(run_id=run_id, seed=7, max_policy_lag=10, max_steps=max_steps)
+        self._thread = threading.Thread(target=self._run, args=(log, run_of, store, settings))
+        self._log, self._run_id = log, run_id
+
+    def _run(self, log, run_of, store, settings) -> None:
+        try:
+            run(log, run_of, store, settings, self._stop)
+        except Exception as error:  # noqa: BLE001 - the test asks for it
+            self.error = error
+
+    def wait(self, steps: int, deadline_s: float = 120.0) -> list[TrainStep]:
+        """The recorded steps once there are so many, and their versions are published."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline and self.error is None:
+            found = steps_of(self._log, self._run_id)
+            if len(found) >= steps and len(records(self._log, Topic.MANIFESTS, Manifest, self._run_id)) > steps:
+                return found
+            time.sleep(0.1)
+        raise AssertionError(f"no {steps} steps in time: {self.error}")
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_rest: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+
+class Crashed(Exception):
+    """Stands for the process being killed at this point."""
+
+
+def test_what_lies_where_a_member_points_is_fetched_and_checked(
+    log, make_interaction, make_online_member, tmp_path
+) -> None:
+    producer, codec = RecordProducer(log, "test"), Codec()
+    plain, claimed, gone, broken, misread = (make_interaction(name) for name in ("a", "b", "c", "d", "e"))
+    kept = [
+        plain,
+        replace(claimed, segments=[], claim=store_claim(str(tmp_path), "b", codec.encode(claimed))),
+        replace(gone, segments=[], claim=replace(store_claim(str(tmp_path), "c", b"x"), uri=str(tmp_path / "none"))),
+        replace(broken, segments=[replace(broken.segments[0], spans=[])]),
+        replace(misread, version_min=-1),
+    ]
+    places = producer.send_acked(Topic.INTERACTIONS, [(r.interaction_id, r) for r in kept])
+    members = [make_online_member(r, 1.0, p.offset, p.partition) for r, p in zip(kept, places, strict=True)]
+    other = replace(members[0], interaction_id="z")
+    beyond = [replace(members[0], offset=10_000), replace(members[0], partition=77), replace(members[0], offset=-1)]
+    fetched = InteractionLog(log, vocab_size=64)
+    found = fetched.fetch([*members, *beyond])
+    assert [found[m.partition, m.offset] for m in members] == [
+        plain,
+        claimed,
+        Exclusion.MISSING_INTERACTION,
+        Exclusion.INVALID_INTERACTION,
+        Exclusion.INVALID_INTERACTION,
+    ]
+    assert {found[m.partition, m.offset] for m in beyond} == {Exclusion.MISSING_INTERACTION}
+    assert set(fetched.fetch([other]).values()) == {Exclusion.INVALID_INTERACTION}
+    assert set(fetched.fetch([replace(members[0], topic="rollouts")]).values()) == {Exclusion.INVALID_INTERACTION}
+    assert fetched.fetch([]) == {}
+    fetched.close()
+
+
+def test_a_gap_in_the_log_is_a_missing_interaction_and_nothing_is_waited_for(
+    log, make_interaction, make_online_member
+) -> None:
+    """The offset of a transaction's end holds no record, as one that was compacted away; records before the low
+    watermark are gone by retention."""
+    record, full = make_interaction("a"), Names(log.topic_prefix).of(Topic.INTERACTIONS)
+    writer = Producer({"bootstrap.servers": log.bootstrap, "transactional.id": full})
+    writer.init_transactions(30)
+    for _ in range(2):
+        writer.begin_transaction()
+        writer.produce(full, Codec().encode(record), key=b"a", partition=0)
+        writer.commit_transaction(30)
+    fetched = InteractionLog(log, vocab_size=64)
+    members = [make_online_member(record, 1.0, offset) for offset in range(4)]
+    started = time.monotonic()
+    missing = Exclusion.MISSING_INTERACTION
+    assert list(fetched.fetch(members).values()) == [record, missing, record, missing]
+    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    for future in admin.delete_records([TopicPartition(full, 0, 2)]).values():
+        future.result()
+    assert list(fetched.fetch(members).values()) == [missing, missing, record, missing]
+    assert time.monotonic() - started < 30, "the broker's end is told from a pause"
+    fetched.close()
+
+
+def test_a_run_learns_from_users_with_every_batch_ended_once(
+    log, settings, store, serve, make_rollout, make_member, make_group
+) -> None:
+    producer = RecordProducer(log, "test")
+    rollouts = [make_rollout("g", i, float(i % 2)) for i in range(4)]
+    places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+    members = [make_member(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
+    producer.send_acked(Topic.GROUPS, [("g", make_group("g", members))])
+    demand = UserRequest("request", "user-b0-1", UserWish.ERASE, "", 10**9)
+    producer.send_acked(Topic.USER_REQUESTS, [("user-b0-1", demand)])
+    first = serve("b0", 0)
+    producer.send_acked(Topic.ONLINE_BATCHES, [("b0", first)])
+    serve("late", 0, closed_at=1)
+    serve("flat", 1, rewards=(0.5, 0.5), closed_at=2)
+    serve("foreign", 0, run_id="other")
+    producer.send_bytes(Names(log.topic_prefix).of(Topic.ONLINE_BATCHES), b"no batch", key=b"x")
+    with Trainer(log, settings, store) as trainer:
+        trainer.wait(1)
+        serve("b1", 1, closed_at=3)
+        one, two = trainer.wait(2)
+    assert [(entry.topic, entry.group_id) for entry in one.inputs] == [("online-batches", "b0"), ("groups", "g")]
+    assert reasons(one) == {"b0": "duplicate", "b0-1": "erased"}
+    assert one.objective == "reinforce+composer2"
+    assert (one.metrics["online/members"], one.metrics["simulated/groups"]) == (3, 1)
+    assert one.rollouts == 7
+    assert [entry.group_id for entry in two.inputs] == ["b1"]
+    assert reasons(two) == {"late": "stale", "flat": "no_signal"}
+    assert (two.objective, two.parent_version) == ("reinforce", 1)
+
+
+def test_nothing_is_learnt_until_the_floor_is_passed(log, settings, store, serve, decide, monkeypatch) -> None:
+    floored = settings.model_copy(update={"online": settings.online.model_copy(update={"require_admission": True})})
+    exclude, excluded = OnlineQueue.exclude, threading.Event()
+
+    def observed(self, waiting, reason) -> None:
+        exclude(self, waiting, reason)
+        excluded.set()
+
+    monkeypatch.setattr(OnlineQueue, "exclude", observed)
+    serve("below", 0)
+    with Trainer(log, floored, store, max_steps=1) as trainer:
+        assert excluded.wait(120)
+        assert steps_of(log) == []
+        decide(GateVerdict.ADMIT, 0)
+        serve("above", 0, closed_at=1)
+        (step,) = trainer.wait(1)
+    assert (reasons(step), [entry.group_id for entry in step.inputs]) == ({"below": "below_floor"}, ["above"])
+
+
+def test_a_stop_between_record_and_manifest_is_made_good_bit_for_bit(log, settings, store, serve, monkeypatch) -> None:
+    """Batches with an erased user and a gap: the repeated step leaves out who was left out then."""
+    producer = RecordProducer(log, "test")
+    erased = UserRequest("request", "user-b0-1", UserWish.ERASE, "", 10**9)
+    producer.send_acked(Topic.USER_REQUESTS, [("user-b0-1", erased)])
+    for run_id in ("straight", "stopped"):
+        for number in range(3):
+            serve(f"b{number}", number, run_id=run_id, closed_at=number)
+    with Trainer(log, settings, store, "straight", max_steps=3) as trainer:
+        straight = trainer.wait(3)
+
+    def crash(self, version, tensors, **options):
+        if version > 1:
+            raise Crashed
+        return publish(self, version, tensors, **options)
+
+    publish = WeightPublisher.publish
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightPublisher, "publish", crash)
+        with Trainer(log, settings, store, "stopped") as trainer:
+            trainer._thread.join(120)
+        assert isinstance(trainer.error, Crashed)
+    assert [m.version for m in records(log, Topic.MANIFESTS, Manifest, "stopped")] == [0, 1]
+    assert CheckpointStore(store.root, "stopped", "main", 3).steps() == [], "it begins from the model again"
+    # Demanded after the step was recorded: what was trained on it stays, what comes does not.
+    producer.send_acked(Topic.USER_REQUESTS, [("user-b1-0", replace(erased, user_id="user-b1-0"))])
+    with Trainer(log, settings, store, "stopped", max_steps=3) as trainer:
+        stopped = trainer.wait(3)
+    assert trainer.error is None
+    assert [s.fingerprint for s in stopped] == [s.fingerprint for s in straight]
+    assert len({s.fingerprint for s in straight}) == 3
+    assert [entry.group_id for s in stopped for entry in s.inputs] == ["b0", "b1", "b2"]
+    assert reasons(stopped[0]) == {"b0-1": "erased"}
+    versions = [(m.version, m.fingerprint) for m in records(log, Topic.MANIFESTS, Manifest, "stopped")]
+    assert versions == [(m.version, m.fingerprint) for m in records(log, Topic.MANIFESTS, Manifest, "straight")]
+
+
+def test_a_step_whose_interactions_are_gone_is_not_repeated_otherwise(log, settings, store, serve, monkeypatch) -> None:
+    batch = serve("b0", 0)
+
+    def crash(*_args: object):
+        raise Crashed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tidemill.trainer.session.Session._finish", crash)
+        with Trainer(log, settings, store) as trainer:
+            trainer._thread.join(120)
+        assert isinstance(trainer.error, Crashed)
+    full = Names(log.topic_prefix).of(Topic.INTERACTIONS)
+    member = batch.members[0]
+    admin = AdminClient({"bootstrap.servers": log.bootstrap})
+    for future in admin.delete_records([TopicPartition(full, member.partition, member.offset + 1)]).values():
+        future.result()
+    with Trainer(log, settings, store) as trainer:
+        trainer._thread.join(120)
+    assert isinstance(trainer.error, NotRepeatableError)
+    assert "erased" in str(trainer.error)
+
+
+def test_training_goes_back_when_the_gate_says_so(log, settings, store, serve, decide) -> None:
+    """Versions 1 to 3 in a row, 2 promoted, 3 rejected: step 4 starts from version 2, with its moments."""
+    for number in range(3):
+        serve(f"b{number}", number, closed_at=number)
+    with Trainer(log, settings, store, max_steps=5) as trainer:
+        trainer.wait(3)
+        decide(GateVerdict.PROMOTE, 2)
+        decide(GateVerdict.REJECT, 3)
+        serve("rejected", 3, closed_at=10)
+        serve("again", 2, closed_at=11)
+        trainer.wait(4)
+    # What follows is decided by a trainer that was stopped and knows all of it from the log.
+    with Trainer(log, settings, store, max_steps=5) as trainer:
+        serve("after", 4, closed_at=12)
+        steps = trainer.wait(5)
+    assert trainer.error is None
+    assert [s.parent_version for s in steps] == [0, 1, 2, 2, 4]
+    assert steps[3].parent_fingerprint == steps[1].fingerprint
+    assert reasons(steps[3]) == {"rejected": "rejected_version"}
+    assert steps[4].parent_fingerprint == steps[3].fingerprint
+    manifests = records(log, Topic.MANIFESTS, Manifest)
+    assert [(m.version, m.parent) for m in manifests] == [(0, None), (1, 0), (2, 1), (3, 2), (4, 2), (5, 4)]
+    assert [m.fingerprint for m in manifests[1:]] == [s.fingerprint for s in steps]
+    # From nothing but the log and the starting model, every step comes out as it was, the fork included.
+    for saved in (checkpoints := CheckpointStore(store.root, "run", "main", 3)).steps():
+        checkpoints._filesystem.rm(checkpoints._path(saved))
+    with Trainer(log, settings, store, max_steps=5) as trainer:
+        trainer._thread.join(120)
+    assert trainer.error is None
+    assert steps_of(log) == steps
