@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from aiohttp import web
 
 from tests.producers.router_support import (
     KEY,
@@ -238,6 +239,22 @@ def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
                 async with router.post({**ASK, "stream": stream}) as response:
                     assert response.status == 200 and await response.read()
             assert {made.replica_id for made in router.outbox.written} == {"s1"} and len(router.outbox.written) == 6
+
+    run(scenario)
+
+
+def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
+    async def told(replica, request, _body):
+        if replica.replica_id == "s1":
+            return await replica.stream(request, chat=False)
+        empty = web.StreamResponse()
+        await empty.prepare(request)
+        return empty
+
+    async def scenario():
+        async with rig(stable=2, told=told) as router:
+            assert (await router.streamed(ASK))[-1] == "[DONE]"
+            assert [made.replica_id for made in router.outbox.written] == ["s1"]
 
     run(scenario)
 
