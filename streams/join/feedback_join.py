@@ -67,6 +67,7 @@ class FeedbackJoin:
         self._settings = rules.settings
         self._map = rules.settings.map
         self._map_version = map_version(self._map)
+        self._wait_us = _us(self._map.wait_s)
         self._store = JoinStore(partition, states)
         head = join_state.decode_head(self._store.head) if self._store.head is not None else Head({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
@@ -197,7 +198,7 @@ class FeedbackJoin:
     def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
         grace_us = _us(self._settings.grace_s)
         # Feedback may be as late on its way as the interaction was.
-        full_wait_at = max(interaction.served_at + _us(self._map.wait_s), at_us) + grace_us
+        full_wait_at = max(interaction.served_at + self._wait_us, at_us) + grace_us
         return Case(
             interaction_id=interaction.interaction_id,
             offset=offset,

@@ -236,6 +236,12 @@ def test_after_a_roll_back_the_older_version_is_the_one_served():
     assert (names(batch), batch.version, batch.dropped) == (["b", "c"], 3, {"old_version": 2})
 
 
+def test_a_late_outcome_does_not_make_a_version_idle():
+    log = Log(of_version("a", 4, served_at=130 * SECOND_US), of_version("b", 4, served_at=90 * SECOND_US))
+    _, batcher = run(log.write(103, outcome("c", served_at=135 * SECOND_US)))
+    assert batcher.current_version == 4
+
+
 def test_mixed_versions_are_in_no_batch():
     log = Log(outcome("m", version_max=9), outcome("a"), outcome("b")).tick(200)
     assert (names(one(log)), one(log).dropped) == (["a", "b"], {"mixed_versions": 1})
@@ -370,6 +376,14 @@ def test_an_erasure_holds_for_the_latest_demand():
     log = Log(request(UserWish.ERASE, 101), request(UserWish.ERASE, 50, request_id="older"))
     log.write(103, outcome("d", user_id="u"))
     assert run(log)[1].accounting.dropped == 1
+
+
+def test_an_erasure_is_of_what_was_served_by_then():
+    log = Log(outcome("a", user_id="u"), outcome("b", user_id="u", served_at=101 * SECOND_US))
+    log.write(103, request(UserWish.ERASE, 100)).write(103, outcome("c")).tick(200)
+    assert (names(one(log)), one(log).dropped) == (["b", "c"], {"erased": 1})
+    early = Log().write(90, request(UserWish.ERASE, 10_000)).write(102, outcome("a", user_id="u"))
+    assert run(early)[1].accounting.waiting == 1
 
 
 def test_a_waiting_correction_of_an_erased_user_is_dropped():
