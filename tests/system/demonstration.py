@@ -18,7 +18,7 @@ from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 
 STEPS = 5
-DEADLINE_S = 420.0
+DEADLINE_S = 1200.0
 SMALL = [
     "midtrain.steps=80",
     "corpus.documents=3000",

@@ -38,7 +38,9 @@ from tidemill.schemas.records import (
 BATCHES = 2
 QUICK = [
     f"demo.online_batches={BATCHES}",
-    "demo.online_limit_s=150",
+    "demo.online_limit_s=300",
+    "demo.start_timeout_s=600",
+    "demo.stall_timeout_s=600",
     "demo.measured_answers=16",
     "feed.eval_tasks=4",
     "feed.eval_during_tasks=4",
