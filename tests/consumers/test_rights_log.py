@@ -121,6 +121,23 @@ def test_an_erasure_takes_everything_of_him_and_nothing_of_others(settings: Kafk
     assert_erased(settings, "ann", tmp_path)
 
 
+def test_interactions_go_last_since_they_lead_to_the_rest(
+    settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    person(settings, "ordered", tmp_path)
+    send, buried = RecordProducer.send_bytes, []
+
+    def watched(self: RecordProducer, topic: str, value: bytes | None, **options: Any) -> None:
+        if value is None:
+            buried.append((topic.rpartition(".")[2], (tmp_path / "claims" / "ordered").exists()))
+        send(self, topic, value, **options)
+
+    monkeypatch.setattr(RecordProducer, "send_bytes", watched)
+    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ordered", "tester")
+    assert {topic for topic, _ in buried[:4]} == {"outcomes", "feedback"}
+    assert buried[4:] == [("interactions", False)] * 2
+
+
 @pytest.mark.parametrize("writes", [0, 1, 2, 6, 9])
 def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSettings, tmp_path: Path, writes: int):
     user = f"killed{writes}"

@@ -1,0 +1,82 @@
+"""Erasure by the sink as a process on a real Kafka: he is gone, stays gone after a kill, and no rebuild shows him."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.consumers.product_support import ProductLog, interaction, two_people
+from tests.consumers.sink_support import START_US, rows_of
+from tests.consumers.test_sink_log import DEADLINE_S, Sink, wait_for
+from tidemill.consumers.rights.erase import Eraser
+from tidemill.consumers.sink.service import known_erasures
+from tidemill.consumers.sink.state_file import read_state
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic, tick_key
+from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.records import Tick
+
+USERS = """
+SELECT groupUniqArrayArray([user_id]) FROM
+(
+    SELECT user_id FROM interactions UNION ALL SELECT user_id FROM feedback UNION ALL SELECT user_id FROM outcomes
+)
+"""
+
+
+@pytest.fixture
+def settings(kafka: Any, topic_prefix: str) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+def value(sink: Sink, sql: str) -> Any:
+    """The one value that a running sink answers."""
+    state = read_state(sink.settings.directory)
+    assert state is not None
+    reply = httpx.post(state.url, params={"default_format": "JSONCompact"}, content=sql, timeout=DEADLINE_S)
+    return json.loads(reply.content)["data"][0][0]
+
+
+def users(sink: Sink) -> set[str]:
+    """Whoever has a row."""
+    return set(value(sink, USERS))
+
+
+def test_he_is_gone_after_a_kill_and_after_a_rebuild(settings: KafkaSettings, tmp_path: Path):
+    log = ProductLog(settings, 2)
+    log.write(*two_people())
+    with RecordProducer(settings, "test-ticks") as producer:
+        producer.send(Topic.INTERACTIONS, Tick("test", START_US), key=tick_key(0), partition=0)
+    sink = Sink(settings, {"path": str(tmp_path / "first"), "http_port": 0, "flush_seconds": 0.1})
+    sink.start()
+    wait_for(lambda: users(sink) == {"ann", "bob", "judge"})
+    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    wait_for(lambda: users(sink) == {"bob", "judge"})
+    assert sink.end(signal.SIGKILL) == -signal.SIGKILL
+    log.write(interaction("straggler", "ann"), interaction("new", "cleo"))
+    rebuilt = Sink(settings, {"path": str(tmp_path / "second"), "http_port": 0, "flush_rows": 1, "flush_seconds": 0.1})
+    for again in (sink, rebuilt):
+        again.start()
+        wait_for(lambda one=again: value(one, "SELECT count() FROM interactions WHERE user_id = 'cleo'") == 1)
+        wait_for(lambda one=again: value(one, "SELECT count() FROM online_batches") == 1)
+        wait_for(lambda one=again: value(one, "SELECT count() FROM feedback") == 2)
+        assert users(again) == {"bob", "cleo", "judge"}
+        assert value(again, "SELECT count() FROM dead_letters") == 0
+        assert value(again, "SELECT count() FROM ticks") == 1
+        assert again.end(signal.SIGTERM) == 0
+
+
+def test_the_requests_are_known_before_the_first_row(settings: KafkaSettings, tmp_path: Path):
+    ProductLog(settings, 2).write(*two_people())
+    (row,) = rows_of([interaction("i", "ann")])
+    assert not known_erasures(settings).hides(row)
+    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    assert known_erasures(settings).hides(row)
