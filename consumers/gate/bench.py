@@ -90,7 +90,10 @@ class Bench:
         for member in group.members:
             if _counts(member) and member.version_min in versions:
                 self._count(member)
-        return [(version, self.tally(version)) for version in sorted(versions) if self.complete(version)]
+        done = [version for version in sorted(versions) if self.complete(version)]
+        for version in done:
+            del self._seen[version]
+        return [(version, self.tally(version)) for version in done]
 
     def tally(self, version: int) -> BenchResult:
         """What is in of a version so far."""

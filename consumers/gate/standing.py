@@ -30,6 +30,8 @@ class Standing:
 
     parents: dict[int, int | None] = field(default_factory=dict)
     """Parent of each version."""
+    head: int = -1
+    """The newest version; -1 before the first."""
     anchored: set[int] = field(default_factory=set)
     promoted: list[int] = field(default_factory=list)
     """Versions that everyone was served, in order; the last one is."""
@@ -48,11 +50,6 @@ class Standing:
     """The greatest generation of a gate that decided."""
 
     @property
-    def head(self) -> int:
-        """The newest version; -1 before the first."""
-        return max(self.parents, default=-1)
-
-    @property
     def baseline(self) -> int:
         """What everyone is served: the version promoted last; before that the oldest one with an anchor. -1: none."""
         if self.promoted:
@@ -63,6 +60,7 @@ class Standing:
         """A version exists; of one that is published twice the first contents stand."""
         version = manifest.version
         self.parents.setdefault(version, manifest.parent)
+        self.head = max(self.head, version)
         if manifest.anchor is not None:
             self.anchored.add(version)
         if self.parents[version] in self.admitted:
