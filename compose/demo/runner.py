@@ -30,7 +30,11 @@ from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.schemas.admin import create_topics, wait_for_broker
 from tidemill.schemas.reader import LogReader
 
-QUERIES = ("held_out_by_version", "policy_lag_histogram", "accounting")
+QUERIES = {
+    Act.ONE: ("held_out_by_version", "policy_lag_histogram", "accounting"),
+    Act.TWO: ("online_accounting", "feedback_to_served", "gate"),
+}
+"""What to look up when an act has been played."""
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
@@ -44,7 +48,8 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     with _log(settings, plan, console) as located, Supervisor(plan.log_directory) as supervisor:
         plan = plan.with_log_of(located)
         summary = _run(plan, supervisor, console, began)
-    queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in QUERIES]
+    names = [name for act in plan.acts for name in QUERIES[act]]
+    queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in names]
     console.print(closing(summary, queries))
     return summary
 

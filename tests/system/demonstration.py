@@ -76,7 +76,7 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str) 
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-    assert process.returncode == 0, log.read_text() + role_logs(data_dir)
+    assert process.returncode == 0, f"status {process.returncode}\n{log.read_text()}{role_logs(data_dir)}"
     return Finished(json.loads(output.read_text()), connections, set(connections), belonging_to(data_dir))
 
 
