@@ -103,11 +103,7 @@ class Journal:
     def take(self, head: bytes) -> Changes:
         """Everything to write for the batch that ends here; `head` is the body of its head."""
         self._sequence += 1
-        states = {
-            key: self._sealed(_ENTRY, body)
-            for key, body in self._committed.items()
-            if body is not None and self._changed.get(key, b"") is not None
-        }
+        states = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items() if body is not None}
         forgotten = [key for key, body in (self._committed | self._changed).items() if body is None]
         parts = list(self._split(self._changed))
         states |= {self._part_key(index): part for index, part in enumerate(parts)}

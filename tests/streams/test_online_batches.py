@@ -35,7 +35,7 @@ from tidemill.streams.online.batch_state import Head
 from tidemill.streams.online.batcher import DROP_REASONS, BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally
-from tidemill.streams.online.waiting_room import within_share
+from tidemill.streams.online.waiting_room import WaitingRoom, within_share
 
 
 def settings_of(**changes: Any) -> BatchSettings:
@@ -280,6 +280,20 @@ def test_no_user_fills_a_batch():
     assert batches(Log(*(outcome(f"f{n}", user_id="flooder") for n in range(9))).tick(200)) == []
 
 
+def test_tokens_above_a_users_share_fill_no_batch():
+    log = Log(outcome("u1", user_id="u", sampled_tokens=8), outcome("u2", user_id="u", sampled_tokens=8))
+    log.write(103, outcome("v", sampled_tokens=24))
+    assert batches(log, max_share_per_user=0.4) == []
+    batch = one(log.tick(200), max_share_per_user=0.4)
+    assert (names(batch), batch.tokens, batch.dropped) == (["u1", "v"], 32, {"user_cap": 1})
+
+
+def test_each_batch_counts_its_own_drops():
+    log = Log(outcome("m", version_max=9), outcome("a"), outcome("b")).tick(200)
+    log.write(201, outcome("c")).write(201, outcome("d")).tick(300)
+    assert [b.dropped for b in batches(log)] == [{"mixed_versions": 1}, {}]
+
+
 def test_no_user_has_more_than_his_share_of_tokens():
     log = Log(*(outcome(f"f{n}", user_id="flooder") for n in range(4)))
     assert run(log)[1].accounting.dropped == 2
@@ -312,6 +326,7 @@ def test_a_reward_that_changes_while_it_waits_is_replaced():
         ("b", 1.0, False),
     ]
     assert batch.dropped == {"replaced": 1}
+    assert batch.selection["served/interactions"] == 2
 
 
 def test_a_reward_that_is_withdrawn_while_it_waits():
@@ -347,6 +362,28 @@ def test_corrections_feed_the_next_batch():
     assert members(revised("unknown", 1, 1.0, -1.0)) == ([], {"correction": 1})
 
 
+def test_corrections_leave_no_batch_too_large():
+    log = Log(outcome("a"), outcome("b")).tick(120)
+    for record in (revised("a", 1, 1.0, -1.0), revised("b", 1, 1.0, -1.0), outcome("c"), outcome("d")):
+        log.write(121, record)
+    outputs, batcher = run(log.tick(200), corrections=Corrections.NEXT_BATCH, max_members=3)
+    assert [names(b) for b in records_of(outputs)] == [["a", "b"], ["a", "c", "d"]]
+    assert batcher.accounting.waiting == 1
+
+
+def test_what_was_trained_is_no_new_member_even_where_its_correction_was_erased():
+    log = Log(outcome("a"), outcome("b")).tick(120).write(121, revised("a", 1, 1.0, None))
+    log.write(122, None, key=b"a", value=None).write(123, revised("a", 2, None, 1.0))
+    log.write(124, outcome("c")).write(124, outcome("d")).tick(200)
+    _, batch = batches(log, corrections=Corrections.NEXT_BATCH)
+    assert [(m.interaction_id, m.correction) for m in batch.members] == [("a", True), ("c", False), ("d", False)]
+
+
+def test_who_waits_keeps_his_place_over_a_restart():
+    waiting = [batch_state.Waiting(str(n), n, "u", "t", 0, 0, 1.0, False, 1, 1, None, 0, FIGURES) for n in range(3)]
+    assert WaitingRoom(reversed(waiting)).of_version(1) == waiting
+
+
 def test_a_correction_of_an_older_version_does_not_make_a_batch_of_it():
     batch = trained_then(revised("a", 1, 1.0, -1.0, version_min=2, version_max=2), corrections=Corrections.NEXT_BATCH)
     assert (batch.version, [m.version_max for m in batch.members]) == (3, [2, 3, 3])
@@ -369,6 +406,8 @@ def test_erased_users_are_in_no_batch():
     log.write(103, request(UserWish.ERASE, 103)).write(104, outcome("d", user_id="u"))
     log.write(105, outcome("e", user_id="u", served_at=104 * SECOND_US)).tick(200)
     assert (names(one(log)), one(log).dropped) == (["b", "c", "e"], {"erased": 2})
+    gone = Log(outcome("a", user_id="u"), outcome("b"), outcome("c")).write(103, request(UserWish.ERASE, 103)).tick(200)
+    assert one(gone).selection["served/users"] == 2
     assert batches(Log(outcome("a", user_id="u"), request(UserWish.OPT_OUT, 100), outcome("b")).tick(200))
 
 
