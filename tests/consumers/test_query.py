@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
-from tests.consumers.product_support import outcome, product_run
-from tests.consumers.sink_support import rows_of, small_run
+from tests.consumers.sink_support import START_US, rows_of, small_run
 from tidemill.consumers.query import Answer, QueryFailed, ask, named_queries, sql_of
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.server import QueryServer, bind
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.records import LagCount, Staleness
+from tidemill.schemas.records import LagCount, Staleness, UserWish
 
 ROOT = Path(__file__).parents[2]
 HOLDS_ENGINE = """
@@ -204,10 +204,17 @@ def test_selection_is_served_beside_trained(product):
 def test_the_account_of_product_traffic_closes(product):
     (row,) = product["online_accounting"]
     assert (row["served"], row["rewards"], row["excluded"], row["open"]) == (7, 4, 2, 1)
-    assert (row["batched"], row["batched_twice"], row["batched_and_erased"]) == (2, 0, 0)
+    assert (row["corrections"], row["carried_a_reward"]) == (1, 5)
+    assert (row["batched"], row["batched_twice"], row["batched_and_erased"]) == (3, 0, 0)
     assert (row["dropped"], row["waiting"]) == (1, 1)
     assert (row["trained"], row["left_out"]) == (1, 1)
-    assert (row["corrections"], row["corrections_batched"]) == (1, 1)
+
+
+def test_the_account_closes_after_an_erasure_too(tmp_path: Path):
+    erasure = request("user0", UserWish.ERASE, START_US + 60 * SECOND)
+    (row,) = table(ask(filled(tmp_path, [*product_run(), erasure]), "online_accounting"))
+    assert (row["served"], row["carried_a_reward"]) == (6, 4)
+    assert (row["batched"], row["batched_and_erased"], row["dropped"], row["waiting"]) == (3, 1, 1, 1)
 
 
 def test_the_readme_lists_every_query_with_its_question():

@@ -201,8 +201,9 @@ def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
 def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
     rolled_back = replace(manifest(4), parent=1)
     branched = replace(ack(4, r.AckStatus.PROVED), serving_version=4)
-    path = traced(located([*WHOLE, rolled_back, manifest(5), branched]))
-    assert path.versions[0].contained_in == "3"
+    retried = replace(manifest(7), parent=3)
+    path = traced(located([*WHOLE, rolled_back, manifest(5), retried, branched]))
+    assert path.versions[0].contained_in == "3, 7"
     assert path.versions[0].served_by == {}
     assert "no replica serves now: last decision promote" in path.end
 

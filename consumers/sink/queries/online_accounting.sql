@@ -37,7 +37,6 @@ WITH
         FROM members AS m
         INNER JOIN used AS u ON u.run_id = m.run_id AND u.batch_id = m.batch_id
         LEFT JOIN left_out AS l ON l.run_id = m.run_id AND l.step = u.step AND l.interaction_id = m.interaction_id
-        WHERE NOT m.correction
     ),
     counted AS
     (
@@ -53,9 +52,14 @@ WITH
         FROM ends
         GROUP BY run_id, branch, what
         UNION ALL
-        SELECT run_id, branch, if(correction, 'corrections_batched', 'batched') AS what, toInt64(count()) AS n
+        SELECT run_id, branch, 'carried' AS what, toInt64(count()) AS n
+        FROM ends
+        WHERE reward IS NOT NULL OR previous_reward IS NOT NULL
+        GROUP BY run_id, branch
+        UNION ALL
+        SELECT run_id, branch, 'batched' AS what, toInt64(count()) AS n
         FROM members
-        GROUP BY run_id, branch, what
+        GROUP BY run_id, branch
         UNION ALL
         SELECT run_id, branch, 'batched_twice' AS what, toInt64(count() - uniqExact(interaction_id)) AS n
         FROM members
@@ -64,14 +68,14 @@ WITH
         UNION ALL
         SELECT run_id, branch, 'batched_and_erased' AS what, toInt64(count()) AS n
         FROM members
-        WHERE NOT correction AND (run_id, interaction_id) NOT IN (SELECT run_id, interaction_id FROM ends)
+        WHERE (run_id, interaction_id) NOT IN (SELECT run_id, interaction_id FROM ends)
         GROUP BY run_id, branch
         UNION ALL
         SELECT
             run_id,
             branch,
             'dropped' AS what,
-            sum(arraySum(mapValues(mapFilter((reason, times) -> reason NOT IN ('correction', 'erased'), dropped)))) AS n
+            sum(arraySum(mapValues(mapFilter((reason, times) -> reason != 'erased', dropped)))) AS n
         FROM batches
         GROUP BY run_id, branch
         UNION ALL
@@ -82,7 +86,6 @@ WITH
         SELECT m.run_id AS run_id, m.branch AS branch, 'left_out' AS what, toInt64(count()) AS n
         FROM members AS m
         INNER JOIN refused AS r ON r.run_id = m.run_id AND r.batch_id = m.batch_id
-        WHERE NOT m.correction
         GROUP BY run_id, branch
     )
 SELECT
@@ -92,15 +95,15 @@ SELECT
     sumIf(n, what = 'rewards') AS rewards,
     sumIf(n, what = 'excluded') AS excluded,
     served - rewards - excluded AS open,
+    sumIf(n, what = 'corrections') AS corrections,
+    sumIf(n, what = 'carried') AS carried_a_reward,
     sumIf(n, what = 'batched') AS batched,
     sumIf(n, what = 'batched_twice') AS batched_twice,
     sumIf(n, what = 'batched_and_erased') AS batched_and_erased,
     sumIf(n, what = 'dropped') AS dropped,
-    rewards - (batched - batched_and_erased) - dropped AS waiting,
+    carried_a_reward - (batched - batched_and_erased) - dropped AS waiting,
     sumIf(n, what = 'trained') AS trained,
-    sumIf(n, what = 'left_out') AS left_out,
-    sumIf(n, what = 'corrections') AS corrections,
-    sumIf(n, what = 'corrections_batched') AS corrections_batched
+    sumIf(n, what = 'left_out') AS left_out
 FROM counted
 GROUP BY run_id, branch
 ORDER BY run_id, branch
