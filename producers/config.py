@@ -32,6 +32,10 @@ class FeedSettings(Section):
     replicas: int = Field(default=1, ge=1)
     """Replicas that must serve a version before the first task is issued."""
 
+    replica_ids: list[str] = []
+    """Names of the replicas that tasks are played on, and whose versions therefore count. Empty: all. Replicas of the
+    stable pool serve users, and would be waited for until a version is promoted."""
+
     replica_silence_s: float = Field(default=60.0, gt=0)
     """A replica whose last ack is this much older than the newest ack of any replica is no longer waited for."""
 

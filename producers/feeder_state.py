@@ -116,6 +116,8 @@ class FeederState:
         match record:
             case Task() | Group() | TrainStep():
                 return record.run_id == self._run.run_id
+            case WeightAck() if self._feed.replica_ids and record.replica_id not in self._feed.replica_ids:
+                return False
             case Manifest() | WeightAck():
                 return record.run_id == self._run.run_id and record.branch == self._run.branch
             case _:

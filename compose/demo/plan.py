@@ -195,7 +195,7 @@ class DemoPlan:
         tree["users"]["seed"] = self.settings.run.seed
         # Simulated work is the canary replica's: it holds the version that the bench asks about.
         tree["rollout"]["replicas"] = [_address(self.ports.canary)]
-        tree["feed"] |= {"replicas": 1, "eval_every": 1, "replica_silence_s": 1.0}
+        tree["feed"] |= {"replicas": 1, "replica_ids": [CANARY], "eval_every": 1}
         simulated = self.settings.trainer.online.simulated_groups_per_batch
         tree["run"]["groups_per_step"] = max(1, simulated)
         return tree

@@ -251,6 +251,19 @@ def test_records_of_other_runs_and_branches_are_left_alone():
     assert world.issue() == []
 
 
+def test_only_the_named_replicas_are_waited_for_and_followed():
+    world = World(FEED.model_copy(update={"replica_ids": ["canary"], "eval_every": 1}))
+    world.write(manifest(0), replace(ack(0), replica_id="stable"))
+    assert world.issue() == []
+    world.write(replace(ack(0), replica_id="canary"))
+    before = world.issue()
+    world.write(*map(closed, before))
+    trained = world.issue()
+    world.train(1, trained[:2])
+    world.write(replace(ack(1), replica_id="canary"))
+    assert "eval-during/v1/0" in stages(world.issue())
+
+
 def test_an_evaluation_that_never_closes_is_not_waited_for():
     world = World()
     world.write(manifest(0), ack(0))
