@@ -32,7 +32,7 @@ class FeedSettings(Section):
     replicas: int = Field(default=1, ge=1)
     """Replicas that must serve a version before the first task is issued."""
 
-    replica_ids: list[str] = []
+    replica_ids: list[str] = Field(default=[])
     """Names of the replicas that tasks are played on, and whose versions therefore count. Empty: all. Replicas of the
     stable pool serve users, and would be waited for until a version is promoted."""
 

@@ -20,6 +20,7 @@ from tidemill.consumers.sink.config import SinkSettings
 STEPS = 5
 DEADLINE_S = 1200.0
 SMALL = [
+    "sink.http_port=0",
     "midtrain.steps=80",
     "corpus.documents=3000",
     "feed.eval_tasks=8",
