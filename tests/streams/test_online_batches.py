@@ -209,6 +209,12 @@ def test_one_serving_version_and_leftovers_are_dropped():
     assert batch.dropped == {"old_version": 2}
 
 
+def test_leftovers_are_dropped_at_once_however_many():
+    log = Log(outcome("a"), outcome("b"), of_version("c", 4))
+    assert run(log)[1].accounting.dropped == 2
+    assert batches(log.tick(200)) == []
+
+
 def test_leftovers_are_kept_in_a_batch_of_their_own():
     log = Log(outcome("a"), of_version("b", 4), outcome("c"), of_version("d", 4)).tick(200)
     both = batches(log, leftovers=Leftovers.KEEP)
