@@ -121,7 +121,7 @@ class Product:
         made = []
         due = self.keeper.observe(record, at)
         while due:
-            assert len(due) == 1
+            assert len(due) == 1 and len(made) < 10, "a gate that writes for ever"
             made += due
             self.log.append((due[0], due[0].at))
             due = self.keeper.observe(due[0], due[0].at)
