@@ -17,7 +17,16 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, Position
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, StepInput, TrainStep
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    GroupMember,
+    Mode,
+    RolloutStatus,
+    StepExclusion,
+    StepInput,
+    TrainStep,
+)
 from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
@@ -131,6 +140,22 @@ def test_lag_at_the_bound_is_trained(good) -> None:
     builder = BatchBuilder(RULES)
     assert feed(builder, good("a", version=3), 0, version=5)
     assert not feed(builder, good("b", version=3), 1, version=6)
+
+
+def test_what_a_step_records_of_other_topics_ends_no_group(good) -> None:
+    builder = BatchBuilder(RULES)
+    step = recorded(Batch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
+    builder.observe_step(replace(step, inputs=[StepInput("b", "online-batches", 0, 0)]))
+    assert feed(builder, good("a"), 0)
+    assert feed(builder, good("b"), 1)
+
+
+def test_groups_of_a_version_that_was_given_up_are_excluded(good) -> None:
+    builder = BatchBuilder(RULES)
+    assert feed(builder, good("waits", version=3), 0, version=3)
+    builder.abandon({3})
+    assert not feed(builder, good("comes", version=3), 1, version=2)
+    assert reasons(builder, good, version=2) == {"waits": "rejected_version", "comes": "rejected_version"}
 
 
 def recorded(batch, step: int = 1) -> TrainStep:
