@@ -196,8 +196,9 @@ def test_many_small_steps_are_seen_against_the_first_baseline():
     tick(product, 2.0)
     assert product.last().verdict is GateVerdict.CANARY and product.last().version == tried
     for _ in range(400):
-        if product.serve("stable", tried - 1, 1.0, observed={"edit_made": 1.0 * (product.random.random() < rate)}) or (
-            product.serve("canary", tried, 1.0, observed={"edit_made": 1.0 * (product.random.random() < rate)})
+        edits = {"edit_made": float(product.random.random() < 0.2)}
+        if product.serve("stable", tried - 1, 1.0, observed=edits) or product.serve(
+            "canary", tried, 1.0, observed=edits
         ):
             break
     assert product.last().verdict is GateVerdict.PROMOTE, "the release accepted the drift"
