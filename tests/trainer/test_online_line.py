@@ -80,6 +80,13 @@ def test_nothing_left_is_said_with_the_way_out() -> None:
         line_of(*CHAIN, (V.REJECT, 0)).start()
 
 
+def test_after_a_restart_a_roll_back_gives_up_only_what_was_made_before_it() -> None:
+    line = line_of(*CHAIN)
+    line.made(6, 3, 1)
+    line.observe(decision(V.ROLL_BACK, 3))
+    assert (line.start(), line.abandoned) == (6, {4, 5})
+
+
 def test_milestones_are_the_newest_versions_to_go_back_to() -> None:
     line = line_of(*CHAIN, (V.ADMIT, 1), (V.PROMOTE, 1), (V.PROMOTE, 2), (V.PROMOTE, 3), (V.PROMOTE, 2))
     assert line.milestones(2) == {1, 2, 3}
