@@ -228,7 +228,8 @@ class FeedbackJoin:
 
     def _hold(self, interaction_id: str, held: Held, at_us: int) -> list[Output]:
         early = self._store.early(interaction_id) or Early(interaction_id, self._patience_ends(held))
-        if any((h.user_id, h.signal.event_id) == (held.user_id, held.signal.event_id) for h in early.held):
+        # Whether a signal is within its horizon is not known yet: only what is the same in all is a duplicate for sure.
+        if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
             self._counts["duplicate_feedback"] += 1
             return []
         self._is_bot(held.user_id, at_us)
