@@ -56,11 +56,11 @@ def _endings_of(served: Interaction, arrival: Placed, placed: list[Placed], sett
     full = round(max(served.served_at + 20 * SECOND_US, arrival.at) + settings.grace_s * SECOND_US)
     votes: list[tuple[int, Feedback]] = []
     found: list[Ending] = []
-    for at, event, came_early in _timeline(served, arrival, placed, settings):
+    for at, event, place in _timeline(served, arrival, placed, settings):
         # All that waited for the interaction is heard at once, as it arrives.
-        if not found and not came_early and _due(votes, full, settings, arrival.at) <= at:
+        if not found and not _before(place, arrival) and _due(votes, full, settings, arrival.at) <= at:
             due = _due(votes, full, settings, arrival.at)
-            found.append(_first_ending(served, votes, [p for p in requests if p.at < due], due))
+            found.append(_first_ending(served, votes, [p for p in requests if _before(p, place)], due))
         if found and found[0][2] not in ("", "no_signal"):
             break
         if event == "erase":
@@ -79,23 +79,23 @@ def _before(p: Placed, q: Placed) -> bool:
 
 def _timeline(
     served: Interaction, arrival: Placed, placed: list[Placed], settings: JoinSettings
-) -> Iterable[tuple[int, object, bool]]:
+) -> Iterable[tuple[int, object, Placed]]:
     """What happens to an interaction after it arrived, in order: votes that count, "erase", and None for the rest."""
     for p in placed:
         match p.record:
             case Feedback() as vote if vote.interaction_id == served.interaction_id and _counts(vote, served):
                 if not _before(p, arrival):
-                    yield p.at, vote, False
+                    yield p.at, vote, p
                 elif p.at + settings.early_wait_s * SECOND_US > arrival.at:
-                    yield arrival.at, vote, True
+                    yield arrival.at, vote, p
             case UserRequest() as demand if not _before(p, arrival) and _erased_by([p], served):
                 if demand.user_id == served.user_id:
-                    yield p.at, "erase", False
+                    yield p.at, "erase", p
             case "tombstone" if not _before(p, arrival) and p.key == served.interaction_id.encode():
-                yield p.at, "erase", False
+                yield p.at, "erase", p
             case _:
                 if not _before(p, arrival):
-                    yield p.at, None, False
+                    yield p.at, None, p
 
 
 HORIZONS = {SignalKind.THUMB: 10, SignalKind.RETRY: 20, SignalKind.TOOL_ERROR: 10, SignalKind.EDIT_MADE: 10}
