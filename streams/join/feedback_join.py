@@ -319,8 +319,9 @@ class FeedbackJoin:
             if case.served_at <= until_us:
                 outputs += self._erase_case(case, at_us)
         for early in self._store.early_of(user_id):
-            self._counts["erased_feedback"] += sum(held.user_id == user_id for held in early.held)
-            self._keep_held(early, [held for held in early.held if held.user_id != user_id])
+            kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > until_us]
+            self._counts["erased_feedback"] += len(early.held) - len(kept)
+            self._keep_held(early, kept)
         return outputs
 
     def _erase(self, key: str, at_us: int) -> list[Output]:

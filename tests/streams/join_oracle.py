@@ -86,7 +86,7 @@ def _timeline(
             case Feedback() as vote if vote.interaction_id == served.interaction_id and _counts(vote, served):
                 if not _before(p, arrival):
                     yield p.at, vote, p
-                elif p.at + settings.early_wait_s * SECOND_US > arrival.at:
+                elif p.at + settings.early_wait_s * SECOND_US > arrival.at and not _was_erased(p, arrival, placed):
                     yield arrival.at, vote, p
             case UserRequest() as demand if not _before(p, arrival) and _erased_by([p], served):
                 if demand.user_id == served.user_id:
@@ -96,6 +96,18 @@ def _timeline(
             case _:
                 if not _before(p, arrival):
                     yield p.at, None, p
+
+
+def _was_erased(vote: Placed, arrival: Placed, placed: list[Placed]) -> bool:
+    """Whether its user demanded it while it waited."""
+    return any(
+        isinstance(p.record, UserRequest)
+        and (p.record.wish, p.record.user_id) == (UserWish.ERASE, vote.record.user_id)
+        and min(p.record.at, p.at) >= vote.record.observed_at
+        and _before(vote, p)
+        and _before(p, arrival)
+        for p in placed
+    )
 
 
 HORIZONS = {SignalKind.THUMB: 10, SignalKind.RETRY: 20, SignalKind.TOOL_ERROR: 10, SignalKind.EDIT_MADE: 10}

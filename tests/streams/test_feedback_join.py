@@ -349,10 +349,12 @@ def test_an_erased_ending_says_nothing_of_what_was_seen():
 
 
 def test_erasing_takes_early_feedback_along():
-    logs = TwoLogs().write(99, feedback("a", "e")).write(99, feedback("a", "o", user_id="other")).tick(100)
-    logs.write(100, request(UserWish.ERASE, 100)).tick(101)
+    logs = TwoLogs().write(99, feedback("a", "e", observed_at=98 * SECOND_US))
+    logs.write(99, feedback("a", "o", user_id="other")).tick(100).write(100, request(UserWish.ERASE, 100)).tick(101)
     outputs = joined(logs.tick(LATER_S))
     assert [o.located.key for o in outputs if isinstance(o, Rejected)] == [b"a/o"]
+    since = TwoLogs().write(99, feedback("a", "e", observed_at=99 * SECOND_US)).write(100, request(UserWish.ERASE, 98))
+    assert one(since.write(100.5, interaction("a"))).reward == 1.0
 
 
 def test_erasing_after_early_feedback_was_given_up():
