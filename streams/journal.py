@@ -83,7 +83,7 @@ class Journal:
         """`written` is every key and value of the partition in the state topic. Raises StateError."""
         self._partition = partition
         self._sequence = -1
-        self._committed: dict[str, bytes | None] = {}
+        self._committed: dict[str, bytes] = {}
         self._changed: dict[str, bytes | None] = {}
         self._parts = {0: 0, 1: 0}
         self.head: bytes | None = None
@@ -103,8 +103,8 @@ class Journal:
     def take(self, head: bytes) -> Changes:
         """Everything to write for the batch that ends here; `head` is the body of its head."""
         self._sequence += 1
-        states = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items() if body is not None}
-        forgotten = [key for key, body in (self._committed | self._changed).items() if body is None]
+        states = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
+        forgotten = [key for key, body in self._changed.items() if body is None]
         parts = list(self._split(self._changed))
         states |= {self._part_key(index): part for index, part in enumerate(parts)}
         forgotten += [self._part_key(index) for index in range(len(parts), self._parts[self._sequence % 2])]
@@ -149,14 +149,15 @@ class Journal:
             return
         found = read_avro(_HEAD_SCHEMA, head[2])
         self._sequence, self.head = found["sequence"], found["body"]
-        for index in range(found["parts"]):
-            self._committed |= self._part(bodies, index)
         self.entries = {key: body for key, (kind, _, body) in bodies.items() if kind == _ENTRY}
-        for key, change in self._committed.items():
-            if change is None:
+        for index in range(found["parts"]):
+            for key, change in self._part(bodies, index).items():
+                if change is not None:
+                    self.entries[key] = self._committed[key] = change
+                    continue
+                # Whether the deletion was written is not known: the next head commits it again.
                 self.entries.pop(key, None)
-            else:
-                self.entries[key] = change
+                self._changed[key] = None
 
     def _part(self, bodies: Mapping[str, tuple[bytes, int, bytes]], index: int) -> dict[str, bytes | None]:
         key = self._part_key(index)

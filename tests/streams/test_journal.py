@@ -38,6 +38,29 @@ def apply(topic: dict[str, bytes], written: list[tuple[str, bytes | None]]) -> N
             topic[key] = value
 
 
+@given(BATCHES, st.lists(st.integers(0, 12), max_size=8))
+def test_restarts_after_restarts_lose_and_revive_nothing(batches, cuts):
+    """Each batch may be cut off anywhere; then it is done again, by a journal made of what was written."""
+    topic: dict[str, bytes] = {}
+    entries: dict[str, bytes] = {}
+    left = list(cuts)
+    journal = Journal(3)
+    for number, batch in enumerate(batches):
+        head = str(number).encode()
+        while journal.head != head:
+            changes = writes(take(journal, batch, head))
+            cut = left.pop(0) if left else len(changes)
+            apply(topic, changes[:cut])
+            if cut >= len(changes):
+                break
+            journal = Journal(3, topic.items())
+            done = dict(entries)
+            apply(done, list(batch.items()))
+            assert journal.entries == (done if journal.head == head else entries)
+        apply(entries, list(batch.items()))
+    assert Journal(3, topic.items()).entries == entries
+
+
 @given(BATCHES, st.integers(0, 60), st.booleans())
 def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
     """Cut anywhere, the writes of a step in either order; then one more batch by who restarted."""
