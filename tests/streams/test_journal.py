@@ -90,6 +90,21 @@ def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
     assert {key: value[5:] for key, value in plain.items()} == expected
 
 
+def test_a_deletion_that_two_crashes_left_unwritten_still_holds():
+    topic: dict[str, bytes] = {}
+    journal = Journal(0)
+    for batch, head in (({"a": b"1"}, b"1"), ({}, b"2")):
+        apply(topic, writes(take(journal, batch, head)))
+    assert "a" in topic
+    for batch, head in (({"a": None}, b"3"), ({}, b"4"), ({}, b"5")):
+        changes = take(journal, batch, head)
+        apply(topic, [*changes.states.items(), *changes.heads.items()])
+        journal = Journal(0, topic.items())
+        assert journal.entries == {}
+    apply(topic, writes(take(journal, {}, b"6")))
+    assert "a" not in topic
+
+
 def test_a_large_batch_is_written_in_records_of_legal_size_and_its_parts_go_away():
     journal, topic = Journal(0), {}
     apply(topic, writes(take(journal, {f"k{n}": b"x" * 1_000 for n in range(2_000)}, b"1")))
