@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from tidemill.schemas.config import RunSettings
 from tidemill.streams import journal
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+
+LOG = logging.getLogger("tidemill.streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,9 @@ class JoinProcessor:
 
     @classmethod
     def of(cls, run: RunSettings, settings: JoinSettings) -> JoinProcessor:
-        """From the settings that decide outcomes."""
+        """From the settings that decide outcomes; what deserves a second thought in them is logged."""
+        for note in settings.map.notes():
+            LOG.warning(note)
         return cls(JoinRules(run.run_id, settings), settings.application)
 
     def partition_of_state(self, key: str, value: bytes) -> int:

@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import SignalKind
-from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetRate
+from tidemill.streams.join.config import JoinSettings, Reading, RewardMap, SignalRule, TargetRate
+from tidemill.streams.join.processor import JoinProcessor
 from tidemill.streams.join.reward_map import Signal, map_version, reward_of, standing
 
 THUMB, RETRY, UNDO = SignalKind.THUMB, SignalKind.RETRY, SignalKind.UNDO
@@ -166,6 +168,11 @@ def test_thumbs_alone_are_noted():
     (note,) = RewardMap(rules={THUMB: rule(), LATENCY: rule(0.0)}).notes()
     assert "thumbs are the only reward" in note
     assert RewardMap().notes() == []
+
+
+def test_what_a_map_notes_is_logged(caplog: pytest.LogCaptureFixture):
+    JoinProcessor.of(RunSettings(), JoinSettings(map=RewardMap(rules={THUMB: rule()})))
+    assert "thumbs are the only reward" in caplog.text
 
 
 @pytest.mark.parametrize(
