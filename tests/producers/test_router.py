@@ -20,9 +20,10 @@ from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import BadToken, Signer
 from tidemill.schemas.records import VersionSpan
 
-ASK = {"prompt": "hello", "max_tokens": 3, "user": "ada", "metadata": {"session_id": "s1"}}
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "ada"}
-ADA = Pseudonyms(PRODUCT).of("ada")
+ASK = {"prompt": "hello", "max_tokens": 3, "user": "zoe", "metadata": {"session_id": "s1"}}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "zoe"}
+# Not a name that hexadecimal digits could spell by chance.
+ZOE = Pseudonyms(PRODUCT).of("zoe")
 
 
 def run(scenario):
@@ -42,7 +43,7 @@ def check_recorded(made, interaction_id):
     assert segment.sampled_logprobs().tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
     assert segment.spans == [VersionSpan(4, 3, 5), VersionSpan(5, 5, 6)]
     assert (made.prompt_tokens, made.sampled_tokens, made.version_min, made.version_max) == (3, 3, 4, 5)
-    assert (made.user_id, made.arm, made.propensity, made.finish_reason) == (ADA, "stable", 1.0, "stop")
+    assert (made.user_id, made.arm, made.propensity, made.finish_reason) == (ZOE, "stable", 1.0, "stop")
     assert (made.replica_id, made.region) == ("s0", "here")
     assert 0 < made.first_token_ms <= made.latency_ms and made.served_at > 1.7e15
 
@@ -55,7 +56,7 @@ def test_a_whole_answer_is_recorded_and_signed(path, body):
             token = answer["tidemill"]["interaction"]
             assert response.status == 200 and response.headers["x-tidemill-interaction"] == token
             (made,) = router.outbox.written
-            check_recorded(made, Signer(PRODUCT).verify(token, ADA))
+            check_recorded(made, Signer(PRODUCT).verify(token, ZOE))
             with pytest.raises(BadToken):
                 Signer(PRODUCT).verify(token, Pseudonyms(PRODUCT).of("eve"))
             assert made.consent is False and made.session_id == body.get("metadata", {}).get("session_id", "")
@@ -79,7 +80,7 @@ def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
             *_, last, done = found
             assert last["tidemill"] == {"interaction": token} and done == "[DONE]"
             assert all("tidemill" not in one for one in found[:-2])
-            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ADA))
+            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE))
 
     run(scenario)
 
@@ -118,7 +119,7 @@ def test_who_asks_is_pseudonymous_and_is_not_told_to_the_replica():
         async with rig() as router:
             await router.asked(ASK)
         (request,) = router.replicas[0].requests
-        assert not {"user", "metadata"} & request.keys() and "ada" not in str(router.outbox.written[0])
+        assert not {"user", "metadata"} & request.keys() and "zoe" not in str(router.outbox.written[0])
 
     run(scenario)
 
