@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import httpx
 import pytest
@@ -360,11 +360,13 @@ def test_what_is_no_http_is_refused(client: httpx.Client):
         b"GET / HTTP/9.9\r\n\r\n",
         b"x" * 200_000,
     ):
-        with closing(raw(client)) as connection:
+        answer = b""
+        # The server may hang up before the noise has ended.
+        with closing(raw(client)) as connection, suppress(OSError):
             connection.sendall(noise + b"\r\n\r\n")
             connection.shutdown(socket.SHUT_WR)
             answer = read_to_end(connection)
-            assert not answer or b" 400 " in answer.splitlines()[0]
+        assert not answer or b" 400 " in answer.splitlines()[0]
     assert client.get("/healthz").status_code == 200
 
 
