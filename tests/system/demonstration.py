@@ -18,6 +18,7 @@ from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 
 STEPS = 5
+GROUPS = 8
 DEADLINE_S = 1200.0
 SMALL = [
     "sink.http_port=0",
@@ -25,10 +26,22 @@ SMALL = [
     "corpus.documents=3000",
     "feed.eval_tasks=8",
     "feed.eval_every=0",
+    f"run.groups_per_step={GROUPS}",
     "run.skip_no_signal=false",
     "trainer.publish.anchor_every=3",
 ]
 """A demonstration that is quick, and whose model answers now and then."""
+
+ABOUT_USERS = {
+    "arms",
+    "feedback_to_served",
+    "gate",
+    "online_accounting",
+    "outcomes_by_reason",
+    "selection",
+    "signal_coverage",
+}
+"""The named queries that have nothing to tell of a run without users."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from demonstration import Finished, run_demonstration
+from demonstration import ABOUT_USERS, Finished, run_demonstration
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
@@ -103,6 +103,11 @@ def test_the_summary_adds_up(played: Finished):
     assert 0 < summary["feedback_to_served_s"]["p50"] <= summary["feedback_to_served_s"]["p95"]
     assert 0.0 <= summary["satisfaction_before"] <= 1.0 and summary["satisfaction_answers"] > 0
     assert summary["online_fingerprints_equal"] is True and summary["thumbs_shuffled"] is False
+
+
+@pytest.mark.parametrize("name", sorted(ABOUT_USERS))
+def test_the_queries_about_users_answer(played: Finished, name: str):
+    assert played.rows(name)
 
 
 def test_every_interaction_has_exactly_one_end(records: dict[type, list[Record]]):
