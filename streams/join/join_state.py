@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import cattrs
 import fastavro
 
 from tidemill.schemas.records import UserWish
+from tidemill.streams.entry_bytes import EntryBytes
 from tidemill.streams.join.merge import Mark
 from tidemill.streams.join.reward_map import Signal
-from tidemill.streams.journal import StateError, read_avro, write_avro
 
 OPEN = -1
 
@@ -222,43 +221,14 @@ _ACTIVITY = _record(
 _MARK = _record("Mark", offset="long", clock_us="long")
 _COUNTS = {"type": "map", "values": "long"}
 _HEAD: Any = fastavro.parse_schema(_record("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS))
-_TYPES: Mapping[bytes, type[Entry]] = {b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}
-_KINDS: Mapping[type[Entry], bytes] = {entry: kind for kind, entry in _TYPES.items()}
-_SCHEMAS: Mapping[bytes, Any] = {
-    kind: fastavro.parse_schema(schema)
-    for kind, schema in ((b"c", _CASE), (b"e", _EARLY), (b"w", _WISHES), (b"a", _ACTIVITY))
-}
-_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
-
-
-def encode(entry: Entry) -> bytes:
-    """The bytes of an entry."""
-    kind = _KINDS[type(entry)]
-    return kind + write_avro(_SCHEMAS[kind], _CONVERTER.unstructure(entry))
-
-
-def decode(data: bytes) -> Entry:
-    """The entry of `encode`d bytes. Raises StateError."""
-    schema = _SCHEMAS.get(data[:1])
-    if schema is None:
-        raise StateError(f"an entry begins with one of {sorted(_SCHEMAS)}, not {data[:1]!r}")
-    entry: Entry = _structured(read_avro(schema, data[1:]), _TYPES[data[:1]])
-    return entry
-
-
-def encode_head(head: Head) -> bytes:
-    """The bytes of a head."""
-    return write_avro(_HEAD, _CONVERTER.unstructure(head))
-
-
-def decode_head(data: bytes) -> Head:
-    """The head of `encode_head`'s bytes. Raises StateError."""
-    head: Head = _structured(read_avro(_HEAD, data), Head)
-    return head
-
-
-def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
-    try:
-        return _CONVERTER.structure(body, kind)
-    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
-        raise StateError(f"unreadable {kind.__name__}: {error}") from error
+_BYTES: EntryBytes[Entry, Head] = EntryBytes(
+    {
+        b"c": (Case, fastavro.parse_schema(_CASE)),
+        b"e": (Early, fastavro.parse_schema(_EARLY)),
+        b"w": (Wishes, fastavro.parse_schema(_WISHES)),
+        b"a": (Activity, fastavro.parse_schema(_ACTIVITY)),
+    },
+    (Head, _HEAD),
+)
+encode, decode = _BYTES.encode, _BYTES.decode
+encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head

@@ -5,15 +5,13 @@ Invariant: `decode` of `encode` is the same entry under its key, and bytes that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import cattrs
 import fastavro
 
-from tidemill.streams.journal import StateError, read_avro, write_avro
+from tidemill.streams.entry_bytes import EntryBytes
 from tidemill.streams.online.selection import Figures, Tally
 from tidemill.streams.timed_entries import NEVER
 
@@ -228,43 +226,15 @@ _HEAD: Any = fastavro.parse_schema(
         served=_TALLY,
     )
 )
-_TYPES: Mapping[bytes, type[Entry]] = {b"m": Mark, b"w": Waiting, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}
-_KINDS: Mapping[type[Entry], bytes] = {entry: kind for kind, entry in _TYPES.items()}
-_SCHEMAS: Mapping[bytes, Any] = {
-    kind: fastavro.parse_schema(schema)
-    for kind, schema in ((b"m", _MARK), (b"w", _WAITING), (b"o", _OPEN), (b"e", _ERASED), (b"u", _SERVED))
-}
-_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
-
-
-def encode(entry: Entry) -> bytes:
-    """The bytes of an entry."""
-    kind = _KINDS[type(entry)]
-    return kind + write_avro(_SCHEMAS[kind], _CONVERTER.unstructure(entry))
-
-
-def decode(data: bytes) -> Entry:
-    """The entry of `encode`d bytes. Raises StateError."""
-    schema = _SCHEMAS.get(data[:1])
-    if schema is None:
-        raise StateError(f"an entry begins with one of {sorted(_SCHEMAS)}, not {data[:1]!r}")
-    entry: Entry = _structured(read_avro(schema, data[1:]), _TYPES[data[:1]])
-    return entry
-
-
-def encode_head(head: Head) -> bytes:
-    """The bytes of a head."""
-    return write_avro(_HEAD, _CONVERTER.unstructure(head))
-
-
-def decode_head(data: bytes) -> Head:
-    """The head of `encode_head`'s bytes. Raises StateError."""
-    head: Head = _structured(read_avro(_HEAD, data), Head)
-    return head
-
-
-def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
-    try:
-        return _CONVERTER.structure(body, kind)
-    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
-        raise StateError(f"unreadable {kind.__name__}: {error}") from error
+_BYTES: EntryBytes[Entry, Head] = EntryBytes(
+    {
+        b"m": (Mark, fastavro.parse_schema(_MARK)),
+        b"w": (Waiting, fastavro.parse_schema(_WAITING)),
+        b"o": (OpenBatch, fastavro.parse_schema(_OPEN)),
+        b"e": (ErasedUser, fastavro.parse_schema(_ERASED)),
+        b"u": (ServedUser, fastavro.parse_schema(_SERVED)),
+    },
+    (Head, _HEAD),
+)
+encode, decode = _BYTES.encode, _BYTES.decode
+encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head
