@@ -32,6 +32,7 @@ class Topic(StrEnum):
     DOCUMENTS = "documents"
     TASKS = "tasks"
     ROLLOUTS = "rollouts"
+    PROGRESS = "rollouts.progress"
     GROUPS = "groups"
     DELTAS = "weights.deltas"
     MANIFESTS = "weights.manifests"
@@ -75,11 +76,12 @@ def _catalogue() -> dict[Topic, TopicSpec]:
         TopicSpec(Topic.DOCUMENTS, "document_id", (records.Document,), 4, 30 * DAY_MS),
         TopicSpec(Topic.TASKS, "task_id", (records.Task,), 8, 30 * DAY_MS),
         TopicSpec(Topic.ROLLOUTS, "group_id", (records.Rollout, records.Tick), 8, 30 * DAY_MS),
+        TopicSpec(Topic.PROGRESS, "task_id", (records.Dispatch, records.Turn), 8, 7 * DAY_MS),
         TopicSpec(Topic.GROUPS, "group_id", (records.Group,), 8, 30 * DAY_MS),
         TopicSpec(Topic.DELTAS, "shard", (records.DeltaChunk,), 8, 7 * DAY_MS),
         TopicSpec(Topic.MANIFESTS, "branch", (records.Manifest, records.SkipDelta), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.ACKS, "replica_id", (records.WeightAck,), 1, 30 * DAY_MS, keyed=False),
-        TopicSpec(Topic.STEPS, "run_id", (records.TrainStep,), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.STEPS, "run_id", (records.TrainStep, records.StepPlan), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.STALENESS, "replica_id", (records.Staleness,), 1, 7 * DAY_MS, keyed=False),
         TopicSpec(Topic.GATE, "branch", (records.GateDecision,), 1, FOREVER_MS, keyed=False),
         TopicSpec(

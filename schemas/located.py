@@ -7,12 +7,14 @@ decides where it goes, and the stream goes on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.records import Record
+from tidemill.schemas.replayed import Headers, replay_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Located:
     record: Record | None
     error: str = ""
     """Why `record` is None."""
+    replay_id: str = ""
+    """The replay that wrote it; empty for a record that no replay wrote."""
 
     @property
     def position(self) -> Position:
@@ -60,4 +64,5 @@ def locate(message: Message, names: Names, codec: Codec) -> Located:
         value=message.value(),
         record=record,
         error=error,
+        replay_id=replay_id_of(cast("Headers | None", message.headers())),
     )

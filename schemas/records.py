@@ -222,6 +222,54 @@ class Rollout:
     worker_id: str
     started_at: int
     finished_at: int
+    incarnation: str = ""
+    """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
+    replica did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A worker took a task: which of its rollouts it plays. Topic `rollouts.progress`, key `task_id`."""
+
+    task_id: str
+    group_id: str
+    run_id: str
+    worker_id: str
+    indexes: list[int]
+    """Places in the group that it plays; those that the log had already are left out."""
+    resumed_turns: list[int]
+    """By place in `indexes`: recorded turns that it goes on from; 0 begins anew."""
+    lease_until: int
+    """When the rollouts end at the latest: with a result, or failed with a reason."""
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sampled turn of a rollout under way, so that whoever takes the task over goes on from it.
+
+    Topic `rollouts.progress`, key `task_id`.
+    """
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    run_id: str
+    worker_id: str
+    replica_id: str
+    region: str
+    incarnation: str
+    turn: int
+    """Counts the turns of the rollout from 0."""
+    n_tokens: int
+    token_ids: bytes
+    """u4[n_tokens], little-endian."""
+    logprobs: bytes
+    """f4[n_tokens], little-endian: the sampler's logprob of each token."""
+    spans: list[VersionSpan]
+    """In turn coordinates; they cover every token."""
+    finish_reason: str
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +404,9 @@ class Manifest:
     published_at: int
     tensor_table: TensorTable | None = None
     """Where the tensors are listed when `tensors` is empty because the list is too long for one record."""
+    incarnation: str = ""
+    """Names this life of the run's version numbers: made anew with version 0, carried by every later version.
+    Versions of different incarnations cannot be compared. Empty in records from before there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,6 +529,28 @@ class TrainStep:
     parent_fingerprint: str
     started_at: int
     finished_at: int
+    incarnation: str = ""
+    """Which life of the run's version numbers `version` counts in; empty in records from before there was one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step that is about to be taken, written before it is: a trainer that stops in between takes it on the same
+    inputs. Topic `train.steps`, key `run_id`."""
+
+    run_id: str
+    step: int
+    parent_version: int
+    inputs: list[StepInput]
+    exclusions: list[StepExclusion]
+    seed: int
+    config_hash: str
+    metrics: dict[str, float]
+    """What the step's record will say that is known before it is taken."""
+    incarnation: str
+    trainer: str
+    """The process that began it; another one when the trainer was started again."""
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -539,6 +612,9 @@ class Interaction:
     """From the request's arrival to the last token."""
     served_at: int
     """When the answer was complete; every signal's horizon is counted from here."""
+    incarnation: str = ""
+    """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
+    replica did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,6 +752,8 @@ class OnlineBatch:
 Record = (
     Task
     | Rollout
+    | Dispatch
+    | Turn
     | Tick
     | Group
     | DeltaChunk
@@ -683,6 +761,7 @@ Record = (
     | SkipDelta
     | WeightAck
     | TrainStep
+    | StepPlan
     | Staleness
     | GateDecision
     | Document
