@@ -14,6 +14,7 @@ from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.query_command import query
+from tidemill.compose.replay import replay_app
 from tidemill.compose.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.topics_command import topics
@@ -41,6 +42,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRA
 app.add_typer(stack_app, name="stack")
 app.command(rich_help_panel="The log")(topics)
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
+app.add_typer(replay_app, name="replay", rich_help_panel="The log")
 for _role in (feed, rollout, route, gateway, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))

@@ -1,0 +1,7 @@
+"""`tidemill replay`: topics of yesterday, run again beside the live ones."""
+
+from __future__ import annotations
+
+from tidemill.compose.replay.app import replay_app
+
+__all__ = ["replay_app"]

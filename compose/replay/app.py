@@ -1,0 +1,11 @@
+"""The typer app that every replay command is added to."""
+
+from __future__ import annotations
+
+import typer
+
+replay_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Replay the log: what happened, run again beside the live topics and never into them.""",
+)
