@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+
+from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
     from tidemill.consumers.trace.history import Made
@@ -46,7 +47,7 @@ def rollout_lines(path: RolloutPath) -> list[str]:
 
 def user_lines(path: UserPath) -> list[str]:
     """The path of a user's data."""
-    demands = (f"{one.wish.value} by {one.requested_by} at {_time(one.at)}" for one in path.demands)
+    demands = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
     endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
     batches = (
         f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
@@ -75,7 +76,7 @@ def _served(served: Served | None, path: Path) -> Iterator[str]:
     if served is not None:
         consent = "consent" if served.consent else "NO consent"
         yield (
-            f"{_time(served.served_at)} by {served.replica_id}, "
+            f"{utc(served.served_at)} by {served.replica_id}, "
             f"version {_span(served.version_min, served.version_max)}, arm {served.arm} (p {served.propensity:g}), "
             f"{consent}, user {served.user_id}, {served.finish_reason} · {served.place}"
         )
@@ -88,7 +89,7 @@ def _feedback(path: Path) -> Iterator[str]:
     for event in path.feedback:
         said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
         corrects = f" correcting {event.corrects}" if event.corrects else ""
-        told = f"{_time(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
+        told = f"{utc(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
         yield f"{told}: {event.fate} · {event.place}"
     yield from (f"refused by {one.found_by}: {one.reason} · {one.place}" for one in path.letters)
 
@@ -97,7 +98,7 @@ def _outcomes(path: Path) -> Iterator[str]:
     for end in path.outcomes:
         what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
         before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
-        yield f"{_time(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}"
+        yield f"{utc(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}"
 
 
 def _batches(path: Path) -> Iterator[str]:
@@ -114,7 +115,7 @@ def _versions(versions: list[Made]) -> Iterator[str]:
         for decision in made.decisions:
             yield f"  {decision.verdict} by {decision.by}: {decision.reason} · {decision.place}"
         if made.served_first_at is not None:
-            yield f"  served first at {_time(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
+            yield f"  served first at {utc(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
         serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
         yield f"  served now by {serving or 'nobody'}; contained in later versions {made.contained_in or 'none'}"
 
@@ -131,7 +132,3 @@ def _span(first: int, last: int) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:+g}"
-
-
-def _time(microseconds: int) -> str:
-    return datetime.fromtimestamp(microseconds / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -11,12 +11,12 @@ import threading
 
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environment import TaskError
-from tidemill.producers.feeder_state import MICROSECONDS, Decision, FeederState
+from tidemill.producers.feeder_state import Decision, FeederState
 from tidemill.producers.registry import environments
 from tidemill.producers.task_source import TaskSource
 from tidemill.producers.watchdog import WRITERS, Watchdog
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clock import now_us
+from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
@@ -39,7 +39,7 @@ class Feeder:
             raise TaskError(f"unknown environment {feed.environment!r}; known are {', '.join(sorted(known))}")
         self._state = FeederState(run, feed)
         self._source = TaskSource(known[feed.environment], run, feed)
-        self._watchdog = Watchdog(int(feed.stall_timeout_s * MICROSECONDS))
+        self._watchdog = Watchdog(to_us(feed.stall_timeout_s))
         self._producer = producer
 
     def observe(self, located: Located) -> None:

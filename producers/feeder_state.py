@@ -20,10 +20,9 @@ from tidemill.producers.admission import AdmissionController, AdmissionPolicy, E
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.task_names import Stage, TaskName, parse_task_name
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import Group, Manifest, Mode, Record, Task, TrainStep, WeightAck
-
-MICROSECONDS = 1_000_000
 
 
 def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
@@ -34,8 +33,8 @@ def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
         stale_lag=run.max_policy_lag,
         max_steps=run.max_steps,
         replicas=feed.replicas,
-        replica_silence_us=int(feed.replica_silence_s * MICROSECONDS),
-        overdue_us=int(feed.overdue_s * MICROSECONDS),
+        replica_silence_us=to_us(feed.replica_silence_s),
+        overdue_us=to_us(feed.overdue_s),
         min_completed=run.min_completed,
         skip_no_signal=run.skip_no_signal,
     )
@@ -135,7 +134,7 @@ class FeederState:
             self._eval_open[task.group_id] = task.deadline_at
 
     def _expire_evaluations(self, now_us: int) -> list[str]:
-        limit = now_us - int(self._feed.overdue_s * MICROSECONDS)
+        limit = now_us - to_us(self._feed.overdue_s)
         overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
         for group in overdue:
             del self._eval_open[group]

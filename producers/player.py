@@ -18,12 +18,11 @@ from tidemill.producers.environment import Environment, Harness
 from tidemill.producers.episode import Episode, EpisodeFailed, EpisodeLimits, EpisodeResult
 from tidemill.producers.replica_client import ReplicaClient, ReplicaSession, replica_pool
 from tidemill.producers.rollout import Provenance, completed_rollout, failed_rollout
-from tidemill.schemas.clock import now_us
+from tidemill.schemas.clock import now_us, to_s
 from tidemill.schemas.records import Rollout, Task
 
 LOG = logging.getLogger(__name__)
 EXPIRED = "expired before start"
-MICROSECONDS = 1_000_000
 
 
 class Player:
@@ -60,7 +59,7 @@ class Player:
             return completed_rollout(task, index, result, version, self._provenance(session, started_at))
 
     async def _attempt(self, task: Task, session: ReplicaSession, started_at: int) -> EpisodeResult:
-        left_s = (task.deadline_at - started_at) / MICROSECONDS
+        left_s = to_s(task.deadline_at - started_at)
         if left_s <= 0:
             raise EpisodeFailed(EXPIRED)
         limit_s = min(left_s, self._settings.episode_timeout_s)

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environment import Environment, Split, TaskDraft, TaskError, TaskQuery
 from tidemill.producers.task_names import Stage, TaskName, parse_task_name
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import Mode, Task
 
-MICROSECONDS = 1_000_000
 AS_MANY_AS_THERE_ARE = sys.maxsize
 
 
@@ -54,7 +54,7 @@ class TaskSource:
             max_turns=draft.max_turns,
             seed=task_seed(self._run.seed, name),
             issued_at=issued_at,
-            deadline_at=issued_at + int(deadline_s * MICROSECONDS),
+            deadline_at=issued_at + to_us(deadline_s),
             issued_version=issued_version,
         )
 

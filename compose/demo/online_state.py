@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_s, to_us
 from tidemill.schemas.records import (
     AckStatus,
     Feedback,
@@ -25,8 +26,7 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 
-MICROSECONDS = 1_000_000
-RATE_WINDOW_US = 10 * MICROSECONDS
+RATE_WINDOW_US = to_us(10)
 REWARDED = "rewarded"
 """The ending of an interaction that is not excluded."""
 SHARE = "share"
@@ -120,7 +120,7 @@ class OnlineState:
         if len(self._recent) < 2:
             return 0.0
         span_us = self._recent[-1] - self._recent[0]
-        return len(self._recent) * MICROSECONDS / span_us if span_us > 0 else 0.0
+        return len(self._recent) / to_s(span_us) if span_us > 0 else 0.0
 
     def exclusions(self) -> dict[str, int]:
         """Interactions that ended without a reward, by reason."""
@@ -181,7 +181,7 @@ class OnlineState:
         for version, batches in self._learnt.items():
             given_at = self._given_at(version, replicas)
             if given_at is not None:
-                found += [(given_at - at) / MICROSECONDS for batch in batches for at in self._feedback_times(batch)]
+                found += [to_s(given_at - at) for batch in batches for at in self._feedback_times(batch)]
         return found
 
     def _feedback_times(self, batch_id: str) -> Iterator[int]:

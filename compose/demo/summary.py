@@ -10,6 +10,7 @@ import numpy as np
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.state import LoopState
 from tidemill.producers.users.satisfaction import Satisfaction
+from tidemill.schemas.clock import to_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,4 +172,4 @@ def summarise_online(
 def _loop_seconds(state: LoopState) -> float:
     begins = [manifest.published_at for manifest in state.manifests.values()]
     ends = [ack.at for ack in state.served.values()]
-    return round((max(ends) - min(begins)) / 1e6, 1) if begins and ends else 0.0
+    return round(to_s(max(ends) - min(begins)), 1) if begins and ends else 0.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from tidemill.compose.moments import utc
+
 if TYPE_CHECKING:
     from tidemill.consumers.gate.keeper import Snapshot
     from tidemill.schemas.records import GateDecision
-
-MICROSECONDS = 1_000_000
 
 
 def status_lines(found: Snapshot) -> list[str | Table]:
@@ -60,8 +59,7 @@ def _cell(value: float | None) -> str:
 def _decisions(decisions: list[GateDecision]) -> Table:
     table = Table("decided at (UTC)", "verdict", "version", "by", "reason")
     for made in decisions:
-        at = datetime.fromtimestamp(made.at / MICROSECONDS, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(at, made.verdict.value, _version(made.version), made.decided_by, made.reason)
+        table.add_row(utc(made.at), made.verdict.value, _version(made.version), made.decided_by, made.reason)
     return table
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+
+from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
     from tidemill.consumers.rights.choose import Choice
@@ -48,19 +49,15 @@ def standing_lines(found: Standing) -> list[str]:
 
 
 def _demand(request: UserRequest) -> str:
-    return f"{request.wish.value} {request.request_id} by {request.requested_by} at {_time(request.at / 1e6)}"
+    return f"{request.wish.value} {request.request_id} by {request.requested_by} at {utc(request.at)} UTC"
 
 
 def _letters(letters: LettersHeld) -> list[str]:
     if letters.gone_at_ms is None:
         return []
-    until = _time(letters.gone_at_ms / 1e3)
+    until = f"{utc(letters.gone_at_ms * 1_000)} UTC"
     return [f"dead letters: {_counts(letters.counts)}; no tombstone reaches them, retention removes them by {until}"]
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n:,} in {topic}" for topic, n in sorted(counts.items()) if n) or "nothing"
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

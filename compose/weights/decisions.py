@@ -114,12 +114,12 @@ def decide(
     from tidemill.consumers.weights.builder import anchor_stands
     from tidemill.consumers.weights.decide import Following, Proposal, decision
     from tidemill.consumers.weights.reading import read_chain
-    from tidemill.schemas.clock import now_us
+    from tidemill.schemas.clock import now_us, to_us
 
     chain = read_chain(settings.kafka, settings.run)
     proposal = Proposal(verdict, version, reason, decided_by or _operator())
     made = decision(chain, proposal, now_us(), anchor_stands)
-    following = Following(made, chain.head.version, int(1e6 * recent_s))
+    following = Following(made, chain.head.version, to_us(recent_s))
     for ack in chain.replicas.values():
         following.observe(ack)
     if not dry_run:

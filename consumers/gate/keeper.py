@@ -20,7 +20,8 @@ from tidemill.consumers.gate.branch import SHARE, Branch, Trial
 from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.gate.guardrails import names
 from tidemill.consumers.gate.standing import GENERATION
-from tidemill.consumers.gate.trial import MICROSECONDS, Watch
+from tidemill.consumers.gate.trial import Watch
+from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import GateDecision, GateVerdict, Record
 
@@ -229,7 +230,7 @@ class Keeper:
         return found
 
     def _seconds_since(self, at_us: int) -> float:
-        return (self._branch.clock - at_us) / MICROSECONDS
+        return to_s(self._branch.clock - at_us)
 
     def _decision(
         self, verdict: GateVerdict, version: int | None, reason: str, numbers: Mapping[str, float]

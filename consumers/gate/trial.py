@@ -19,9 +19,8 @@ from tidemill.consumers.gate.guardrails import Alert, ArmGuards, FrozenGuards, T
 from tidemill.consumers.gate.measures import REWARD, measures
 from tidemill.consumers.gate.sequential import Capital, Side
 from tidemill.consumers.gate.units import Settled, Users
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.records import GateVerdict, Outcome
-
-MICROSECONDS = 1_000_000
 
 
 class Arm(StrEnum):
@@ -73,7 +72,7 @@ class Comparison:
         self._rewards = TwoArms(share, difference(gate.reward_width), capitals)
         self._guards = ArmGuards(share, tolerance(gate))
         self._drift = FrozenGuards(origin, drift_tolerance(gate), gate.reward_width, None)
-        self._users = Users(gate.outcomes_per_user, int(gate.user_window_s * MICROSECONDS))
+        self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._interactions: dict[Arm, set[str]] = {arm: set() for arm in Arm}
         self.conclusion: Conclusion | None = None
 
@@ -98,7 +97,7 @@ class Comparison:
         """Event time has come to `at_us`."""
         if self.conclusion is None:
             self._take(self._users.advance(at_us))
-        if at_us - self.started_at >= self._gate.max_seconds * MICROSECONDS:
+        if at_us - self.started_at >= to_us(self._gate.max_seconds):
             self._end("as long as may be")
 
     def forget(self, user_id: str) -> None:
@@ -211,13 +210,13 @@ class Watch:
         self, gate: GateSettings, version: int, fallback: int, since: int, before: Mapping[str, float]
     ) -> None:
         self._gate, self.version, self.fallback, self.since = gate, version, fallback, since
-        self._users = Users(gate.outcomes_per_user, int(gate.user_window_s * MICROSECONDS))
+        self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
         self._counted = 0
 
     def over(self, at_us: int) -> bool:
         """Whether the window has passed."""
-        return at_us - self.since > self._gate.watch_seconds * MICROSECONDS
+        return at_us - self.since > to_us(self._gate.watch_seconds)
 
     @property
     def users(self) -> int:

@@ -17,12 +17,12 @@ from tidemill.producers.product.pseudonym import BadUser, Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import BadToken, Signer
 from tidemill.schemas import signals
+from tidemill.schemas.clock import to_s, to_us
 from tidemill.schemas.records import Feedback, SignalKind
 
 _EVENT_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _EVENT_ID_RULE = "1 to 128 letters, digits, '.', '_', ':', '@' or '-'"
 _SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
-_US = 1_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -53,8 +53,8 @@ class FeedbackMaker:
     def __init__(self, product: ProductSettings) -> None:
         self._signer = Signer(product)
         self._pseudonyms = Pseudonyms(product)
-        self._ahead_us = round(product.clock_skew_s * _US)
-        self._age_us = round(product.max_feedback_age_s * _US)
+        self._ahead_us = to_us(product.clock_skew_s)
+        self._age_us = to_us(product.max_feedback_age_s)
 
     def make(self, report: Report, source: str, now_us: int) -> Feedback:
         """The record of a report.
@@ -95,11 +95,11 @@ class FeedbackMaker:
     def _observed_at(self, observed_at: datetime | int | None, now_us: int) -> int:
         moment = now_us if observed_at is None else _microseconds(observed_at)
         if moment > now_us + self._ahead_us:
-            raise BadFeedback("observed_at", f"is {(moment - now_us) / _US:.6g} s ahead of now: {_EXPECTED_TIME}")
+            raise BadFeedback("observed_at", f"is {to_s(moment - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
         if moment < now_us - self._age_us:
             raise BadFeedback(
                 "observed_at",
-                f"is {(now_us - moment) / _US:.6g} s ago, and signals are taken for {self._age_us / _US:g} s "
+                f"is {to_s(now_us - moment):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
         return moment

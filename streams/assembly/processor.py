@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
 from tidemill.streams.assembly import group_state
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
@@ -27,7 +28,7 @@ class GroupAssembly:
         """From the part of the settings that decides outcomes."""
         rules = AssemblyRules(
             run_id=run.run_id,
-            done_ttl_us=int(stream.done_ttl_s * 1_000_000),
+            done_ttl_us=to_us(stream.done_ttl_s),
             min_completed=stream.min_completed,
             shuffle_rewards=stream.shuffle_rewards,
         )

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
@@ -45,10 +46,6 @@ EXCLUSIONS = (NO_CONSENT, OPTED_OUT, ERASED, BOT, TOO_LATE, NO_SIGNAL, NO_TOKENS
 """Every reason for which an interaction is left out."""
 
 
-def _us(seconds: float) -> int:
-    return round(seconds * 1_000_000)
-
-
 @dataclass(frozen=True, slots=True)
 class JoinRules:
     """The settings that decide outcomes."""
@@ -67,7 +64,7 @@ class FeedbackJoin:
         self._settings = rules.settings
         self._map = rules.settings.map
         self._map_version = map_version(self._map)
-        self._wait_us = _us(self._map.wait_s)
+        self._wait_us = to_us(self._map.wait_s)
         self._store = JoinStore(partition, states)
         head = join_state.decode_head(self._store.head) if self._store.head is not None else Head({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
@@ -103,7 +100,7 @@ class FeedbackJoin:
         """Take one record of either topic; what is decided by it."""
         if self._merge.has_read(located.topic, located.offset):
             return []
-        item = join_input.read(located, _us(self._settings.clock_skew_s))
+        item = join_input.read(located, to_us(self._settings.clock_skew_s))
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
         outputs: list[Output] = []
         while (step := self._merge.take()) is not None:
@@ -140,7 +137,7 @@ class FeedbackJoin:
         return [self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue]
 
     def _patience_ends(self, held: Held) -> int:
-        return held.arrived_at + _us(self._settings.early_wait_s)
+        return held.arrived_at + to_us(self._settings.early_wait_s)
 
     def _keep_held(self, early: Early, held: list[Held]) -> None:
         for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
@@ -191,12 +188,12 @@ class FeedbackJoin:
         case.bot = self._is_bot(case.user_id, at_us)
         if self._store.wishes(case.user_id).erased(case.served_at):
             return [self._end(case, ERASED, at_us)]
-        if at_us - case.served_at > _us(self._settings.late_s):
+        if at_us - case.served_at > to_us(self._settings.late_s):
             return [self._end(case, TOO_LATE, at_us)]
         return []
 
     def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
-        grace_us = _us(self._settings.grace_s)
+        grace_us = to_us(self._settings.grace_s)
         # Feedback may be as late on its way as the interaction was.
         full_wait_at = max(interaction.served_at + self._wait_us, at_us) + grace_us
         return Case(
@@ -259,8 +256,8 @@ class FeedbackJoin:
         return self._signals_changed(case, at_us)
 
     def _within_horizon(self, case: Case, signal: Signal) -> bool:
-        earliest = case.served_at - round(case.latency_ms * 1_000) - _us(self._settings.clock_skew_s)
-        return earliest <= signal.observed_at <= case.served_at + _us(self._map.horizon_s(signal.kind))
+        earliest = case.served_at - round(case.latency_ms * 1_000) - to_us(self._settings.clock_skew_s)
+        return earliest <= signal.observed_at <= case.served_at + to_us(self._map.horizon_s(signal.kind))
 
     def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
         if not case.open:
@@ -270,7 +267,7 @@ class FeedbackJoin:
             for kind, signal in standing(case.signals.values()).items()
             if kind in self._settings.close_on
         ]
-        ends = [case.full_wait_at, *(arrived + _us(self._settings.settle_s) for arrived in decisive)]
+        ends = [case.full_wait_at, *(arrived + to_us(self._settings.settle_s) for arrived in decisive)]
         case.due_at = max(min(ends), at_us)
         self._store.save(case)
         return []
@@ -279,7 +276,7 @@ class FeedbackJoin:
 
     def _is_bot(self, user_id: str, at_us: int) -> bool:
         """Count an event of a user; whether he is a bot now."""
-        window_us = _us(self._settings.bot_window_s)
+        window_us = to_us(self._settings.bot_window_s)
         activity = self._store.activity(user_id, at_us)
         if at_us >= activity.opened_at + window_us:
             activity.opened_at, activity.events = at_us, 0
@@ -306,7 +303,7 @@ class FeedbackJoin:
     def _remember(self, wishes: Wishes, wish: Wish, at_us: int) -> None:
         settings = self._settings
         # An interaction that was served before a demand ends within this time after it.
-        keep_us = _us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
+        keep_us = to_us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
         ordered = sorted([*wishes.wishes, wish], key=lambda w: (w.at, w.request_id))
         past = [w for w in ordered if w.at + keep_us <= at_us and w.wish is not UserWish.ERASE]
         wishes.wishes = past[-1:] + [w for w in ordered if w.at + keep_us > at_us]
@@ -385,7 +382,7 @@ class FeedbackJoin:
         return outcome
 
     def _remembered_until(self, ended_us: int) -> int:
-        return ended_us + _us(self._settings.done_ttl_s)
+        return ended_us + to_us(self._settings.done_ttl_s)
 
     def _seal(self, case: Case, due_at: int) -> None:
         """Nothing changes this ending any more, and nothing is kept that could."""

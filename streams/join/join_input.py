@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.schemas import signals
 from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.clock import to_s
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
 from tidemill.streams.machine import Rejected
@@ -82,7 +83,7 @@ def broken_interaction(located: Located, interaction: Interaction, clock_skew_us
         return f"latency_ms {interaction.latency_ms} is no duration"
     ahead_us = interaction.served_at - located.timestamp_ms * 1_000
     if interaction.served_at < 0 or ahead_us > clock_skew_us:
-        return f"served_at {interaction.served_at} lies {ahead_us / 1e6:g} s after the time of its own record"
+        return f"served_at {interaction.served_at} lies {to_s(ahead_us):g} s after the time of its own record"
     return ""
 
 

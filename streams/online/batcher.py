@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
 from tidemill.streams.machine import Changes, Emit, Output, Rejected
@@ -42,10 +43,6 @@ DROP_REASONS = (OLD_VERSION, MIXED_VERSIONS, OTHER_ARM, OLD_MAP, ERASED, USER_CA
 """Every reason for which an outcome with a reward is in no batch. `old_map`: the map changed before its batch had
 enough members; `replaced`: its reward changed while it waited, and the new one counts; `correction`: its reward
 changed after it was in a batch, or was withdrawn."""
-
-
-def _us(seconds: float) -> int:
-    return round(seconds * 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,7 @@ class OnlineBatcher:
         known = self._store.get(f"erased/{request.user_id}")
         if isinstance(known, ErasedUser):
             until = max(until, known.until)
-        due_at = self._head.clock_us + _us(self._settings.done_ttl_s)
+        due_at = self._head.clock_us + to_us(self._settings.done_ttl_s)
         self._store.save(ErasedUser(request.user_id, until, due_at))
         for waiting in self._room.of_user(request.user_id):
             if waiting.served_at <= until:
@@ -211,7 +208,7 @@ class OnlineBatcher:
             return
         seen = {int(key): at for key, at in self._head.last_served.items()}
         seen[version] = max(seen.get(version, 0), outcome.served_at)
-        oldest = max(seen.values()) - _us(self._settings.version_idle_s)
+        oldest = max(seen.values()) - to_us(self._settings.version_idle_s)
         self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
         self._end_leftovers()
 
@@ -280,7 +277,7 @@ class OnlineBatcher:
             batches = self._close(found, BatchClose.TIME) if self._has_enough(found) else []
             self._drop_all(found.version, OLD_MAP)
         opened_at = self._head.clock_us
-        overdue_at = opened_at + _us(self._settings.max_wait_s)
+        overdue_at = opened_at + to_us(self._settings.max_wait_s)
         batch = OpenBatch(outcome.version_max, outcome.map_version, opened_at, overdue_at, overdue_at)
         self._store.save(batch)
         self._open[batch.version] = batch
@@ -401,7 +398,7 @@ class OnlineBatcher:
             self._store.forget(self._open.pop(waiting.version_max))
 
     def _mark(self, interaction_id: str, revision: int, fate: Fate) -> None:
-        due_at = self._head.clock_us + _us(self._settings.done_ttl_s)
+        due_at = self._head.clock_us + to_us(self._settings.done_ttl_s)
         self._store.save(Mark(interaction_id, revision, fate, due_at))
 
     def _set_fate(self, interaction_id: str, fate: Fate) -> None:
