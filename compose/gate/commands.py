@@ -28,12 +28,9 @@ from tidemill.compose.weights.decisions import (
     DryRunOption,
     JsonOption,
     ReasonOption,
-    RecentOption,
-    VersionArgument,
-    WaitOption,
     decide,
+    on_version,
 )
-from tidemill.compose.weights.operands import version_number
 from tidemill.schemas.records import GateVerdict
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
@@ -95,63 +92,32 @@ def status(settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOp
         console.print(part)
 
 
-def hold(
-    settings_of: SettingsOf,
-    version: VersionArgument,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    wait_s: WaitOption = None,
-    recent_s: RecentOption = RECENT_S,
-    as_json: JsonOption = False,
-) -> None:
+hold = on_version(
+    "hold",
+    GateVerdict.HOLD,
     """Go no further than a version: a trial ends, and the gate decides nothing until `release`.
 
     Example: `tidemill gate hold 40 --reason "a launch today" --by ada`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    """,
+)
 
-
-def veto(
-    settings_of: SettingsOf,
-    version: VersionArgument,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    wait_s: WaitOption = None,
-    recent_s: RecentOption = RECENT_S,
-    as_json: JsonOption = False,
-) -> None:
+veto = on_version(
+    "veto",
+    GateVerdict.REJECT,
     """Never serve a version: its trial ends; where everyone is served it, the gate goes back to the one before.
 
     Example: `tidemill gate veto 41 --reason "it flatters" --by ada`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    number = version_number(version)
-    decide(settings, GateVerdict.REJECT, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    """,
+)
 
-
-def rollback(
-    settings_of: SettingsOf,
-    version: VersionArgument,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    wait_s: WaitOption = None,
-    recent_s: RecentOption = RECENT_S,
-    as_json: JsonOption = False,
-) -> None:
+rollback = on_version(
+    "rollback",
+    GateVerdict.ROLL_BACK,
     """Take every replica back to an older version; the gate decides nothing until `release`.
 
     Example: `tidemill gate rollback 39 --reason "40 repeats itself" --wait 60`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    number = version_number(version)
-    decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    """,
+)
 
 
 def release(

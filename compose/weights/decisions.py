@@ -44,45 +44,46 @@ RECENT_S = 3600.0
 POLL_S = 0.1
 
 
-def pin(
-    settings_of: SettingsOf,
-    version: VersionArgument,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    wait_s: WaitOption = None,
-    recent_s: RecentOption = RECENT_S,
-    as_json: JsonOption = False,
-) -> None:
+def on_version(name: str, verdict: GateVerdict, explained: str) -> Callable[..., None]:
+    """A command `name` that decides `verdict` of one version; `explained` is its help."""
+
+    def command(
+        settings_of: SettingsOf,
+        version: VersionArgument,
+        reason: ReasonOption = NO_REASON,
+        decided_by: ByOption = None,
+        branch: BranchOption = None,
+        dry_run: DryRunOption = False,
+        wait_s: WaitOption = None,
+        recent_s: RecentOption = RECENT_S,
+        as_json: JsonOption = False,
+    ) -> None:
+        settings = with_reachable_log(settings_of(given(run__branch=branch)))
+        decide(settings, verdict, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+    command.__name__, command.__doc__ = name, explained
+    return command
+
+
+pin = on_version(
+    "pin",
+    GateVerdict.HOLD,
     """Let replicas go no further than a version, however far the trainer is.
 
     A replica that is behind goes up to it; one that is beyond stays where it is (use `rollback` to take it back).
 
     Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    decide(settings, GateVerdict.HOLD, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    """,
+)
 
-
-def rollback(
-    settings_of: SettingsOf,
-    version: VersionArgument,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    wait_s: WaitOption = None,
-    recent_s: RecentOption = RECENT_S,
-    as_json: JsonOption = False,
-) -> None:
+rollback = on_version(
+    "rollback",
+    GateVerdict.ROLL_BACK,
     """Take replicas back to an older version, and no further, until a release.
 
     Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    number = version_number(version)
-    decide(settings, GateVerdict.ROLL_BACK, number, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+    """,
+)
 
 
 def release(
