@@ -270,6 +270,8 @@ class Turn:
     """In turn coordinates; they cover every token."""
     finish_reason: str
     at: int
+    context: str = ""
+    """xxh3-128, hexadecimal, of the u4 token ids that it was sampled after; after others it cannot be used again."""
 
 
 @dataclass(frozen=True, slots=True)
