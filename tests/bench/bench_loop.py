@@ -1,4 +1,4 @@
-"""Figures of the whole loop, from real runs of `tidemill demo`: learning, its control, policy lag, overlap.
+"""Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, policy lag, overlap.
 
 Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line a
 figure, with everything needed beside it: seeds, learning rate, control, rollouts behind a rate.
@@ -39,7 +39,7 @@ FEW_EVALUATIONS = ("--set", "feed.eval_tasks=8", "--set", "feed.eval_every=0")
 def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
     """Run one demonstration; its summary."""
     output = data_dir / f"{name}.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))
