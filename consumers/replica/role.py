@@ -24,9 +24,9 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.connections import open_fetcher
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
-from tidemill.consumers.replica.server import bind
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
+from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
@@ -57,7 +57,7 @@ class Replica:
         """Join, serve and follow until stopped. Raises what ended it, when it was not a signal."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
-        with closing(bind(self._settings.host, self._settings.port)) as listener:
+        with closing(bind(self._settings.host, self._settings.port, "replica.port")) as listener:
             joined = await asyncio.to_thread(self._join)
             if joined is not None:
                 await self._serve(joined, listener)

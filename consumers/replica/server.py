@@ -10,7 +10,6 @@ The application, its routes and its metrics are vLLM's. Added, by subclasses of 
 from __future__ import annotations
 
 import logging
-import socket
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict
@@ -184,18 +183,6 @@ async def build_replica_app(
     app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
     # vLLM has built its middleware stack already: the header goes around the whole application.
     return ReplicaHeader(app, replica_id)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises OSError, naming the address, when it is taken."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise OSError(error.errno, f"cannot use {host}:{port} ({error.strerror}): choose another port") from error
-    return bound
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:

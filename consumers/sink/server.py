@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -13,36 +12,18 @@ import uvicorn
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import Reader
 from tidemill.consumers.sink.http_api import application
+from tidemill.schemas.address import bind
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5
-
-
-class PortTaken(OSError):
-    """The HTTP port cannot be bound."""
-
-
-def bind(port: int) -> socket.socket:
-    """A listening loopback socket; port 0 lets the system choose. Raises PortTaken."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((LOOPBACK, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise PortTaken(
-            f"port {port} of {LOOPBACK} is not to be had ({error.strerror}): stop who holds it, or set sink.http_port "
-            "to another one (0 takes a free one)"
-        ) from error
-    return listener
+BACKLOG = 128
 
 
 class QueryServer:
     """Serves queries from a thread while it is entered as a context."""
 
     def __init__(self, settings: SinkSettings) -> None:
-        self._listener = bind(settings.http_port)
+        self._listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
         self._executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
         config = uvicorn.Config(
             application(Reader(settings), self._executor),

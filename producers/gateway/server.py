@@ -4,7 +4,6 @@ flushing what the log has not acknowledged."""
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from types import TracebackType
 from typing import Self
@@ -14,6 +13,7 @@ import uvicorn
 from tidemill.producers.gateway.app import application
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.address import bind
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -22,30 +22,7 @@ log = logging.getLogger(__name__)
 WATCH_S = 0.5
 GRACE_S = 5
 HEADER_BYTES = 16_384
-
-
-class PortTaken(OSError):
-    """The gateway's address cannot be bound."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 lets the system choose. Raises PortTaken."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise PortTaken(f"gateway.host {host!r} is no address of this machine ({error.strerror})") from error
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen(512)
-    except OSError as error:
-        listener.close()
-        raise PortTaken(
-            f"{host}:{port} is not to be had ({error.strerror}): stop who holds it, or set gateway.port to another one "
-            "(0 takes a free one)"
-        ) from error
-    return listener
+BACKLOG = 512
 
 
 class GatewayServer:
@@ -58,7 +35,7 @@ class GatewayServer:
 
     def __init__(self, kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> None:
         app = application(kafka, product, settings)
-        self._listener = bind(settings.host, settings.port)
+        self._listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
         config = uvicorn.Config(
             app,
             log_level="warning",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
@@ -23,11 +22,13 @@ from tidemill.producers.router.exchange import Router
 from tidemill.producers.router.metrics import Metrics
 from tidemill.producers.router.recorder import APPLICATION, open_recorder
 from tidemill.producers.router.replicas import open_replicas
+from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision
+from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -46,7 +47,7 @@ def run(
     Raises:
         KeysMissing: the product's keys are not configured.
         ValueError: there is no API key.
-        OSError: the port is taken.
+        PortTaken: the address cannot be bound.
         LookupError: a topic does not exist.
     """
     if not router.api_keys:
@@ -65,11 +66,11 @@ async def _serve(
     settings: RouterSettings,
     stop: threading.Event | None,
 ) -> None:
-    stop = stop or _set_by_signals()
+    stop = stop or stop_on_signals()
     canary, metrics = CanaryShare(run.run_id, run.branch), Metrics()
     signer, pseudonyms = Signer(product), Pseudonyms(product)
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(closing(bind(settings.host, settings.port)))
+        listener = stack.enter_context(closing(bind(settings.host, settings.port, "router.port")))
         decisions = stack.enter_context(LogReader(kafka, [Topic.GATE], client_id=f"{APPLICATION}-gate"))
         _observe(canary, await asyncio.to_thread(lambda: list(decisions.read_to_end())), metrics)
         recorder = await stack.enter_async_context(open_recorder(kafka, run, store, settings))
@@ -111,13 +112,6 @@ def _observe(canary: CanaryShare, found: Iterable[Located], metrics: Metrics) ->
     metrics.share.set(canary.share)
 
 
-def _set_by_signals() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    return stop
-
-
 class _Server(uvicorn.Server):
     """Leaves signals to the role."""
 
@@ -125,17 +119,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Take none."""
         yield
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises OSError, naming the address, when it is taken."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise OSError(
-            error.errno, f"cannot use {host}:{port} ({error.strerror}): choose another router.port"
-        ) from error
-    return bound

@@ -36,10 +36,10 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.producers.feedback.event import FeedbackMaker, Report
-from tidemill.producers.gateway.server import bind
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
+from tidemill.schemas.address import bind
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
 from tidemill.schemas.client_settings import producer_settings
@@ -174,7 +174,7 @@ async def post_all(url: str, bodies: list[bytes], events: int, clients: int) -> 
 @contextmanager
 def gateway(load: Load) -> Iterator[str]:
     """A gateway process whose caps nobody meets."""
-    with bind("127.0.0.1", 0) as free:
+    with bind("127.0.0.1", 0, "gateway.port") as free:
         port = free.getsockname()[1]
     keys = load.product.revealed()
     environment = {

@@ -199,8 +199,8 @@ async def serve(config: dict[str, Any]) -> None:
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.mirror import Mirror
-    from tidemill.consumers.replica.server import bind
     from tidemill.consumers.replica.state import ReplicaState
+    from tidemill.schemas.address import bind
     from tidemill.schemas.delta_fetch import ChunkFetcher
 
     bit_flip.install()
@@ -213,7 +213,7 @@ async def serve(config: dict[str, Any]) -> None:
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
     outside = Surroundings(chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     async with running_replica(settings, RUN, state, joined, Path(config["staging"]), lambda: outside) as running:
-        listener = bind(settings.host, settings.port)
+        listener = bind(settings.host, settings.port, "replica.port")
         serving = asyncio.create_task(running.server.serve(sockets=[listener]))
         async for line in _lines():
             await _obey(line, running, log)

@@ -18,9 +18,10 @@ from tests.consumers.sink_support import START_US, rows_of, small_run
 from tidemill.consumers.query import Answer, QueryFailed, ask, named_queries, sql_of
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.server import QueryServer, bind
+from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer
+from tidemill.schemas.address import bind
 from tidemill.schemas.records import LagCount, Staleness, UserWish
 
 ROOT = Path(__file__).parents[2]
@@ -261,7 +262,7 @@ def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):
 
 
 def test_a_server_out_of_reach_is_a_clear_error():
-    with bind(0) as listener:
+    with bind("127.0.0.1", 0, "sink.http_port") as listener:
         port = listener.getsockname()[1]
     with pytest.raises(QueryFailed, match="did not answer"):
         ask(SinkSettings(host="127.0.0.1", port=port), "SELECT 1")

@@ -15,9 +15,10 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect, empty_native_block
-from tidemill.consumers.sink.server import PortTaken, QueryServer, bind
+from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
+from tidemill.schemas.address import PortTaken, bind
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +208,7 @@ def test_an_empty_native_block_names_its_columns():
 
 def test_a_taken_port_is_a_clear_error(url: str):
     with pytest.raises(PortTaken, match=r"sink\.http_port"):
-        bind(int(url.rpartition(":")[2]))
+        bind("127.0.0.1", int(url.rpartition(":")[2]), "sink.http_port")
 
 
 def test_a_second_directory_in_one_process_is_a_clear_error(sink: SinkSettings, tmp_path):

@@ -23,7 +23,7 @@ from tidemill.producers.router.exchange import Router
 from tidemill.producers.router.metrics import Metrics
 from tidemill.producers.router.recorder import Recorder
 from tidemill.producers.router.replicas import open_replicas
-from tidemill.producers.router.role import bind
+from tidemill.schemas.address import bind
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.producer import DeliveryError
 from tidemill.schemas.records import GateDecision, GateVerdict, Interaction
@@ -218,7 +218,7 @@ async def served(replica: FakeReplica) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _routed(application: Application) -> AsyncIterator[str]:
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0, "router.port")
     listener.listen()
     server = uvicorn.Server(uvicorn.Config(application.build(), log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server._serve([listener]))

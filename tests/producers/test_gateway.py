@@ -31,8 +31,9 @@ from tests.producers.feedback_support import (
     written,
 )
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import GatewayServer, PortTaken, bind, serve_until
+from tidemill.producers.gateway.server import GatewayServer, serve_until
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
+from tidemill.schemas.address import PortTaken, bind
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Feedback, SignalKind
 
@@ -503,10 +504,10 @@ def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: Kafk
         GatewayServer(log_settings, ProductSettings(), FREE)
     with pytest.raises(ValueError, match="no API keys"):
         GatewayServer(log_settings, PRODUCT, GatewaySettings())
-    with closing(bind("127.0.0.1", 0)) as taken, pytest.raises(PortTaken, match=r"gateway\.port"):
-        bind("127.0.0.1", taken.getsockname()[1])
+    with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as taken, pytest.raises(PortTaken, match=r"gateway\.port"):
+        bind("127.0.0.1", taken.getsockname()[1], "gateway.port", 1)
     with pytest.raises(PortTaken, match=r"gateway\.host"):
-        bind("no-such-host.invalid", 0)
+        bind("no-such-host.invalid", 0, "gateway.port")
 
 
 def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
@@ -517,7 +518,7 @@ def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, m
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_role_ends_cleanly_and_keeps_what_it_took(log_settings: KafkaSettings, number: int):
-    with closing(bind("127.0.0.1", 0)) as free:
+    with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as free:
         port = free.getsockname()[1]
     keys = PRODUCT.revealed()
     environment = {

@@ -22,8 +22,9 @@ from tidemill.producers.router.canary import Arm, Lot
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.router.record import Served, Times, interaction
 from tidemill.producers.router.recorder import LogUnavailable, open_recorder
-from tidemill.producers.router.role import bind, run
+from tidemill.producers.router.role import run
 from tidemill.producers.router.transcribe import Collected
+from tidemill.schemas.address import bind
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, StoreSettings
@@ -97,7 +98,7 @@ def health(http: httpx.Client):
 
 
 def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(settings, replicas, tmp_path):
-    with bind("127.0.0.1", 0) as free:
+    with bind("127.0.0.1", 0, "router.port") as free:
         port = free.getsockname()[1]
     running = process(settings, replicas, port, tmp_path)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"}, timeout=60)
@@ -164,7 +165,7 @@ def test_it_does_not_start_without_keys_topics_or_its_port(settings):
         start(settings, api_keys={})
     with pytest.raises(LookupError, match="tidemill topics --create"):
         start(settings.model_copy(update={"topic_prefix": "absent."}))
-    with bind("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0, "router.port") as taken:
         taken.listen()
         with pytest.raises(OSError, match=r"router\.port"):
             start(settings, port=taken.getsockname()[1])
