@@ -55,8 +55,8 @@ def route(
 ) -> None:
     """Serve product traffic: OpenAI's protocol in front of the replica pools, every answer an interaction in the log.
 
-    Each backend needs a key (`--set router.api_keys.web=...`), the product its own two (`product.signing_keys` and
-    `product.pseudonym_key`). The gate's newest canary decision sets how many users the canary pool answers.
+    Each backend needs an API key ([router] api_keys), the product its own two ([product]); it says how to make them.
+    The gate's newest canary decision sets how many users the canary pool answers.
     """
     settings = _begin(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
     from tidemill.producers.router.role import run

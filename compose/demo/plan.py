@@ -19,6 +19,7 @@ import tomli_w
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.stack.ports import pick_ports
+from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.settings import ProductSettings
 
 CONFIG_NAME = "settings.toml"
@@ -120,7 +121,7 @@ class DemoPlan:
         return {
             "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps(keys),
             "TIDEMILL_PRODUCT__PSEUDONYM_KEY": self.product.pseudonym_key.get_secret_value(),
-            "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: self.api_key}),
+            "TIDEMILL_ROUTER__API_KEYS": json.dumps({BACKEND: key_hash(self.api_key)}),
             "TIDEMILL_USERS__API_KEY": self.api_key,
         }
 

@@ -36,6 +36,7 @@ from tidemill.producers.gateway.models import (
     HealthOut,
 )
 from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer
+from tidemill.producers.product.api_keys import require_some
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
 
@@ -152,9 +153,10 @@ def application(kafka: KafkaSettings, product: ProductSettings, settings: Gatewa
 
     Raises:
         KeysMissing: the product has no keys.
-        ValueError: there are no API keys, or no brokers are named.
+        ApiKeysMissing: there are no API keys.
+        ValueError: no brokers are named.
     """
-    settings.require_api_keys()
+    require_some(settings.api_keys, "gateway")
     kafka.address()
     app = FastAPI(
         title="Tidemill feedback gateway",

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from tidemill.producers.product.api_keys import checked_hashes
 from tidemill.schemas.config import Section
-
-HOW_TO_MAKE = (
-    "make one with `KEY=$(openssl rand -hex 32)`, give KEY to the backend, and put its hash, "
-    '`printf %s "$KEY" | sha256sum`, into the configuration: api_keys = { shop = "HASH" } in the table [gateway], or '
-    'TIDEMILL_GATEWAY__API_KEYS=\'{"shop": "HASH"}\''
-)
 
 
 class GatewaySettings(Section):
@@ -66,23 +60,10 @@ class GatewaySettings(Section):
     @field_validator("api_keys")
     @classmethod
     def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
-        for name, digest in keys.items():
-            if not re.fullmatch(r"[A-Za-z0-9._:@-]{1,64}", name):
-                raise ValueError(f"the name {name!r}: 1 to 64 letters, digits, '.', '_', ':', '@' or '-' are allowed")
-            if not re.fullmatch(r"[0-9a-f]{64}", digest):
-                raise ValueError(f"{name}: not a SHA-256 in hex; {HOW_TO_MAKE}")
-        if len(set(keys.values())) < len(keys):
-            raise ValueError("two names have the same key: who sent an event could not be told")
-        return keys
+        return checked_hashes(keys, "gateway")
 
     @model_validator(mode="after")
     def _batches_pass(self) -> Self:
         if self.max_batch > self.key_burst:
             raise ValueError(f"max_batch {self.max_batch} is above key_burst {self.key_burst}: it could never be sent")
-        return self
-
-    def require_api_keys(self) -> Self:
-        """These settings, when somebody may send; ValueError otherwise."""
-        if not self.api_keys:
-            raise ValueError(f"the gateway has no API keys, so that nobody could use it: {HOW_TO_MAKE}")
         return self

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 from collections.abc import Sequence
@@ -25,6 +23,7 @@ from tidemill.producers.gateway.metrics import Metrics
 from tidemill.producers.gateway.models import BatchIn, FeedbackIn, ItemOut
 from tidemill.producers.gateway.problem import Problem, whole_seconds
 from tidemill.producers.gateway.rates import TokenBuckets
+from tidemill.producers.product.api_keys import ApiKeys
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback
 
@@ -47,17 +46,16 @@ class Intake:
         self._acknowledged = acknowledged
         self._settings = settings
         self._metrics = metrics
-        self._names = {digest.encode(): name for name, digest in settings.api_keys.items()}
+        self._keys = ApiKeys(settings.api_keys)
         self._of_key = TokenBuckets(settings.key_rate, settings.key_burst)
         self._of_user = TokenBuckets(settings.user_rate, settings.user_burst)
 
     def caller(self, api_key: str) -> str:
         """The name of an API key. Raises Problem 401."""
-        digest = hashlib.sha256(api_key.encode()).hexdigest().encode()
-        found = [name for known, name in self._names.items() if hmac.compare_digest(known, digest)]
-        if not found:
+        name = self._keys.name_of(api_key)
+        if name is None:
             raise Problem(401, "send a known API key: Authorization: Bearer KEY", close=True)
-        return found[0]
+        return name
 
     def charge(self, caller: str, events: int) -> None:
         """Count events against the caller's cap. Raises Problem 429."""

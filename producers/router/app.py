@@ -7,20 +7,19 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tidemill.producers.product.api_keys import ApiKeys
 from tidemill.producers.product.pseudonym import BadUser
 from tidemill.producers.router.ask import Kind, parse
 from tidemill.producers.router.config import LogFailure, RouterSettings
@@ -34,14 +33,11 @@ CONSENT_HEADER = "x-tidemill-consent"
 _CONSENT = {"yes": True, "no": False}
 
 
-def check_key(keys: Mapping[str, SecretStr], authorization: str) -> str:
-    """The name of the API key in an `Authorization` header. Raises Refusal (401)."""
+def check_key(keys: ApiKeys, authorization: str) -> None:
+    """Raise Refusal (401) unless an `Authorization` header holds a known API key."""
     scheme, _, given = authorization.partition(" ")
-    offered = given.strip().encode()
-    found = [name for name, key in keys.items() if hmac.compare_digest(offered, key.get_secret_value().encode())]
-    if scheme.lower() != "bearer" or not found:
+    if scheme.lower() != "bearer" or keys.name_of(given.strip()) is None:
         raise Refusal(401, "no valid API key: send `Authorization: Bearer KEY`", "authentication_error")
-    return found[0]
 
 
 class Application:
@@ -49,6 +45,7 @@ class Application:
 
     def __init__(self, router: Router) -> None:
         self._router = router
+        self._keys = ApiKeys(router.settings.api_keys)
         self._in_hand = 0
         self._running: set[asyncio.Task[None]] = set()
 
@@ -78,7 +75,7 @@ class Application:
         """One request from its first byte to its last."""
         reply, request = _Reply(self._router, send), Request(scope, receive)
         try:
-            check_key(self._router.settings.api_keys, request.headers.get("authorization", ""))
+            check_key(self._keys, request.headers.get("authorization", ""))
             with self._place():
                 await self._run(await self._admit(kind, request, reply), receive)
             await reply.end()
@@ -126,7 +123,7 @@ class Application:
 
     async def _models(self, request: Request) -> Response:
         try:
-            check_key(self._router.settings.api_keys, request.headers.get("authorization", ""))
+            check_key(self._keys, request.headers.get("authorization", ""))
             return JSONResponse(await self._router.replicas.models())
         except Refusal as refusal:
             return JSONResponse(refusal.body(), refusal.status)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from tidemill.producers.product.api_keys import checked_hashes
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
-
-SHORTEST_API_KEY = 16
 
 
 class LogFailure(StrEnum):
@@ -43,14 +42,16 @@ class PoolAddresses(Section):
 class RouterSettings(Section):
     """How product traffic is served and recorded."""
 
+    model_config = ConfigDict(hide_input_in_errors=True)
+
     host: str = "127.0.0.1"
     """Address that the HTTP server listens on; loopback unless the operator opens it."""
 
     port: int = Field(default=8200, ge=0, le=65535)
     """TCP port of the HTTP server; 0 lets the system choose one, which the log line names."""
 
-    api_keys: dict[str, SecretStr] = Field(default_factory=dict)
-    """API keys of the product's backends by name, at least 16 characters each; the name is what log lines show."""
+    api_keys: dict[str, str] = Field(default_factory=dict)
+    """Who may ask: a name of each of the product's backends, and the SHA-256 of its key in hex."""
 
     pools: PoolAddresses = Field(default_factory=PoolAddresses)
     """Where the replicas are."""
@@ -102,13 +103,8 @@ class RouterSettings(Section):
 
     @field_validator("api_keys")
     @classmethod
-    def _long_enough(cls, keys: dict[str, SecretStr]) -> dict[str, SecretStr]:
-        for name, key in keys.items():
-            if len(key.get_secret_value()) < SHORTEST_API_KEY:
-                raise ValueError(f"the API key {name!r} has fewer than {SHORTEST_API_KEY} characters")
-        if len({key.get_secret_value() for key in keys.values()}) < len(keys):
-            raise ValueError("two names have the same API key: nobody could tell who asks")
-        return keys
+    def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
+        return checked_hashes(keys, "router")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, closing
 
 import uvicorn
 
+from tidemill.producers.product.api_keys import require_some
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
@@ -46,15 +47,11 @@ def run(
 
     Raises:
         KeysMissing: the product's keys are not configured.
-        ValueError: there is no API key.
+        ApiKeysMissing: there is no API key.
         PortTaken: the address cannot be bound.
         LookupError: a topic does not exist.
     """
-    if not router.api_keys:
-        raise ValueError(
-            "router.api_keys is empty, so that nobody could ask: give each backend a key, for instance "
-            "--set router.api_keys.web=$(openssl rand -hex 16)"
-        )
+    require_some(router.api_keys, "router")
     asyncio.run(_serve(kafka, run, store, product, router, stop))
 
 

@@ -13,6 +13,7 @@ import aiohttp
 import uvicorn
 from aiohttp import web
 
+from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
@@ -185,7 +186,7 @@ async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **sett
             await stack.enter_async_context(served(replica))
         addresses = [replica.address for replica in replicas]
         chosen = RouterSettings(**{
-            "api_keys": {"web": KEY}, "backoff_s": 0.05, "log_rest_s": 0.05,
+            "api_keys": {"web": key_hash(KEY)}, "backoff_s": 0.05, "log_rest_s": 0.05,
             "pools": PoolAddresses(stable=addresses[:stable], canary=addresses[stable:]), **settings,
         })  # fmt: skip
         outbox = MemoryOutbox()

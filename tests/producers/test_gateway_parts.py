@@ -16,6 +16,7 @@ from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.health import Health
 from tidemill.producers.gateway.problem import Problem, whole_seconds
 from tidemill.producers.gateway.rates import TokenBuckets
+from tidemill.producers.product.api_keys import ApiKeysMissing, require_some
 
 HASH = "a" * 64
 
@@ -91,7 +92,7 @@ def test_who_has_been_quiet_is_forgotten_and_who_has_not_is_remembered():
     [
         ({"api_keys": {"a b": HASH}}, "the name 'a b'"),
         ({"api_keys": {"shop": "my-key-in-clear"}}, "shop: not a SHA-256 in hex"),
-        ({"api_keys": {"shop": HASH, "web": HASH}}, "two names have the same key"),
+        ({"api_keys": {"shop": HASH, "web": HASH}}, "two names have the same API key"),
         ({"max_batch": 3000}, "could never be sent"),
         ({"key_rate": 0}, "greater than 0"),
         ({"port": 70_000}, "less than or equal to 65535"),
@@ -105,8 +106,8 @@ def test_unusable_settings_are_refused(values: dict, said: str):
 
 
 def test_a_gateway_without_api_keys_says_how_to_make_one():
-    with pytest.raises(ValueError, match=r"openssl rand -hex 32.*sha256sum"):
-        GatewaySettings().require_api_keys()
+    with pytest.raises(ApiKeysMissing, match=r"openssl rand -hex 32.*sha256sum"):
+        require_some({}, "gateway")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, served
+from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
 from tidemill.producers.replica_client import ReplicaIdentity
@@ -73,7 +74,7 @@ def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Po
     keys = {
         "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
         "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
-        "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": KEY}),
+        "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
     }
     flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id", RUN.run_id,
              "--port", str(port), "--stable", replicas[0].address, "--canary", replicas[1].address]  # fmt: skip
@@ -155,7 +156,7 @@ def an_interaction() -> Interaction:
 def start(kafka: KafkaSettings, **router) -> None:
     stop = threading.Event()
     stop.set()
-    chosen = RouterSettings(**{"api_keys": {"web": KEY}, "port": 0, **router})
+    chosen = RouterSettings(**{"api_keys": {"web": key_hash(KEY)}, "port": 0, **router})
     run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, stop)
 
 

@@ -22,6 +22,7 @@ import aiohttp
 
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
+from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -45,7 +46,7 @@ class RouterProcess:
         secrets = {
             "TIDEMILL_PRODUCT__SIGNING_KEYS": json.dumps([key.get_secret_value() for key in PRODUCT.signing_keys]),
             "TIDEMILL_PRODUCT__PSEUDONYM_KEY": PRODUCT.pseudonym_key.get_secret_value(),
-            "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": KEY}),
+            "TIDEMILL_ROUTER__API_KEYS": json.dumps({"web": key_hash(KEY)}),
         }
         flags = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix, "--run-id",
                  driver.RUN.run_id, "--port", str(port), "--stable", replica]  # fmt: skip
