@@ -1,0 +1,291 @@
+"""Comparing the records of two sides, one by one by their identity, and telling them apart field by field. Pure.
+
+Two records with one identity and equal bytes on one side are one: a worker that was killed may have written it again.
+Records with one identity and other bytes are numbered in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    Interaction,
+    Manifest,
+    OnlineBatch,
+    Outcome,
+    Record,
+    Rollout,
+    SkipDelta,
+    StepPlan,
+    TrainStep,
+)
+
+ABSENT = "nothing"
+SHOWN_BYTES = 16
+
+
+class Kind(StrEnum):
+    """How two sides differ in one record."""
+
+    CHANGED = "changed"
+    ONLY_THERE = "only_there"
+    ONLY_HERE = "only_here"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record lies, or the record that decided it."""
+
+    topic: str
+    """Its full name."""
+    partition: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.partition}] offset {self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One record of one side."""
+
+    key: bytes | None
+    value: bytes | None
+    record: Record | None
+    place: Place
+    timestamp_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class FieldChange:
+    """A field that two records differ in, by its path; a side without it says so."""
+
+    path: str
+    there: str
+    here: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One record in which two sides differ."""
+
+    name: str
+    kind: Kind
+    at_us: int
+    """Event time: when what it tells of ended, or its timestamp."""
+    there: Place | None
+    here: Place | None
+    fields: list[FieldChange]
+    """Empty for a record that one side has alone, and where equal records were written with other schemas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sides, record by record."""
+
+    there: int
+    here: int
+    """Records of each side, repetitions left out."""
+    identical: int
+    differences: list[Difference]
+    """In order of event time, then of the place."""
+    repeated_there: int
+    repeated_here: int
+    """Records that only repeat one before them, byte for byte."""
+
+    @property
+    def total(self) -> int:
+        """Identities on either side."""
+        return self.identical + len(self.differences)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first record that differs."""
+        return self.differences[0] if self.differences else None
+
+    def count(self, kind: Kind) -> int:
+        """How many records differ in one way."""
+        return sum(difference.kind is kind for difference in self.differences)
+
+
+def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None = None) -> Comparison:
+    """Compare two sides; with a `window`, the records of which either side has one that ended within it."""
+    left, repeated_there = named(there)
+    right, repeated_here = named(here)
+    names = [name for name in dict.fromkeys([*left, *right]) if _within(window, left.get(name), right.get(name))]
+    found = [_difference(name, left.get(name), right.get(name)) for name in names]
+    differences = sorted((d for d in found if d is not None), key=_order)
+    return Comparison(
+        there=sum(name in left for name in names),
+        here=sum(name in right for name in names),
+        identical=len(names) - len(differences),
+        differences=differences,
+        repeated_there=repeated_there,
+        repeated_here=repeated_here,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An interval of event time, microseconds: [begin, end); None is open."""
+
+    begin: int | None = None
+    end: int | None = None
+
+    def holds(self, item: Item) -> bool:
+        """Whether what a record tells of ended within it."""
+        at = event_us(item)
+        return (self.begin is None or at >= self.begin) and (self.end is None or at < self.end)
+
+
+def named(items: Iterable[Item]) -> tuple[dict[str, Item], int]:
+    """Records by identity in their order, and how many only repeated one before them."""
+    found: dict[str, Item] = {}
+    known: dict[str, set[bytes | None]] = {}
+    repeated = 0
+    for item in items:
+        name = identity(item)
+        values = known.setdefault(name, set())
+        if item.value in values:
+            repeated += 1
+            continue
+        values.add(item.value)
+        found[name if len(values) == 1 else f"{name}#{len(values)}"] = item
+    return found, repeated
+
+
+def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Item] | None:
+    """The first records that stand elsewhere among those that a partition has on both sides; None where none does."""
+    left, right = (_by_partition(named(side)[0]) for side in (there, here))
+    for partition in sorted(left.keys() & right.keys()):
+        one, other = left[partition], right[partition]
+        shared = one.keys() & other.keys()
+        pairs = zip((n for n in one if n in shared), (n for n in other if n in shared), strict=True)
+        moved = next(((a, b) for a, b in pairs if a != b), None)
+        if moved is not None:
+            return one[moved[0]], other[moved[1]]
+    return None
+
+
+def _by_partition(items: Mapping[str, Item]) -> dict[int, dict[str, Item]]:
+    found: dict[int, dict[str, Item]] = {}
+    for name, item in sorted(items.items(), key=lambda entry: entry[1].place.offset):
+        found.setdefault(item.place.partition, {})[name] = item
+    return found
+
+
+def identity(item: Item) -> str:
+    """What makes two records the same one, whatever they say."""
+    match item.record:
+        case Group(group_id=group_id, closed_by=closed_by, members=members):
+            late = closed_by is CloseReason.LATE and members
+            return f"{group_id}, late {members[0].rollout_id}" if late else group_id
+        case Outcome(interaction_id=name, revision=revision):
+            return f"{name}, revision {revision}"
+        case OnlineBatch(run_id=run_id, branch=branch, sequence=sequence):
+            return f"{run_id}, {branch}, batch {sequence}"
+        case TrainStep(run_id=run_id, step=step):
+            return f"{run_id}, step {step}"
+        case StepPlan(run_id=run_id, step=step):
+            return f"{run_id}, plan of step {step}"
+        case Rollout(rollout_id=name) | Interaction(interaction_id=name):
+            return name
+        case Manifest(run_id=run_id, branch=branch, version=version):
+            return f"{run_id}, {branch}, version {version}"
+        case SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
+            return f"{run_id}, {branch}, version {version} from {base}"
+        case _:
+            return "no key" if item.key is None else item.key.decode("utf-8", "backslashreplace")
+
+
+def event_us(item: Item) -> int:
+    """When what a record tells of ended, microseconds; the record's timestamp for those that do not say."""
+    match item.record:
+        case Group(closed_at=at) | Outcome(closed_at=at) | OnlineBatch(closed_at=at):
+            return at
+        case _:
+            return item.timestamp_ms * 1_000
+
+
+def field_changes(there: object, here: object, path: str = "") -> Iterator[FieldChange]:
+    """The fields in which two records differ, in the order of the schema."""
+    if type(there) is type(here):
+        if dataclasses.is_dataclass(there):
+            for name in (field.name for field in dataclasses.fields(there)):
+                inner = f"{path}.{name}" if path else name
+                yield from field_changes(getattr(there, name), getattr(here, name), inner)
+            return
+        if isinstance(there, Sequence) and not isinstance(there, str | bytes):
+            yield from _list_changes(there, here, path)
+            return
+        if isinstance(there, Mapping):
+            yield from _mapping_changes(there, here, path)
+            return
+    # Written so that a NaN equals itself: it is the same bytes.
+    if repr(there) != repr(here):
+        yield FieldChange(path, _shown(there), _shown(here))
+
+
+def _list_changes(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - two lists
+    for index in range(max(len(there), len(here))):
+        inner = f"{path}[{index}]"
+        if index < min(len(there), len(here)):
+            yield from field_changes(there[index], here[index], inner)
+        else:
+            sides = (_shown(side[index]) if index < len(side) else ABSENT for side in (there, here))
+            yield FieldChange(inner, *sides)
+
+
+def _mapping_changes(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - two mappings
+    for key in sorted(there.keys() | here.keys()):
+        inner = f"{path}[{key}]"
+        if key in there and key in here:
+            yield from field_changes(there[key], here[key], inner)
+        else:
+            sides = (_shown(side[key]) if key in side else ABSENT for side in (there, here))
+            yield FieldChange(inner, *sides)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        tail = "..." if len(value) > SHOWN_BYTES else ""
+        return f"{len(value)} bytes {value[:SHOWN_BYTES].hex()}{tail}"
+    return str(value)
+
+
+def _difference(name: str, there: Item | None, here: Item | None) -> Difference | None:
+    if there is not None and here is not None and there.value == here.value:
+        return None
+    sides = [item for item in (there, here) if item is not None]
+    kind = Kind.CHANGED
+    fields: list[FieldChange] = []
+    if there is None or here is None:
+        kind = Kind.ONLY_HERE if there is None else Kind.ONLY_THERE
+    elif there.record is None or here.record is None:
+        fields = list(field_changes(there.value, here.value, "value"))
+    else:
+        fields = list(field_changes(there.record, here.record))
+    return Difference(
+        name=name,
+        kind=kind,
+        at_us=min(map(event_us, sides)),
+        there=None if there is None else there.place,
+        here=None if here is None else here.place,
+        fields=fields,
+    )
+
+
+def _order(difference: Difference) -> tuple[int, int, int, str]:
+    place = difference.there or difference.here
+    assert place is not None, "a difference is of a record that one side has at least"
+    return difference.at_us, place.partition, place.offset, difference.name
+
+
+def _within(window: Window | None, *items: Item | None) -> bool:
+    return window is None or any(item is not None and window.holds(item) for item in items)

@@ -1,0 +1,230 @@
+"""`tidemill replay steps` and `tidemill replay staleness`: the trainer, run again over the log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidemill.compose.config import TidemillSettings, parse_assignments
+from tidemill.compose.options import with_settings
+from tidemill.compose.replay.app import replay_app
+from tidemill.compose.replay.stage import JsonOption, SettingsOf, TimeoutOption
+from tidemill.compose.weights.connect import with_reachable_log
+from tidemill.compose.weights.progress import working
+
+if TYPE_CHECKING:
+    from tidemill.trainer.config import TrainerSettings
+    from tidemill.trainer.replay.staleness import JudgedStep
+    from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay
+
+SHOWN = ("reward", "online/reward", "loss", "grad_norm", "entropy", "mismatch/k3")
+"""Metrics that the table of a counterfactual shows; the JSON document has all of them."""
+
+
+@replay_app.command("steps")
+@with_settings
+def steps(
+    settings_of: SettingsOf,
+    which: Annotated[str, typer.Argument(metavar="FROM..TO", help="Steps, both included; or one step.")],
+    break_at: Annotated[
+        list[int] | None,
+        typer.Option("--break-at", metavar="STEP", help="Write down this step's inputs and weights; may be repeated."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where --break-at writes.")] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option("--what-if", metavar="trainer.KEY=VALUE", help="What is different now; may be repeated."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make recorded optimizer steps again, from the same inputs, settings and seed: the same weights, bit for bit.
+
+    Begins at the nearest checkpoint before the range, or at the model that the run started from, and makes the steps in
+    between as well. Prints each step's fingerprint beside the recorded one and stops at the first that differs, with
+    status 1. Give the --config of then. Nothing is published, and nothing is written to the log.
+
+    `--break-at` stops before a step and writes its record, its groups with every token, and the weights that it starts
+    from (a Hugging Face checkpoint) below `--out`, then its metrics. `--what-if` makes the steps with other settings
+    from the same start: the weights are then other ones, and the metrics are shown side by side.
+
+    Examples: `tidemill replay steps 1..6 --config run.toml` ·
+    `tidemill replay steps 7 --break-at 7 --out step-7` ·
+    `tidemill replay steps 4..9 --what-if trainer.optimizer.learning_rate=3e-5`
+    """
+    first, last = step_range(which)
+    halts = _halts(break_at or [], out, first, last)
+    changed = _counterfactual(settings_of, what_if or [])
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.trainer.replay.steps import StepReplay
+
+    done: list[ReplayedStep] = []
+    with (
+        working("replaying", last - first + 1) as progress,
+        StepReplay(settings.kafka, settings.run, settings.store, settings.trainer) as replay,
+    ):
+        for made in _made(replay, first, last, changed, halts, out):
+            done.append(made)
+            progress(len(done), f"step {made.record.step}")
+            if not made.same and changed is None:
+                break
+    differing = [made.record.step for made in done if not made.same]
+    if as_json:
+        typer.echo(json.dumps(_document(done, changed is not None), indent=2))
+    elif changed is None:
+        typer.echo("\n".join(_fingerprint_lines(done, differing)))
+    else:
+        Console().print(_metric_table(done))
+    raise typer.Exit(1 if differing and changed is None else 0)
+
+
+@replay_app.command("staleness")
+@with_settings
+def staleness(
+    settings_of: SettingsOf,
+    max_policy_lag: Annotated[int, typer.Option("--max-policy-lag", min=0, help="The bound to judge by, in versions.")],
+    timeout_s: TimeoutOption = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge the groups of every recorded step by another bound on policy lag: which would have been out, which in?
+
+    Each group is judged at the version that its step started from, by its oldest rollout. Past the first step that
+    differs the weights would have been others, and so would the rollouts: what is said of later steps is of the groups
+    as they are. Only reads. Status 1 when any group is judged otherwise.
+
+    Example: `tidemill replay staleness --max-policy-lag 1`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.trainer.history import read_steps
+    from tidemill.trainer.replay.reading import read_groups
+    from tidemill.trainer.replay.staleness import judge, places_of
+
+    with working("judging"):
+        recorded = read_steps(settings.kafka, settings.run.run_id)
+        groups = read_groups(settings.kafka, places_of(recorded), timeout_s)
+        judged = judge(recorded, groups, max_policy_lag)
+    first = next((step.step for step in judged if step.moved), None)
+    if as_json:
+        document = {"bound": max_policy_lag, "first_differing_step": first, "steps": [asdict(step) for step in judged]}
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        typer.echo("\n".join(_staleness_lines(judged, max_policy_lag, first)))
+    raise typer.Exit(0 if first is None else 1)
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """The first and the last step of `FROM..TO` or of one number. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first = int(found[1]) if found else 0
+    last = int(found[2]) if found and found[2] else first
+    if not 1 <= first <= last:
+        raise ValueError(f"{text!r} is no range of steps: write FROM..TO, for instance 3..7, from 1 on")
+    return first, last
+
+
+def _halts(numbers: Sequence[int], out: Path | None, first: int, last: int) -> frozenset[int]:
+    outside = sorted(number for number in numbers if not first <= number <= last)
+    if outside:
+        raise ValueError(f"--break-at {outside[0]} is outside of the steps {first} to {last}")
+    if bool(numbers) != (out is not None):
+        raise ValueError("--break-at and --out go together: which steps to write down, and where")
+    return frozenset(numbers)
+
+
+def _counterfactual(
+    settings_of: Callable[[dict[str, Any]], TidemillSettings], assignments: list[str]
+) -> TrainerSettings | None:
+    tree = parse_assignments(assignments)
+    foreign = sorted(set(tree) - {"trainer"})
+    if foreign:
+        raise ValueError(f"--what-if {foreign[0]}...: a step has no other settings than those of `trainer`")
+    return settings_of(tree).trainer if tree else None
+
+
+def _made(
+    replay: StepReplay,
+    first: int,
+    last: int,
+    what_if: TrainerSettings | None,
+    halts: frozenset[int],
+    out: Path | None,
+) -> Iterator[ReplayedStep]:
+    """The replayed steps; those to break at are written down before and after."""
+    from tidemill.trainer.replay.inspection import write_halt, write_metrics
+
+    folders: dict[int, Path] = {}
+
+    def halt(before: Halt) -> None:
+        if out is not None and before.record.step in halts:
+            folders[before.record.step] = write_halt(out, before)
+
+    for made in replay.run(first, last, what_if=what_if, halt=halt):
+        if made.record.step in folders:
+            write_metrics(folders[made.record.step], made)
+        yield made
+
+
+def _fingerprint_lines(done: Sequence[ReplayedStep], differing: Sequence[int]) -> list[str]:
+    lines = [
+        f"step {made.record.step}: {made.fingerprint} "
+        + ("as recorded" if made.same else f"differs, recorded {made.record.fingerprint}")
+        + f" ({made.seconds:.1f} s)"
+        for made in done
+    ]
+    return [*lines, f"identical: {len(done) - len(differing)} of {len(done)}"]
+
+
+def _metric_table(done: Sequence[ReplayedStep]) -> Table:
+    table = Table("step", "metric", "recorded", "what if", "difference")
+    for made in done:
+        known = made.record.metrics
+        rate = ("learning_rate", made.record.learning_rate, made.learning_rate)
+        pairs = [rate, *((name, known[name], made.metrics[name]) for name in SHOWN if name in known)]
+        for name, there, here in pairs:
+            table.add_row(str(made.record.step), name, f"{there:.6g}", f"{here:.6g}", f"{here - there:+.3g}")
+    return table
+
+
+def _document(done: Sequence[ReplayedStep], what_if: bool) -> dict[str, Any]:
+    return {
+        "what_if": what_if,
+        "identical": sum(made.same for made in done),
+        "total": len(done),
+        "first_differing_step": next((made.record.step for made in done if not made.same), None),
+        "steps": [
+            {
+                "step": made.record.step,
+                "version": made.record.version,
+                "recorded": made.record.fingerprint,
+                "replayed": made.fingerprint,
+                "same": made.same,
+                "seconds": round(made.seconds, 3),
+                "metrics": {
+                    name: {"recorded": there, "replayed": here} for name, (there, here) in made.metric_changes().items()
+                },
+            }
+            for made in done
+        ],
+    }
+
+
+def _staleness_lines(judged: Sequence[JudgedStep], bound: int, first: int | None) -> list[str]:
+    lines = []
+    for step in judged:
+        out = [moved.group_id for moved in step.moved if moved.moved == "excluded"]
+        back = [moved.group_id for moved in step.moved if moved.moved == "included"]
+        told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
+        told += "" if step.max_lag is None else f", largest lag {step.max_lag}"
+        told += f"; out: {', '.join(out)}" if out else ""
+        told += f"; in: {', '.join(back)}" if back else ""
+        told += f"; {step.unknown} no longer in the log" if step.unknown else ""
+        lines.append(told)
+    answer = "no group is judged otherwise" if first is None else f"first step that differs: {first}"
+    return [*lines, f"under a bound of {bound}: {answer}"]

@@ -1,0 +1,48 @@
+"""What a replay of the trainer reads beside the recorded inputs; and the producer that it has, which writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NoReturn
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Group
+
+CLIENT = "tidemill-replay"
+
+
+class ReadOnlyError(RuntimeError):
+    """Something in a replay tried to write to the live log."""
+
+
+class NoProducer(RecordProducer):
+    """Stands where a producer is asked for, and refuses to write: a replay leaves the live topics alone."""
+
+    def __init__(self) -> None:
+        """Connects to nothing."""
+
+    def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
+        """Raises ReadOnlyError."""
+        raise ReadOnlyError(f"a replay does not write to {full_topic}")
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Nothing was queued."""
+
+
+def read_groups(
+    kafka: KafkaSettings, wanted: Collection[tuple[int, int]], timeout_s: float
+) -> Mapping[tuple[int, int], Group]:
+    """The groups at some places, by partition and offset; those that the log no longer holds are left out.
+
+    Raises TimeoutError when the end of the topic is not reached in time.
+    """
+    found = {}
+    with LogReader(kafka, [Topic.GROUPS], client_id=CLIENT) as reader:
+        for located in reader.read_to_end(timeout_s):
+            place = (located.partition, located.offset)
+            if place in wanted and isinstance(located.record, Group):
+                found[place] = located.record
+    return found

@@ -1,0 +1,225 @@
+"""The trainer's steps again, from the log: the same inputs, settings and seed give the same weights.
+
+A replay starts from the nearest checkpoint on the line of the first step's parent, or from the model that the run
+started with, and makes the steps in between with the settings of then, each checked. Then come the steps that were
+asked for. Nothing is published, and nothing is written to the log.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.records import TrainStep
+from tidemill.trainer.anchor import anchor_uri
+from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.checkpoint import CheckpointError, CheckpointStore
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.history import RecordedInputs, read_steps
+from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.model import load_model
+from tidemill.trainer.online.rewind import way_back
+from tidemill.trainer.replay.reading import NoProducer
+from tidemill.trainer.resume import make_learner
+from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.session import NotRepeatableError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A recorded step that was made again."""
+
+    record: TrainStep
+    fingerprint: str
+    """Of the weights that it made now, hexadecimal."""
+    metrics: Mapping[str, float]
+    """What it reports of itself now."""
+    learning_rate: float
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        """Whether it made the recorded weights."""
+        return self.fingerprint == self.record.fingerprint
+
+    def metric_changes(self) -> dict[str, tuple[float, float]]:
+        """Recorded and replayed value of each metric that is not the same; metrics of both alone."""
+        return {
+            name: (self.record.metrics[name], value)
+            for name, value in sorted(self.metrics.items())
+            if name in self.record.metrics and repr(self.record.metrics[name]) != repr(value)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """The moment before a step: what it is about to be made of."""
+
+    record: TrainStep
+    batch: Batch
+    weights: ServingView
+    """The serving weights that it starts from."""
+    fingerprint: str
+    """Theirs, hexadecimal."""
+    base_model: Path
+    """The checkpoint whose configuration and tokenizer they go with."""
+
+
+class StepReplay:
+    """Recorded steps of one run, made again in memory. Raises HistoryError for steps that form no chain."""
+
+    def __init__(self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: TrainerSettings) -> None:
+        self._settings = replayable(settings, store, run)
+        self._steps = {record.version: record for record in read_steps(kafka, run.run_id)}
+        self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
+        self._learner = make_learner(self._settings)
+        limit, vocab_size = settings.read_ahead_bytes, int(self._learner.model.config.vocab_size)
+        self._inputs = RecordedInputs(kafka, NoProducer(), limit, vocab_size)
+        self._version: int | None = None
+
+    @property
+    def steps(self) -> list[TrainStep]:
+        """The recorded steps, in order."""
+        return sorted(self._steps.values(), key=lambda record: record.step)
+
+    def run(
+        self,
+        first: int,
+        last: int,
+        *,
+        what_if: TrainerSettings | None = None,
+        halt: Callable[[Halt], None] = lambda _halt: None,
+    ) -> Iterator[ReplayedStep]:
+        """Make the steps `first` to `last` again; `halt` is called before each of them.
+
+        Args:
+            what_if: other settings for these steps: a counterfactual, whose weights are other ones from its first step.
+
+        Raises:
+            ValueError: the run has no such steps, or a counterfactual crosses steps that the gate gave up.
+            NotRepeatableError: a step was taken with other settings, or one on the way comes out different.
+            CheckpointError: a checkpoint is not what the log recorded.
+            LookupError: the log no longer holds an input.
+        """
+        chosen = self._chosen(first, last)
+        for record in chosen:
+            if what_if is None:
+                self._require_same_settings(record)
+            self._stand_before(record, first=record is chosen[0], what_if=what_if)
+            batch = self._inputs.of(record)
+            view = serving_view(self._learner.model)
+            halt(Halt(record, batch, view, fingerprint_of(view), Path(self._settings.model)))
+            yield self._make(record, batch)
+
+    def _chosen(self, first: int, last: int) -> list[TrainStep]:
+        records = [record for record in self.steps if first <= record.step <= last]
+        if first > last or [record.step for record in records] != list(range(first, last + 1)):
+            there = f"1 to {len(self._steps)}" if self._steps else "none"
+            raise ValueError(f"steps {first} to {last} are not in the log, which has {there}")
+        return records
+
+    def _stand_before(self, record: TrainStep, *, first: bool, what_if: TrainerSettings | None) -> None:
+        """Hold the weights that a step starts from."""
+        if first:
+            self._go_to(record.parent_version)
+            if what_if is not None:
+                self._change_settings(what_if)
+        elif self._version != record.parent_version:
+            if what_if is not None:
+                raise ValueError(
+                    f"step {record.step} starts from version {record.parent_version}, not from the step before it: a "
+                    "counterfactual ends there; replay what follows by itself"
+                )
+            self._go_to(record.parent_version)
+
+    def _go_to(self, version: int) -> None:
+        begin, path = way_back(version, self._steps, set(self._checkpoints.steps()))
+        self._load(begin)
+        for record in path:
+            self._require_same_settings(record)
+            made = self._make(record, self._inputs.of(record))
+            if not made.same:
+                raise NotRepeatableError(
+                    f"step {record.step}, on the way to version {version}, gave weights {made.fingerprint} and is "
+                    f"recorded with {record.fingerprint}: replay from it, on the machine type and library versions of "
+                    "then"
+                )
+
+    def _load(self, version: int) -> None:
+        self._learner.masters.load(self._state(version))
+        self._version = version
+        held = fingerprint_of(serving_view(self._learner.model))
+        recorded = self._steps[version].fingerprint if version else self._first_parent()
+        if held == recorded:
+            return
+        if version:
+            raise CheckpointError(
+                f"the checkpoint of step {version} holds weights {held}, the log recorded {recorded}: it is damaged or "
+                "of another run; delete it, and an older one is used"
+            )
+        raise CheckpointError(
+            f"trainer.model {self._settings.model} holds weights {held}, the run started from {recorded}: name the "
+            "checkpoint that it started from"
+        )
+
+    def _state(self, version: int) -> Mapping[str, Tensor]:
+        if version:
+            return self._checkpoints.read(version)[1]
+        return MasterWeights(load_model(self._settings.model), self._settings.optimizer).state()
+
+    def _first_parent(self) -> str:
+        return next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
+
+    def _change_settings(self, what_if: TrainerSettings) -> None:
+        state = self._learner.masters.state()
+        self._learner = make_learner(replace_model(what_if, self._settings.model))
+        self._learner.masters.load(state)
+
+    def _make(self, record: TrainStep, batch: Batch) -> ReplayedStep:
+        begun = time.monotonic()
+        outcome = self._learner.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
+        seconds = time.monotonic() - begun
+        self._version = record.version
+        fingerprint = fingerprint_of(serving_view(self._learner.model))
+        return ReplayedStep(record, fingerprint, outcome.metrics, outcome.learning_rate, seconds)
+
+    def _require_same_settings(self, record: TrainStep) -> None:
+        own = self._settings.arithmetic_hash()
+        if record.config_hash != own:
+            raise NotRepeatableError(
+                f"step {record.step} was trained with other settings (hash {record.config_hash}, here {own}): give the "
+                "--config of then, and what is to be different as --what-if"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inputs.__exit__(kind, error, trace)
+
+
+def fingerprint_of(view: ServingView) -> str:
+    """The fingerprint of a whole version, hexadecimal."""
+    return total_fingerprint(tensor_infos(view)).hex()
+
+
+def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings) -> TrainerSettings:
+    """The settings with a starting model that is there: the configured one, else the anchor of version 0."""
+    if (Path(settings.model) / "config.json").is_file():
+        return settings
+    anchor = Path(anchor_uri(store.root, run.run_id, run.branch, 0).removeprefix("file://"))
+    return replace_model(settings, str(anchor)) if (anchor / "config.json").is_file() else settings
+
+
+def replace_model(settings: TrainerSettings, model: str) -> TrainerSettings:
+    """The settings with another starting model."""
+    return settings.model_copy(update={"model": model})
