@@ -97,11 +97,11 @@ def create_topics(kafka: KafkaSettings) -> list[str]:
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise
-    _wait_until_led(client, {topic.topic for topic in new})
+    wait_until_led(client, {topic.topic for topic in new})
     return created
 
 
-def _wait_until_led(client: AdminClient, names: set[str]) -> None:
+def wait_until_led(client: AdminClient, names: set[str]) -> None:
     """The broker acknowledges a topic before its partitions have leaders; a client that comes at once would fail."""
     deadline = time.monotonic() + REQUEST_TIMEOUT_S
     while not names <= _led(client):
