@@ -1,0 +1,254 @@
+"""A stream processor offline: what its workers wrote, in any order of reading, and what other rules would give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from join_support import SECOND_US, TwoLogs, feedback, interaction, settings_of
+from machine_log import MachineLog, said, work_through_kills
+from memory_log import Killed, MemoryLog, run_worker
+from stream_support import RUN_ID, located, rollout
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import Group, RewardComponent, Tick
+from tidemill.streams.assembly.group_assembly import AssemblyRules
+from tidemill.streams.assembly.processor import GroupAssembly
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.counterfactual import DeadlineShift, Reweighted, chained
+from tidemill.streams.join.feedback_join import INPUTS
+from tidemill.streams.join.processor import JoinProcessor
+from tidemill.streams.machine import Emit, Output, Processor
+from tidemill.streams.offline import Change, Decided, Interleaved, OfflineRun, Span
+
+RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
+
+
+def assembly(rules: AssemblyRules = RULES) -> Processor:
+    return GroupAssembly(rules)
+
+
+def unchanged(record: Located) -> Located:
+    return record
+
+
+def offline(processor: Processor, records: Sequence[Located], change: Change = unchanged) -> list[Decided]:
+    """A run over all of some records, which may come in any order of their partitions."""
+    places = {(record.topic, record.partition) for record in records}
+    partitions = {partition for _, partition in places} or {0}
+    spans = {
+        (topic, partition): Span(0, 1 + max((r.offset for r in records if _at(r, topic, partition)), default=-1))
+        for topic in processor.inputs
+        for partition in partitions
+    }
+    run = OfflineRun(processor, spans, change)
+    return [*(decided for record in records for decided in run.take(record)), *run.finish()]
+
+
+def _at(record: Located, topic: Topic, partition: int) -> bool:
+    return (record.topic, record.partition) == (topic, partition)
+
+
+def outputs_of(decided: Sequence[Decided]) -> list[Output]:
+    return [one.output for one in decided]
+
+
+def groups_of(decided: Sequence[Decided]) -> list[Group]:
+    emitted = (one.output.record for one in decided if isinstance(one.output, Emit))
+    return [record for record in emitted if isinstance(record, Group)]
+
+
+@st.composite
+def rollout_logs(draw):
+    """One partition: members of three groups with deadlines, some twice, ticks and junk, at uneven event times."""
+    records, at_ms = [], 1_000
+    for offset in range(draw(st.integers(1, 24))):
+        at_ms += draw(st.integers(-200, 1_000))
+        group = draw(st.integers(0, 2))
+        record = draw(
+            st.sampled_from(
+                [
+                    rollout(f"g{group}", draw(st.integers(0, 2)), group_size=3, deadline_at=1_000_000 * (2 + group)),
+                    Tick(source="s", at=0),
+                    None,
+                ]
+            )
+        )
+        records.append(located(record, offset, at_ms=max(at_ms, 0), value=b"%d" % offset))
+    return records
+
+
+@given(rollout_logs(), st.lists(st.integers(0, 40), max_size=5), st.integers(1, 7))
+def test_assembly_offline_is_what_a_worker_wrote_however_often_it_was_killed(records, kills, batch):
+    log = MemoryLog(records)
+    for writes in kills:
+        log.writes_left = writes
+        try:
+            run_worker(log, RULES, batch)
+        except Killed:
+            continue
+        break
+    log.writes_left = None
+    run_worker(log, RULES, batch)
+    decided = offline(assembly(), records)
+    written = list(dict.fromkeys(map(repr, log.groups)))
+    assert list(map(repr, groups_of(decided))) == written
+    rejected = [one.output for one in decided if not isinstance(one.output, Emit)]
+    assert list(map(repr, rejected)) == list(dict.fromkeys(map(repr, log.dead_letters)))
+
+
+@st.composite
+def two_topics(draw) -> TwoLogs:
+    """Three interactions, votes on them before and after, corrections and ticks, in about a minute."""
+    logs, at_s, votes = TwoLogs(), 100.0, 0
+    for _ in range(draw(st.integers(1, 20))):
+        at_s = max(0.0, at_s + draw(st.sampled_from([0.0, 0.1, 1.0, 6.0, -0.5])))
+        seen = round((at_s - draw(st.sampled_from([0.0, 0.4, 2.0]))) * SECOND_US)
+        name = draw(st.sampled_from("abc"))
+        match draw(st.sampled_from(["serve", "vote", "vote", "tick", "junk"])):
+            case "serve":
+                logs.write(at_s, interaction(name, served_at=max(seen, 0)))
+            case "vote":
+                votes += 1
+                value = draw(st.sampled_from([-1.0, 1.0]))
+                logs.write(at_s, feedback(name, f"e{votes % 4}", value=value, observed_at=max(seen, 0)))
+            case "tick":
+                logs.tick(at_s)
+            case _:
+                logs.write(at_s, None, draw(st.sampled_from(INPUTS)))
+    return logs
+
+
+def merged(logs: TwoLogs, turns: Sequence[int]) -> list[Located]:
+    """The records of both topics, each in its order, the topics taking turns as told."""
+    left = [list(records) for records in logs.inputs.values()]
+    found = []
+    for turn in [*turns, *(0, 1) * sum(map(len, left))]:
+        if left[turn]:
+            found.append(left[turn].pop(0))
+    return found
+
+
+TURNS = st.lists(st.integers(0, 1), max_size=30)
+
+
+@settings(max_examples=60)
+@given(two_topics(), TURNS, st.lists(st.tuples(st.integers(0, 40), TURNS), max_size=4), st.integers(1, 7))
+def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, turns, kills, batch):
+    rules = settings_of()
+    processor = JoinProcessor.of(RunSettings(run_id=RUN_ID), rules)
+    log = MachineLog(logs.inputs)
+    work_through_kills(log, lambda states: processor.machine(0, states), kills, batch)
+    decided = offline(processor, merged(logs, turns))
+    assert said(outputs_of(decided)) == said(log.outputs)
+    assert len(said(outputs_of(decided))) == len(decided)
+
+
+@given(two_topics(), TURNS)
+def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
+    spans = [Span(0, len(records)) for records in logs.inputs.values()]
+    places = {topic: place for place, topic in enumerate(logs.inputs)}
+
+    def order(records: Sequence[Located]) -> list[Located]:
+        run = Interleaved(spans)
+        given_out = [r for record in records for r in run.put(places[record.topic], record)]
+        return [*given_out, *run.rest()]
+
+    one, other = order(merged(logs, turns)), order(merged(logs, [1] * 30))
+    assert one == other
+    for topic, records in logs.inputs.items():
+        assert [record for record in one if record.topic is topic] == list(records)
+
+
+def test_each_partition_has_a_machine_of_its_own():
+    records = [located(rollout("g", i // 2, group_size=2), i // 2, partition=i % 2, at_ms=1_000 + i) for i in range(4)]
+    found = offline(assembly(), records)
+    assert [(d.output.partition, d.cause.partition, d.cause.offset) for d in found] == [(0, 0, 1), (1, 1, 1)]
+    assert [d.at_ms for d in found] == [1_002, 1_003]
+
+
+def test_what_lies_outside_of_the_span_is_passed_over():
+    records = [located(rollout("g", i, group_size=2), i) for i in range(4)]
+    run = OfflineRun(assembly(), {(Topic.ROLLOUTS, 0): Span(0, 1)})
+    assert [d for record in records for d in run.take(record)] + run.finish() == []
+
+
+def test_what_falls_due_after_the_end_of_the_log_is_not_decided():
+    waiting = [located(rollout("g", 0, deadline_at=5_000_000), 0, at_ms=4_000)]
+    assert offline(assembly(), waiting) == []
+    tick = located(Tick("s", 0), 1, at_ms=5_000)
+    assert [g.closed_at for g in groups_of(offline(assembly(), [*waiting, tick]))] == [5_000_000]
+
+
+def test_another_deadline_changes_who_is_in_the_group():
+    records = [
+        located(rollout("g", i, group_size=2, deadline_at=5_000_000), i, at_ms=4_000 + 2_000 * i) for i in (0, 1)
+    ]
+    closed = [(g.closed_by, len(g.members)) for g in groups_of(offline(assembly(), records))]
+    assert closed == [("deadline", 1), ("late", 1)]
+    later = groups_of(offline(assembly(), records, DeadlineShift(2_000_000)))
+    assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
+
+
+def scored(index: int, *values: float, version: str = "1", **changes: object) -> Located:
+    names = ("answer", "tool_use")
+    parts = [RewardComponent(name, value, 1.0) for name, value in zip(names, values, strict=True)]
+    made = rollout("g", index, group_size=2, reward=sum(values), rewards=parts, reward_version=version)
+    return located(replace(made, **changes), index)
+
+
+def test_another_formula_gives_other_advantages():
+    records = [scored(0, 1.0, 0.0), scored(1, 0.0, 1.0)]
+    (plain,) = groups_of(offline(assembly(), records))
+    assert [m.advantage for m in plain.members] == [0.0, 0.0]
+    what_if = Reweighted({"tool_use": 0.5})
+    (group,) = groups_of(offline(assembly(), records, what_if))
+    assert [m.reward for m in group.members] == [1.0, 0.5]
+    assert [m.advantage for m in group.members] == [0.25, -0.25]
+    what_if.check()
+
+
+def test_a_formula_is_for_the_version_that_it_names_and_for_what_has_a_reward():
+    records = [scored(0, 1.0, 1.0, version="old"), scored(1, 1.0, 1.0, version="new")]
+    what_if = Reweighted({"answer": 3.0}, "old")
+    (group,) = groups_of(offline(assembly(), records, what_if))
+    assert [m.reward for m in group.members] == [4.0, 2.0]
+    failed = located(rollout("g", 0, reward=None), 0)
+    assert what_if(failed) is failed
+    tick = located(Tick("s", 0), 0)
+    assert chained([what_if, DeadlineShift(5)])(tick) == tick
+
+
+@pytest.mark.parametrize(
+    ("what_if", "told"),
+    [
+        (Reweighted({"manners": 1.0}), "no rollout has a reward component manners; there is answer, tool_use"),
+        (Reweighted({"answer": 1.0}, "9"), r"no rollout has a reward of version '9'; there is \['1'\]"),
+    ],
+)
+def test_a_formula_of_what_is_not_there_is_told(what_if, told):
+    offline(assembly(), [scored(0, 1.0, 0.0)], what_if)
+    with pytest.raises(ValueError, match=told):
+        what_if.check()
+
+
+def test_the_same_weights_give_the_recorded_reward_bit_for_bit():
+    """The sum runs as the scorer's did; a sum in another order would differ in its last bit."""
+    chance = random.Random(5)
+    for _ in range(200):
+        values = [chance.uniform(-1, 1) for _ in range(2)]
+        record = scored(0, *values)
+        assert Reweighted({"answer": 1.0})(record).record == record.record
+
+
+def test_rules_of_the_settings_are_what_decides():
+    records = [located(rollout("g", i, reward=r, group_size=2), i) for i, r in enumerate((1.0, None))]
+    for least, mean in ((1, 1.0), (2, None)):
+        processor = GroupAssembly.of(RunSettings(run_id=RUN_ID), StreamSettings(min_completed=least))
+        assert [g.mean_reward for g in groups_of(offline(processor, records))] == [mean]
