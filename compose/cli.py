@@ -10,6 +10,7 @@ import sys
 
 import typer
 
+from tidemill.compose.audit_command import audit
 from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.options import with_settings
@@ -41,6 +42,7 @@ Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRA
 
 app.add_typer(stack_app, name="stack")
 app.command(rich_help_panel="The log")(topics)
+app.command(rich_help_panel="The log")(with_settings(audit))
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
 app.add_typer(replay_app, name="replay", rich_help_panel="The log")
 for _role in (feed, rollout, route, gateway, documents):

@@ -1,0 +1,27 @@
+"""Records that may stand in the log more than once, and then only byte for byte the same."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tidemill.consumers.trace.place import Place, place_of
+from tidemill.schemas.located import Located
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing(Generic[R]):
+    """A record, where it stands, and a digest of its bytes."""
+
+    place: Place
+    record: R
+    digest: bytes
+
+
+def standing(located: Located, record: R) -> Standing[R]:
+    """A record with its place; one that was never bytes is digested as it prints."""
+    data = located.value if located.value else repr(record).encode()
+    return Standing(place_of(located), record, hashlib.blake2b(data, digest_size=16).digest())

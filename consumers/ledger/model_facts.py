@@ -1,0 +1,92 @@
+"""What the log says of groups, steps and versions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+from tidemill.consumers.ledger.copies import Standing, standing
+from tidemill.consumers.trace.place import Place
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import (
+    Group,
+    Manifest,
+    SkipDelta,
+    StepExclusion,
+    StepInput,
+    StepPlan,
+    TrainStep,
+    WeightAck,
+)
+
+TRAINED = "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A step names a record: it trained on it, or says why it did not."""
+
+    step: Standing[TrainStep]
+    reason: str
+    """`TRAINED`, or why not."""
+
+
+class Model:
+    """Groups, the steps that ended them, the versions that the steps made, and who held those."""
+
+    def __init__(self) -> None:
+        self.groups: list[Standing[Group]] = []
+        self.group_at: dict[Place, Standing[Group]] = {}
+        self.groups_of: defaultdict[str, list[Standing[Group]]] = defaultdict(list)
+        """By group id, in the order read."""
+        self.steps: list[Standing[TrainStep]] = []
+        self.plans: list[Standing[StepPlan]] = []
+        self.uses: defaultdict[Place, list[Use]] = defaultdict(list)
+        """By the place that a step names."""
+        self.manifests: list[Standing[Manifest]] = []
+        """Without the lists of their tensors and chunks."""
+        self.skips: list[Standing[SkipDelta]] = []
+        self.acks: list[Standing[WeightAck]] = []
+        self.repeats: Counter[str] = Counter()
+
+    def observe(self, located: Located) -> None:
+        """Take a record of the run in."""
+        match located.record:
+            case Group() as group:
+                self._take_group(standing(located, group))
+            case TrainStep() as step:
+                self._take_step(standing(located, step))
+            case StepPlan() as plan:
+                self.repeats["plans"] += any(plan.step == known.record.step for known in self.plans[-1:])
+                self.plans.append(standing(located, plan))
+            case Manifest() as manifest:
+                lean = replace(manifest, tensors=[], tensor_table=None, shards=[])
+                self.manifests.append(standing(located, lean))
+            case SkipDelta() as skip:
+                self.skips.append(standing(located, replace(skip, shards=[])))
+            case WeightAck() as ack:
+                self.acks.append(standing(located, ack))
+
+    def _take_group(self, group: Standing[Group]) -> None:
+        known = self.groups_of[group.record.group_id]
+        self.repeats["groups"] += any(other.digest == group.digest for other in known)
+        known.append(group)
+        self.groups.append(group)
+        self.group_at[group.place] = group
+
+    def _take_step(self, step: Standing[TrainStep]) -> None:
+        self.steps.append(step)
+        for place in step.record.inputs:
+            self.uses[named(place)].append(Use(step, TRAINED))
+        for excluded in step.record.exclusions:
+            self.uses[named(excluded)].append(Use(step, excluded.reason))
+
+
+def references(step: TrainStep) -> list[StepInput | StepExclusion]:
+    """Everything that a step names: what it trained on, then what it left out."""
+    return [*step.inputs, *step.exclusions]
+
+
+def named(reference: StepInput | StepExclusion) -> Place:
+    """The place that a step names."""
+    return Place(reference.topic, reference.partition, reference.offset)
