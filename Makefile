@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 UV_VERSION := 0.13.9
 VENV := .venv
 STAMP := $(VENV)/.installed
+# Tests run beside each other, a file in one process; those of the whole loop have the machine to themselves.
+WORKERS ?= 2
 FOLDERS := schemas kernels producers streams trainer consumers compose
 
 .PHONY: setup demo test lint lock clean
@@ -22,8 +24,10 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	$(VENV)/bin/tidemill demo
 
+# Both parts run, and either one's failure is the status.
 test: setup
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest --ignore tests/system --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder; \
+	  first=$$?; $(VENV)/bin/python -m pytest tests/system; exit $$((first | $$?))
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy -p tidemill

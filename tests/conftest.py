@@ -18,6 +18,10 @@ from tidemill.compose.stack.kafka import LocalStack
 settings.register_profile("tidemill", deadline=None)
 settings.load_profile("tidemill")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Read when torch is imported: processes beside each other that each take every core wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 EXTERNAL = "TIDEMILL_KAFKA__BOOTSTRAP"
 
 
