@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.schemas.located import Located
 
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)

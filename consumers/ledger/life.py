@@ -19,8 +19,8 @@ from tidemill.consumers.trace.place import Place
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import CloseReason, GroupMember, Mode, RolloutStatus
 
-DUPLICATE = "duplicate"
-"""Why a trainer passes over a group that stands in the log again."""
+OF_COPIES = frozenset({"duplicate", "replayed"})
+"""Why a trainer passes over a group that stands in the log again; the rollouts end with the one before."""
 
 
 class State(StrEnum):
@@ -130,7 +130,7 @@ def _endings(facts: Facts, place: Place, member: GroupMember, rollout: RolloutFa
     group = facts.model.group_at[place].record
     copies = facts.model.groups_of[group.group_id]
     first = next(one.place for one in copies if one.digest == facts.model.group_at[place].digest)
-    uses = [use for use in facts.model.uses.get(place, ()) if not (use.reason == DUPLICATE and place != first)]
+    uses = [use for use in facts.model.uses.get(place, ()) if not (use.reason in OF_COPIES and place != first)]
     at_once = _ends_in_group(group.closed_by, group.mode, member)
     if at_once is not None:
         reason = _failure(rollout) if at_once is State.FAILED else ""

@@ -9,6 +9,7 @@ from tidemill.consumers.ledger.copies import Standing, standing
 from tidemill.consumers.trace.place import Place
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import (
+    GateDecision,
     Group,
     Manifest,
     SkipDelta,
@@ -40,13 +41,16 @@ class Model:
         self.groups_of: defaultdict[str, list[Standing[Group]]] = defaultdict(list)
         """By group id, in the order read."""
         self.steps: list[Standing[TrainStep]] = []
-        self.plans: list[Standing[StepPlan]] = []
+        self.begun_and_taken: list[Standing[StepPlan | TrainStep]] = []
+        """Plans and steps in the order of the log."""
         self.uses: defaultdict[Place, list[Use]] = defaultdict(list)
         """By the place that a step names."""
         self.manifests: list[Standing[Manifest]] = []
         """Without the lists of their tensors and chunks."""
         self.skips: list[Standing[SkipDelta]] = []
         self.acks: list[Standing[WeightAck]] = []
+        self.decisions = 0
+        """Decisions of the gate."""
         self.repeats: Counter[str] = Counter()
 
     def observe(self, located: Located) -> None:
@@ -57,8 +61,7 @@ class Model:
             case TrainStep() as step:
                 self._take_step(standing(located, step))
             case StepPlan() as plan:
-                self.repeats["plans"] += any(plan.step == known.record.step for known in self.plans[-1:])
-                self.plans.append(standing(located, plan))
+                self._take_plan(standing(located, plan))
             case Manifest() as manifest:
                 lean = replace(manifest, tensors=[], tensor_table=None, shards=[])
                 self.manifests.append(standing(located, lean))
@@ -66,6 +69,8 @@ class Model:
                 self.skips.append(standing(located, replace(skip, shards=[])))
             case WeightAck() as ack:
                 self.acks.append(standing(located, ack))
+            case GateDecision():
+                self.decisions += 1
 
     def _take_group(self, group: Standing[Group]) -> None:
         known = self.groups_of[group.record.group_id]
@@ -74,8 +79,14 @@ class Model:
         self.groups.append(group)
         self.group_at[group.place] = group
 
+    def _take_plan(self, plan: Standing[StepPlan]) -> None:
+        last = self.begun_and_taken[-1].record if self.begun_and_taken else None
+        self.repeats["plans"] += isinstance(last, StepPlan) and last.step == plan.record.step
+        self.begun_and_taken.append(plan)
+
     def _take_step(self, step: Standing[TrainStep]) -> None:
         self.steps.append(step)
+        self.begun_and_taken.append(step)
         for place in step.record.inputs:
             self.uses[named(place)].append(Use(step, TRAINED))
         for excluded in step.record.exclusions:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 
-TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.STALENESS, Topic.DELTAS})
-"""What a trainer may write within a transaction, so that a deposed one is shut out."""
+TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS})
+"""What a trainer writes within transactions, so that a deposed one is shut out."""
 
 Partition = tuple[Topic, int]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tests.consumers.product_support import interaction, member, online_batch, outcome, request
@@ -48,6 +49,15 @@ class Entry:
     timestamp_ms: int
 
 
+@lru_cache(maxsize=4096)
+def decoded(value: bytes | None) -> tuple[r.Record | None, str]:
+    """The record of a value, or why there is none."""
+    try:
+        return Codec().decode(value), ""
+    except DecodeError as failure:
+        return None, str(failure)
+
+
 class WrittenLog:
     """A log in memory: partitions 0 of all topics, and the dead letters."""
 
@@ -79,11 +89,7 @@ class WrittenLog:
         return [one for one in kept if (topic, one.offset) not in self.hidden]
 
     def _located(self, topic: Topic, offset: int, entry: Entry) -> Located:
-        record, error = None, ""
-        try:
-            record = self.codec.decode(entry.value)
-        except DecodeError as failure:
-            error = str(failure)
+        record, error = decoded(entry.value)
         return Located(topic, 0, offset, entry.timestamp_ms, entry.key, entry.value, record, error)
 
     def all(self) -> Iterator[Located]:
@@ -456,7 +462,9 @@ def _swap_inputs(log: RunLog) -> None:
 
 def _disagree(log: RunLog) -> None:
     """A trainer that came back planned another step 4 than the one before it."""
-    step = replace(log.records(Topic.STEPS, r.TrainStep)[-1], step=4, parent_version=3)
+    waiting = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    step = replace(last, step=4, parent_version=3, inputs=[waiting], exclusions=[])
     log.put(plan_of(step), at=START_US)
     log.put(plan_of(replace(step, inputs=[], seed=9), "trainer-1"), at=START_US)
 

@@ -1,4 +1,4 @@
-"""The ledger of rollouts and the audit of a log, in memory: what is sound passes, each planted fault fails its check."""
+"""The ledger of rollouts and the audit of a log, in memory: what is sound passes, a planted fault fails its check."""
 
 from __future__ import annotations
 

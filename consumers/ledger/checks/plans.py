@@ -1,36 +1,66 @@
-"""A step is taken as it was planned."""
+"""A step is taken as it was planned last, and is planned anew only for a reason that the log knows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tidemill.consumers.ledger.check import Case, Check
-from tidemill.consumers.ledger.copies import Standing
+from tidemill.consumers.ledger.facts import Facts
 from tidemill.consumers.ledger.finding import Finding
+from tidemill.consumers.ledger.model_facts import named
+from tidemill.consumers.trace.place import Place
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import StepPlan, TrainStep
 
-DECISIVE = ("parent_version", "inputs", "seed", "config_hash")
+DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
+
+
+_Plans = dict[int, tuple[Place, StepPlan]]
 
 
 def _find(case: Case) -> Iterator[Finding]:
-    plans: dict[int, Standing[StepPlan]] = {}
-    for plan in case.facts.model.plans:
-        first = plans.setdefault(plan.record.step, plan)
-        field = _difference(first.record, plan.record)
-        if field:
-            yield Finding(plan.place, f"step {plan.record.step} was planned at {first.place} with other {field}")
-    oldest = min((plan.place.offset for plan in plans.values()), default=None)
-    for step in case.facts.model.steps:
-        found = plans.get(step.record.step)
-        if found is None:
-            if oldest is not None and step.place.offset > oldest:
-                yield Finding(step.place, f"step {step.record.step} was taken without a plan")
-        elif found.place.offset > step.place.offset:
-            yield Finding(step.place, f"step {step.record.step} was planned after it was taken, at {found.place}")
+    plans: _Plans = {}
+    taken: dict[int, Place] = {}
+    for standing in case.facts.model.begun_and_taken:
+        said, number = standing.record, standing.record.step
+        if isinstance(said, StepPlan):
+            problem = _of_plan(case.facts, said, plans, taken)
+            plans[number] = (standing.place, said)
         else:
-            field = _difference(found.record, step.record)
-            if field:
-                yield Finding(step.place, f"step {step.record.step} was taken with other {field} than {found.place}")
+            problem = _of_step(said, plans)
+            taken[number] = standing.place
+        if problem:
+            yield Finding(standing.place, f"step {number} {problem}")
+
+
+def _of_step(step: TrainStep, plans: _Plans) -> str:
+    if step.step not in plans:
+        # A run that was begun before there were plans has none for its first steps.
+        return "was taken without a plan" if plans else ""
+    place, plan = plans[step.step]
+    field = _difference(plan, step)
+    return f"was taken with other {field} than {place} planned" if field else ""
+
+
+def _of_plan(facts: Facts, plan: StepPlan, plans: _Plans, taken: dict[int, Place]) -> str:
+    if plan.step in taken:
+        return f"was planned after it was taken, at {taken[plan.step]}"
+    place, before = plans.get(plan.step, (None, plan))
+    field = _difference(before, plan)
+    if not field or _is_outdated(facts, before, plan):
+        return ""
+    return f"was planned at {place} with other {field}, and nothing in the log stood against that plan"
+
+
+def _is_outdated(facts: Facts, before: StepPlan, now: StepPlan) -> bool:
+    """Whether a trainer that came back may have had to plan anew."""
+    if before.trainer == now.trainer:
+        return False
+    batches = {batch.place for batch in facts.online.batches}
+    places = [named(reference) for reference in before.inputs]
+    gone = any(place not in facts.model.group_at and place not in batches for place in places)
+    erased = any(place.topic == Topic.ONLINE_BATCHES for place in places) and bool(facts.online.erasures)
+    return before.config_hash != now.config_hash or facts.model.decisions > 0 or erased or gone
 
 
 def _difference(plan: StepPlan, other: StepPlan | TrainStep) -> str:
@@ -39,7 +69,7 @@ def _difference(plan: StepPlan, other: StepPlan | TrainStep) -> str:
 
 CHECK = Check(
     "plans",
-    "every step was planned before it was taken, with the same parent, inputs, seed and settings, however often it "
-    "was begun",
+    "every step was planned before it was taken, and was taken as it was planned last; a trainer that came back "
+    "planned it anew only where the settings, the gate, an erasure or a missing input stood against the first plan",
     _find,
 )

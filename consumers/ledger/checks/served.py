@@ -47,7 +47,7 @@ def _sampled(facts: Facts, proved: set[tuple[str, int]]) -> Iterator[Finding]:
         if version > NOTHING and version not in versions:
             yield Finding(place, f"a rollout was sampled under version {version}, which no replica proved")
     for (replica, version), place in facts.played.sampled_by.items():
-        if (replica, version) not in proved:
+        if replica and (replica, version) not in proved:
             yield Finding(place, f"a turn was sampled by {replica} under version {version}, which it never proved")
     for served in facts.online.served.values():
         if served.version_max > NOTHING and (served.replica_id, served.version_max) not in proved:
