@@ -1,13 +1,15 @@
 """A completion as a replica answers it, checked before a token of it is believed.
 
-The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and one extension: the choice's
-`weight_versions`, a list of [version, start, end) over the sampled tokens. What holds of a `Completion`: as many
-logprobs as token ids, all finite; spans that cover the tokens in order, without gap or overlap.
+The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the choice:
+`weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, which names the
+life of the run's version numbers that they count in. What holds of a `Completion`: as many logprobs as token ids, all
+finite; spans that cover the tokens in order, without gap or overlap.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ LARGEST_TOKEN_ID = 2**32 - 1
 LARGEST_VERSION = 2**63 - 1
 LOGPROB_ROUNDING = 1e-4
 """A logprob computed in float32 may come out this much above 0."""
+LONGEST_INCARNATION = 256
+"""Characters of an incarnation's name."""
 LOWEST_LOGPROB = -1e5
 """Below anything that sampling can give; vLLM writes -9999 for minus infinity."""
 
@@ -48,6 +52,8 @@ class Completion:
     spans: tuple[VersionSpan, ...]
     """In turn coordinates."""
     finish_reason: str
+    incarnation: str = ""
+    """Which life of the run's version numbers the spans count in; empty where the replica did not say."""
 
 
 def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> bytes:
@@ -75,9 +81,14 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
 def parse_completion(body: bytes, sampling: Sampling) -> Completion:
     """The completion in a response body. Raises BadResponse; Aborted when the engine gave the request up."""
     choice = _choice(body)
-    reason = choice.get("finish_reason")
-    if reason == "abort":
+    if choice.get("finish_reason") == "abort":
         raise Aborted("the engine aborted the request")
+    return checked_completion(choice, sampling)
+
+
+def checked_completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+    """The completion that a choice is. Raises BadResponse when it is none that `sampling` can have given."""
+    reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
         raise BadResponse(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
     ids = _token_ids(choice.get("token_ids"), sampling.max_tokens)
@@ -86,7 +97,18 @@ def parse_completion(body: bytes, sampling: Sampling) -> Completion:
         logprobs=_logprobs(choice.get("logprobs"), len(ids)),
         spans=_spans(choice.get("weight_versions"), len(ids)),
         finish_reason=reason,
+        incarnation=incarnation_of(choice),
     )
+
+
+def incarnation_of(choice: Mapping[str, Any]) -> str:
+    """The incarnation that a choice names; empty when it names none. Raises BadResponse."""
+    name = choice.get("weight_incarnation", "")
+    if not isinstance(name, str) or len(name) > LONGEST_INCARNATION:
+        raise BadResponse(
+            f"`weight_incarnation` {name!r:.200} is not a name of at most {LONGEST_INCARNATION} characters"
+        )
+    return name
 
 
 def _choice(body: bytes) -> dict[str, Any]:

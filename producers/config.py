@@ -76,8 +76,11 @@ class RolloutSettings(Section):
     tokenizer: str | None = None
     """Directory or fsspec URL with the checkpoint's `tokenizer.json`. None: that of the run's first anchor."""
 
-    worker_id: str | None = None
-    """Name of this worker in its records. None: host name and process id."""
+    worker_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$", max_length=200)
+    """Name of this worker in its records, and its fixed place among the workers of the run: started again under the
+    same name, it has its tasks back at once, without a rebalance. Two workers need two names: of two with one name the
+    first ends with an error. None: host name and process id, and no fixed place, so that the tasks of a worker that was
+    killed are waited for until its session has run out (10 s)."""
 
     max_concurrent_episodes: int = Field(default=64, ge=1)
     """Episodes played at the same time."""
@@ -108,6 +111,18 @@ class RolloutSettings(Section):
 
     claim_check_bytes: int = Field(default=CLAIM_CHECK_BYTES, ge=1)
     """A rollout record above this size leaves its segments in the object store."""
+
+    record_turns: bool = True
+    """Write each sampled turn to `rollouts.progress`, so that whoever plays an interrupted task again goes on from its
+    turns. Costs the bytes of every sampled token (8, and 200 a turn) once more on the log, kept for 7 days, and about
+    a tenth of the worker's processor time; without it, an interrupted episode begins anew."""
+
+    environment_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time for one step of an environment, or for its reward; past it the rollout fails, and others go on."""
+
+    max_stalled_calls: int = Field(default=16, ge=0)
+    """Calls of environments that may hang, each holding a thread; past it the worker ends with an error, to be started
+    again by its supervisor."""
 
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds that running episodes get to finish on shutdown; the rest is abandoned and redelivered."""

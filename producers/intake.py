@@ -1,5 +1,7 @@
 """Takes tasks from the log as a member of a consumer group, and commits what is done. Blocking: it has its own thread.
 
+A task comes with what the log has of it from whoever began it before.
+
 What holds: while no task is wanted the member polls every `PATIENCE_S`, with its partitions paused, so that it stays a
 member and holds a rebalance up no longer. It does not do so at once, since a paused partition takes about a second to
 flow again, and what was fetched ahead is lost.
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.producers.offsets import Partition
+from tidemill.producers.progress import Begun
+from tidemill.producers.takeover import Takeover
 from tidemill.schemas.group_consumer import GroupConsumer
 from tidemill.schemas.located import Located
 
@@ -30,13 +34,27 @@ REBALANCING = frozenset(
     }
 )
 """Why a commit may fail though nothing is wrong: the partitions are on their way to another member."""
+FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
+"""What a static member is told when another one took its place."""
+
+
+class Fenced(RuntimeError):
+    """Another worker joined under this one's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A record of `tasks`, and what the log has of its task already."""
+
+    located: Located
+    begun: Begun
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What one round brought."""
 
-    located: list[Located]
+    delivered: list[Delivered]
     owned: set[Partition]
     committed: dict[Partition, int]
 
@@ -44,16 +62,29 @@ class Taken:
 class Intake:
     """One member's way to the tasks."""
 
-    def __init__(self, member: GroupConsumer) -> None:
+    def __init__(self, member: GroupConsumer, takeover: Takeover) -> None:
         self._member = member
+        self._takeover = takeover
         self._paused = False
         self._polled_at = time.monotonic()
 
     def round(self, wanted: bool, offsets: dict[Partition, int]) -> Taken:
-        """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted."""
-        committed = self._commit(offsets)
-        located = self._take() if wanted else self._keep_alive()
-        return Taken(located, self._member.assignment(), committed)
+        """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted.
+
+        Raises Fenced; KafkaException, LookupError or TimeoutError when the log cannot be read.
+        """
+        try:
+            committed = self._commit(offsets)
+            located = self._take() if wanted else self._keep_alive()
+        except KafkaException as error:
+            if error.args[0].code() not in FENCED:
+                raise
+            raise Fenced(
+                "another worker of this run joined under the same name: give every worker its own rollout.worker_id"
+            ) from error
+        owned = self._member.assignment()
+        self._takeover.keep(owned)
+        return Taken([Delivered(one, self._takeover.begun(one)) for one in located], owned, committed)
 
     def _take(self) -> list[Located]:
         if self._paused:

@@ -46,6 +46,7 @@ def completed_rollout(
         sampled_tokens=result.sampled_tokens,
         version_min=min(versions, default=-1),
         version_max=max(versions, default=-1),
+        incarnation=result.incarnation,
     )
 
 

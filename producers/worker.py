@@ -3,7 +3,9 @@
 What holds:
 
 - a task's offset is committed when the log has acknowledged all its rollouts, and never past an unfinished task; what a
-  crash or a rebalance interrupts is played again under the same rollout ids;
+  crash or a rebalance interrupts is taken up under the same rollout ids by whoever gets the task next: rollouts that
+  the log has are not played again, the others go on from their recorded turns;
+- nothing of a task is played before the log has acknowledged its dispatch, so that it is known who had begun what;
 - every task that can be read ends in exactly `group_size` rollouts, completed or failed with a reason; one that cannot
   be read ends in the dead-letter topic, and the worker goes on;
 - no task is taken while `max_concurrent_episodes` episodes are in hand.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import threading
@@ -22,22 +25,26 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.intake import POLL_S, Intake, Taken
+from tidemill.producers.intake import POLL_S, Delivered, Intake, Taken
 from tidemill.producers.offsets import OffsetTracker, Partition
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.player import Player
+from tidemill.producers.progress import Begun
 from tidemill.producers.registry import environments
 from tidemill.producers.replica_client import open_replica_client
-from tidemill.producers.rollout_claim import RolloutClaims
+from tidemill.producers.rollout_claim import OVERHEAD_BYTES, SPAN_BYTES, RolloutClaims
+from tidemill.producers.takeover import Takeover
 from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.group_consumer import GroupConsumer
 from tidemill.schemas.located import Located
+from tidemill.schemas.lookback import Lookback
 from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.records import Record, Rollout, RolloutStatus, Task
+from tidemill.schemas.records import Dispatch, Record, Rollout, RolloutStatus, Task, Turn
 from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
@@ -65,6 +72,9 @@ class _Running:
     task: Task
     partition: Partition
     offset: int
+    begun: Begun
+    indexes: list[int]
+    """Places in the group to play."""
     remaining: int
     failed: int = 0
 
@@ -73,9 +83,10 @@ class Worker:
     """The worker's tasks in hand, on one event loop."""
 
     def __init__(
-        self, run: RunSettings, settings: RolloutSettings, names: Names, player: Player, outbox: Outbox
+        self, run: RunSettings, settings: RolloutSettings, worker_id: str, names: Names, player: Player, outbox: Outbox
     ) -> None:
         self._run = run
+        self._worker_id = worker_id
         self._settings = settings
         self._names = names
         self._player = player
@@ -94,6 +105,7 @@ class Worker:
         finally:
             await self._abandon(list(self._jobs))
             thread.shutdown(wait=True)
+            self._player.close()
 
     async def _round(self, intake: Intake, thread: ThreadPoolExecutor, wanted: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -103,15 +115,16 @@ class Worker:
         self._collect()
         self._tracker.committed(taken.committed)
         await self._drop_lost(taken)
-        for located in taken.located:
-            await self._accept(located)
+        for delivered in taken.delivered:
+            await self._accept(delivered)
 
     async def _wait_for_an_episode(self) -> None:
         self._moved.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._moved.wait(), POLL_S)
 
-    async def _accept(self, located: Located) -> None:
+    async def _accept(self, delivered: Delivered) -> None:
+        located, begun = delivered.located, delivered.begun
         partition = (located.topic, located.partition)
         if not self._tracker.begin(partition, located.offset):
             return
@@ -120,21 +133,39 @@ class Worker:
             await self._outbox.call(lambda producer: self._bury(producer, located, reason))
         task = located.record
         if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
-            running = _Running(task, partition, located.offset, task.group_size)
+            indexes = [index for index in range(task.group_size) if index not in begun.ended]
+            running = _Running(task, partition, located.offset, begun, indexes, len(indexes))
             self._jobs[asyncio.create_task(self._work(running))] = running
         else:
             self._tracker.finish(partition, located.offset)
 
     async def _work(self, running: _Running) -> None:
+        task = running.task
+        if running.indexes:
+            await self._outbox.write(task.task_id, self._dispatch(running), Topic.PROGRESS)
         async with asyncio.TaskGroup() as episodes:
-            for index in range(running.task.group_size):
+            for index in running.indexes:
                 episodes.create_task(self._episode(running, index))
         self._tracker.finish(running.partition, running.offset)
-        task = running.task
-        LOG.info("task %s: %d rollouts, %d failed", task.task_id, task.group_size, running.failed)
+        LOG.info("task %s: %d rollouts, %d failed", task.task_id, len(running.indexes), running.failed)
+
+    def _dispatch(self, running: _Running) -> Dispatch:
+        task, at = running.task, now_us()
+        rounds = math.ceil(self._in_hand() / self._settings.max_concurrent_episodes)
+        longest = to_us(rounds * self._settings.episode_timeout_s)
+        return Dispatch(
+            task_id=task.task_id,
+            group_id=task.group_id,
+            run_id=task.run_id,
+            worker_id=self._worker_id,
+            indexes=running.indexes,
+            resumed_turns=[running.begun.resumable(index) for index in running.indexes],
+            lease_until=min(task.deadline_at, at + longest),
+            at=at,
+        )
 
     async def _episode(self, running: _Running, index: int) -> None:
-        rollout = await self._player.play(running.task, index)
+        rollout = await self._player.play(running.task, index, running.begun.turns.get(index, ()))
         running.remaining -= 1
         running.failed += rollout.status is RolloutStatus.FAILED
         self._moved.set()
@@ -153,6 +184,7 @@ class Worker:
         while self._jobs and loop.time() < deadline:
             await self._round(intake, thread, wanted=False)
         await self._abandon(list(self._jobs))
+        await self._outbox.drain()
         await loop.run_in_executor(thread, intake.round, False, self._tracker.committable())
 
     async def _abandon(self, jobs: list[asyncio.Task[None]]) -> None:
@@ -164,7 +196,7 @@ class Worker:
     def _collect(self) -> None:
         for job in [job for job in self._jobs if job.done()]:
             del self._jobs[job]
-            job.result()
+            _raise_first(job)
 
     def _in_hand(self) -> int:
         return sum(running.remaining for running in self._jobs.values())
@@ -172,6 +204,15 @@ class Worker:
     def _bury(self, producer: RecordProducer, located: Located, reason: str) -> None:
         LOG.warning("refused the record at %s: %s", located.position, reason)
         send_dead_letter(producer, self._names, located, reason, APPLICATION)
+
+
+def _raise_first(job: asyncio.Task[None]) -> None:
+    """Raise what ended a task's work, if anything did; of several episodes, the first."""
+    error = job.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error
 
 
 def run(
@@ -183,7 +224,8 @@ def run(
 ) -> None:
     """Work until `stop` is set; without one, until SIGINT or SIGTERM.
 
-    Raises DeliveryError or KafkaException when the log fails, OSError or ValueError when there is no tokenizer to read.
+    Raises DeliveryError or KafkaException when the log fails, OSError or ValueError when there is no tokenizer to read,
+    Fenced when another worker joins under the same name, TooManyStalled when too many environments hang.
     """
     stop = stop or stop_on_signals()
     tokenizer_uri = rollout.tokenizer or wait_for_anchor(kafka, run, stop)
@@ -193,9 +235,20 @@ def run(
         producer = cleanup.enter_context(RecordProducer(kafka, APPLICATION))
         outbox = Outbox(producer, Topic.ROLLOUTS, _claims(kafka, run, store, rollout))
         cleanup.callback(outbox.close)
-        member = GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+        takeover = Takeover(Lookback(kafka, client_id=APPLICATION), run.run_id)
+        cleanup.callback(takeover.close)
+        member = _member(kafka, run, rollout)
         cleanup.callback(member.close)
-        asyncio.run(_serve(run, rollout, Names(kafka.topic_prefix), tokenizer_uri, outbox, Intake(member), stop))
+        intake = Intake(member, takeover)
+        asyncio.run(_serve(run, rollout, Names(kafka.topic_prefix), tokenizer_uri, outbox, intake, stop))
+
+
+def _member(kafka: KafkaSettings, run: RunSettings, rollout: RolloutSettings) -> GroupConsumer:
+    """A member of the workers' group; a static one, which comes back to its own partitions, where it has a name."""
+    if rollout.worker_id is not None:
+        options = {**kafka.client_options, "group.instance.id": rollout.worker_id}
+        kafka = kafka.model_copy(update={"client_options": options})
+    return GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
 
 
 def _claims(
@@ -220,6 +273,17 @@ async def _serve(
 ) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     async with open_replica_client(settings) as client:
-        player = Player(settings, worker_id, environments(), load_tokenizer(tokenizer_uri), client)
+        record = _recorder(settings, outbox) if settings.record_turns else None
+        player = Player(settings, worker_id, environments(), load_tokenizer(tokenizer_uri), client, record)
         LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
-        await Worker(run, settings, names, player, outbox).serve(intake, stop)
+        await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop)
+
+
+def _recorder(settings: RolloutSettings, outbox: Outbox) -> Callable[[Turn], None]:
+    def record(turn: Turn) -> None:
+        """A turn above the limit of a record is not recorded: whoever takes over samples it, and what follows, anew."""
+        size = OVERHEAD_BYTES + len(turn.token_ids) + len(turn.logprobs) + SPAN_BYTES * len(turn.spans)
+        if size <= settings.claim_check_bytes:
+            outbox.post(turn.task_id, turn, Topic.PROGRESS)
+
+    return record

@@ -66,6 +66,7 @@ class Script:
 
     def __init__(self, tokenizer, *turns):
         self.tokenizer, self.turns, self.prompts, self.max_tokens = tokenizer, list(turns), [], []
+        self.incarnations = [""] * len(self.turns)
 
     async def complete(self, prompt, sampling):
         self.prompts.append(list(prompt))
@@ -75,13 +76,21 @@ class Script:
             raise turn
         ids = self.tokenizer.encode(turn, add_special_tokens=False).ids[: sampling.max_tokens]
         version = len(self.prompts) - 1
-        return Completion(ids, [-0.25] * len(ids), (VersionSpan(version, 0, len(ids)),), "stop")
+        spans = (VersionSpan(version, 0, len(ids)),)
+        return Completion(ids, [-0.25] * len(ids), spans, "stop", self.incarnations[version])
+
+
+class Inline:
+    """Runs an environment's code where it is called."""
+
+    async def call(self, function):
+        return function()
 
 
 def play(script: Script, a_task=None, max_context=1000):
     a_task = a_task or task()
     harness = LEDGER.harness(script.tokenizer)
-    episode = Episode(a_task, LEDGER, harness, EpisodeLimits(max_context, 1.0))
+    episode = Episode(a_task, LEDGER, harness, EpisodeLimits(max_context, 1.0), Inline())
     return asyncio.run(episode.play(script))
 
 
@@ -156,6 +165,17 @@ def test_a_payload_that_is_not_the_environments_fails(tokenizer, payload):
 def test_a_bad_response_fails_the_episode(tokenizer):
     with pytest.raises(EpisodeFailed, match="bad response: no ids"):
         play(Script(tokenizer, "add 0 3<|end|>", BadResponse("no ids")))
+
+
+def test_a_rollout_is_of_one_incarnation_of_version_numbers(tokenizer):
+    script = Script(tokenizer, "add 0 3<|end|>", "answer 8<|end|>")
+    script.incarnations = ["one", "one"]
+    assert completed_rollout(task(), 2, play(script), "", PROVENANCE).incarnation == "one"
+    for other in ("two", ""):
+        script = Script(tokenizer, "add 0 3<|end|>", "answer 8<|end|>")
+        script.incarnations = ["one", other]
+        with pytest.raises(EpisodeFailed, match=f"incarnation: turns of 'one' and of '{other}'"):
+            play(script)
 
 
 @given(turns=st.lists(st.text(max_size=12), min_size=6, max_size=6))

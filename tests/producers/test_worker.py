@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from tidemill.producers import worker
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environment import Environment
+from tidemill.producers.environment_threads import TooManyStalled
 from tidemill.producers.ledger import LEDGER
+from tidemill.producers.ledger.world import LedgerWorld
 from tidemill.producers.offsets import OffsetTracker
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.player import EXPIRED, Player
@@ -106,13 +108,23 @@ def test_what_cannot_be_played_is_refused(record, reason):
 
 def settings_for(*replicas, **changes) -> RolloutSettings:
     addresses = [replica.address for replica in replicas]
-    return RolloutSettings(replicas=addresses, worker_id="w", backoff_s=0.01, backoff_limit_s=0.05, **changes)
+    return RolloutSettings(
+        **{"replicas": addresses, "worker_id": "w", "backoff_s": 0.01, "backoff_limit_s": 0.05, **changes}
+    )
 
 
 def play(settings, tokenizer, a_task, known: dict[str, Environment] | None = None) -> Rollout:
+    return play_all(settings, tokenizer, [a_task], known)[0]
+
+
+def play_all(settings, tokenizer, tasks, known: dict[str, Environment] | None = None) -> list[Rollout]:
     async def main():
         async with open_replica_client(settings) as client:
-            return await Player(settings, "w", known or {"ledger": LEDGER}, tokenizer, client).play(a_task, 1)
+            player = Player(settings, "w", known or {"ledger": LEDGER}, tokenizer, client)
+            try:
+                return await asyncio.gather(*[player.play(a_task, 1) for a_task in tasks])
+            finally:
+                player.close()
 
     return asyncio.run(main())
 
@@ -188,10 +200,97 @@ def test_a_defect_of_an_environment_fails_its_rollout(new_replica, tokenizer):
     assert "unknown environment 'chess'" in failed(play(settings, tokenizer, task(environment="chess")))
 
 
+def world_that(step) -> Environment:
+    """The ledger, whose second step does something first."""
+
+    class Other(LedgerWorld):
+        def step(self, text):
+            if len(self.transcript) == 1 and "9" in self.prompt():
+                step()
+            return super().step(text)
+
+    return replace(LEDGER, world=Other)
+
+
+ODD = '{"entries":[3,9]}'
+
+
+def test_an_environment_that_hangs_costs_its_own_rollout_alone(new_replica, tokenizer):
+    release = threading.Event()
+    settings = settings_for(new_replica(), environment_timeout_s=0.3)
+    tasks = [task(0), task(1, payload=ODD), task(2)]
+    found = play_all(settings, tokenizer, tasks, {"ledger": world_that(release.wait)})
+    release.set()
+    assert failed(found[1]) == "environment: no answer within 0.3 s"
+    assert found[0].success and found[2].success
+
+
+def test_an_environment_that_is_slow_is_waited_for_and_holds_nobody_up(new_replica, tokenizer):
+    settings = settings_for(new_replica())
+    tasks = [task(index, payload=ODD) for index in range(8)]
+    began = time.monotonic()
+    found = play_all(settings, tokenizer, tasks, {"ledger": world_that(lambda: time.sleep(0.5))})
+    assert all(rollout.success for rollout in found)
+    assert time.monotonic() - began < 3, "8 times 0.5 s, one after the other, take 4 s"
+
+
+def test_an_environment_that_raises_fails_its_rollout(new_replica, tokenizer):
+    def fail():
+        raise TimeoutError("the sandbox is gone")
+
+    settings = settings_for(new_replica())
+    found = play_all(settings, tokenizer, [task(0), task(1, payload=ODD)], {"ledger": world_that(fail)})
+    assert found[0].success and "raised TimeoutError('the sandbox is gone')" in failed(found[1])
+
+
+def test_a_worker_that_hung_environments_fill_ends_with_an_error(new_replica, tokenizer):
+    release = threading.Event()
+    settings = settings_for(new_replica(), environment_timeout_s=0.1, max_stalled_calls=1)
+    tasks = [task(index, payload=ODD) for index in range(3)]
+    with pytest.raises(TooManyStalled, match="start this worker again"):
+        play_all(settings, tokenizer, tasks, {"ledger": world_that(release.wait)})
+    release.set()
+
+
+def test_a_replica_that_takes_requests_and_never_answers_is_given_up_at_the_deadline(new_replica, tokenizer):
+    replica = new_replica()
+
+    async def never(_request, _number):
+        await asyncio.sleep(60)
+        return web.Response()
+
+    replica.answer = never
+    settings = settings_for(replica, request_timeout_s=0.1)
+    reason = failed(play(settings, tokenizer, task(deadline_in_us=500_000)))
+    assert reason.startswith("timeout: no result within 0.") and "TimeoutError" in reason
+
+
+def test_a_task_whose_turn_does_not_come_before_its_deadline_fails_by_it(new_replica, tokenizer):
+    replica = new_replica()
+
+    async def late(request, number):
+        await asyncio.sleep(1.5)
+        return await replica.solve(request, number)
+
+    replica.answer = late
+    settings = settings_for(replica, max_concurrent_episodes=1)
+    began = now_us()
+    found = play_all(settings, tokenizer, [task(0), task(1, deadline_in_us=300_000)])
+    assert found[0].success and failed(found[1]) == EXPIRED
+    assert found[1].finished_at - began < 1_000_000
+
+
 def test_a_refused_batch_raises_at_its_writers():
     class Full:
-        def send_acked(self, _topic, records):
-            if any(record.at == 1 for _, record in records):
+        def __init__(self):
+            self.sent = []
+
+        def send(self, _topic, record, *, key):
+            self.sent.append(record.at)
+
+        def flush(self):
+            sent, self.sent = self.sent, []
+            if 1 in sent:
                 raise DeliveryError("the log is full")
 
     async def main():
@@ -199,6 +298,13 @@ def test_a_refused_batch_raises_at_its_writers():
         with pytest.raises(DeliveryError):
             await outbox.write("k", Tick("t", 1))
         await outbox.write("k", Tick("t", 2))
+        outbox.post("k", Tick("t", 1))
+        with pytest.raises(DeliveryError):
+            await outbox.drain()
+        with pytest.raises(DeliveryError):
+            outbox.post("k", Tick("t", 3))
+        outbox.post("k", Tick("t", 4))
+        await outbox.drain()
         outbox.close()
 
     asyncio.run(main())
@@ -354,7 +460,7 @@ def test_a_replica_killed_under_way_and_back_loses_nothing(bench, new_replica):
 def test_a_second_worker_takes_its_share(bench, new_replica):
     replicas = [new_replica("r1"), new_replica("r2")]
     found, issued = [], 0
-    with bench.worker(settings_for(replicas[0])), bench.worker(settings_for(replicas[1])):
+    with bench.worker(settings_for(replicas[0])), bench.worker(settings_for(replicas[1], worker_id="v")):
         deadline = time.monotonic() + 40
         while {rollout.replica_id for rollout in found} != {"r1", "r2"}:
             assert time.monotonic() < deadline
@@ -378,12 +484,34 @@ def test_the_tasks_of_a_partition_that_moves_are_played_by_its_new_owner(bench, 
         while not stuck.requests:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        with bench.worker(settings_for(sound)):
+        with bench.worker(settings_for(sound, worker_id="v")):
             bench.rollouts(lambda found: any(rollout.replica_id == "sound" for rollout in found))
     with bench.worker(settings_for(sound)):
         found = bench.rollouts(whole(6))
     assert {rollout.replica_id for rollout in found if rollout.success} == {"sound"}
     assert bench.uncommitted() == 0
+
+
+def test_of_two_workers_with_one_name_the_first_ends_with_an_error(bench, new_replica):
+    settings = settings_for(new_replica())
+    with pytest.raises(AssertionError, match=r"give every worker its own rollout\.worker_id"), bench.worker(settings):
+        bench.issue(task(0))
+        bench.rollouts(whole(1))
+        with bench.worker(settings):
+            bench.issue(task(1))
+            bench.rollouts(whole(2))
+
+
+def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_replica):
+    settings = settings_for(new_replica())
+    with bench.worker(settings):
+        bench.issue(task(0))
+        bench.rollouts(whole(1))
+    bench.issue(*[task(index) for index in range(1, 9)])
+    with bench.worker(settings):
+        began = time.monotonic()
+        bench.rollouts(whole(9))
+    assert time.monotonic() - began < 6.0, "a session of 10 s is not waited for"
 
 
 def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):
