@@ -87,7 +87,7 @@ async def running_replica(
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
         status = partial(_status, ledger, state, settings.pool, now_us())
-        app = await build_replica_app(engine, arguments, settings.replica_id, status)
+        app = await build_replica_app(engine, arguments, settings.replica_id, status, state.incarnation_of)
         yield Running(engine, subscriber, make_server(app))
 
 

@@ -3,7 +3,8 @@
 The application, its routes and its metrics are vLLM's. Added, by subclasses of two handlers, a middleware and a route:
 
 - each choice of `/v1/completions` and `/v1/chat/completions` carries `weight_versions`: [[version, start, end], ...]
-  over its sampled tokens; a streamed response says them as `versions` describes;
+  over its sampled tokens, and `weight_incarnation`: the life of the run's version numbers that they count in; a
+  streamed response says them as `versions` describes;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
 """
 
@@ -32,7 +33,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.status import ReplicaStatus
-from tidemill.consumers.replica.versions import SpanNews, said
+from tidemill.consumers.replica.versions import IncarnationOf, SpanNews, incarnation_said, said
 
 _EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
 
@@ -67,6 +68,9 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
 class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
     """vLLM's completion handler, whose choices say which version sampled which token."""
 
+    incarnation_of: IncarnationOf
+    """Set when it is made."""
+
     def request_output_to_completion_response(
         self,
         final_res_batch: list[RequestOutput],
@@ -78,6 +82,7 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
         outputs = [output for result in final_res_batch for output in result.outputs]
         for choice, output in zip(response.choices, outputs, strict=True):
             choice.weight_versions = said(output)
+            choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
         return response
 
     def completion_stream_generator(
@@ -89,7 +94,7 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> AsyncIterator[str]:
         """vLLM's events, with the `weight_versions` of the choices that there is news of."""
-        news = SpanNews()
+        news = SpanNews(self.incarnation_of)
 
         async def watched() -> AsyncGenerator[tuple[int, RequestOutput], None]:
             async for prompt, result in result_generator:
@@ -103,6 +108,9 @@ class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLL
 class VersionedChat(OpenAIServingChat):  # type: ignore[misc]  # vLLM is read without its types
     """vLLM's chat handler, whose choices say which version sampled which token."""
 
+    incarnation_of: IncarnationOf
+    """Set when it is made."""
+
     def chat_completion_stream_generator(
         self,
         request: Any,  # noqa: ANN401 - vLLM's own types
@@ -111,7 +119,7 @@ class VersionedChat(OpenAIServingChat):  # type: ignore[misc]  # vLLM is read wi
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> AsyncIterator[str]:
         """vLLM's events, with the `weight_versions` of the choices that there is news of."""
-        news = SpanNews()
+        news = SpanNews(self.incarnation_of)
         events = super().chat_completion_stream_generator(request, _watched(result_generator, news), *rest, **options)
         return news.told(events)
 
@@ -123,11 +131,12 @@ class VersionedChat(OpenAIServingChat):  # type: ignore[misc]  # vLLM is read wi
         **options: Any,  # noqa: ANN401 - passed through to vLLM
     ) -> ErrorResponse | ChatCompletionResponse:
         """vLLM's response with `weight_versions` in each choice."""
-        news, full = SpanNews(), super().chat_completion_full_generator
+        news, full = SpanNews(self.incarnation_of), super().chat_completion_full_generator
         response = await full(request, _watched(result_generator, news), *rest, **options)
         if isinstance(response, ChatCompletionResponse):
             for choice in response.choices:
                 choice.weight_versions = news.take(choice.index)
+                choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
         return response
 
 
@@ -156,7 +165,11 @@ class ReplicaHeader:
 
 
 async def build_replica_app(
-    engine: ReplicaEngine, arguments: Namespace, replica_id: str, status: Callable[[], ReplicaStatus]
+    engine: ReplicaEngine,
+    arguments: Namespace,
+    replica_id: str,
+    status: Callable[[], ReplicaStatus],
+    incarnation_of: IncarnationOf,
 ) -> ASGIApp:
     """vLLM's application over `engine`, with the replica's additions."""
     tasks = await engine.get_supported_tasks()
@@ -180,6 +193,8 @@ async def build_replica_app(
         chat_template=None,
         chat_template_content_format=arguments.chat_template_content_format,
     )
+    app.state.openai_serving_completion.incarnation_of = incarnation_of
+    app.state.openai_serving_chat.incarnation_of = incarnation_of
     app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
     # vLLM has built its middleware stack already: the header goes around the whole application.
     return ReplicaHeader(app, replica_id)

@@ -72,6 +72,11 @@ class ReplicaState:
         """Newest version seen in the log; -1 before the first."""
         return self._lineage.head
 
+    def incarnation_of(self, version: int) -> str:
+        """Which life of the run's version numbers a version is of; empty for one that is not known, or does not say."""
+        manifest = self._lineage.manifests.get(version)
+        return "" if manifest is None else manifest.incarnation
+
     def observe(self, record: Said) -> str:
         """Take a record in, in log order; one of another run or branch is let pass.
 

@@ -1,5 +1,7 @@
 """Adds to a streamed answer which weight version sampled which token; needs nothing of the engine but its outputs.
 
+Beside the spans goes the incarnation that their version numbers count in.
+
 What holds: a choice's spans so far are on its first chunk with a token, on the chunk that begins another version, and,
 complete, on the chunk that ends the choice; so that a client that is cut off anywhere knows the version of every token
 it has. Every other chunk goes through as it came, unparsed.
@@ -8,11 +10,13 @@ it has. Every other chunk goes through as it came, unparsed.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 _EVENT = "data: "
+IncarnationOf = Callable[[int], str]
+"""The incarnation of a version."""
 
 
 class Span(Protocol):
@@ -36,6 +40,11 @@ def said(output: Output) -> list[list[int]]:
     return [[int(span.version), span.start, span.end] for span in output.weight_versions or []]
 
 
+def incarnation_said(spans: list[list[int]], incarnation_of: IncarnationOf) -> str:
+    """The incarnation of written spans. Where they are of several, all their names: one that no version has."""
+    return "+".join(dict.fromkeys(incarnation_of(version) for version, _, _ in spans))
+
+
 @dataclass(frozen=True, slots=True)
 class _News:
     """Spans that a choice's client has not been told."""
@@ -47,7 +56,8 @@ class _News:
 class SpanNews:
     """What is to be told of each choice's spans."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation_of: IncarnationOf) -> None:
+        self._incarnation_of = incarnation_of
         self._news: dict[int, _News] = {}
         self._known: dict[int, int] = {}
         """Spans of each choice that were seen."""
@@ -61,7 +71,7 @@ class SpanNews:
                 self._news[first + output.index] = _News(said(output), ended)
 
     async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
-        """Server-sent events, with `weight_versions` in the choices that there is news of."""
+        """Server-sent events, with `weight_versions` and their incarnation in the choices that there is news of."""
         async for event in events:
             yield self._extended(event) if self._news else event
 
@@ -78,6 +88,7 @@ class SpanNews:
             news = self._news.get(choice["index"])
             if news is not None:
                 choice["weight_versions"] = news.spans
+                choice["weight_incarnation"] = incarnation_said(news.spans, self._incarnation_of)
                 # A chat begins with a chunk that only names the role: what ends the choice is still to come then.
                 if not news.ended or choice.get("finish_reason") is not None:
                     del self._news[choice["index"]]

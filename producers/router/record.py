@@ -76,6 +76,7 @@ def interaction(
         first_token_ms=times.first_token_ms,
         latency_ms=times.latency_ms,
         served_at=times.served_at,
+        incarnation=collected.incarnation,
     )
     return made, problem
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tidemill.producers.router.ask import Wanted
 
-_TOKENS = ("token_ids", "prompt_token_ids", "weight_versions")
+_TOKENS = ("token_ids", "prompt_token_ids", "weight_versions", "weight_incarnation")
 
 
 def shaped(document: Mapping[str, Any], wanted: Wanted, token: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tidemill.producers.completion import Completion
+from tidemill.producers.completion import BadResponse, Completion, incarnation_of
 from tidemill.producers.transcript import TranscriptBuilder
 from tidemill.schemas.records import Segment, VersionSpan
 
@@ -31,6 +31,8 @@ class Collected:
         self.prompt: list[int] = []
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
+        self.incarnation = ""
+        """Which life of the run's version numbers the spans count in; empty until the replica said."""
         self._logprobs: list[float] = []
         self._spans: list[list[int]] = []
 
@@ -45,6 +47,7 @@ class Collected:
             self._logprobs += _logprobs(choice.get("logprobs"), len(tokens))
             if choice.get("weight_versions"):
                 self._spans = _spans(choice["weight_versions"])
+                self.incarnation = _incarnation(choice)
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
             return len(tokens)
         return 0
@@ -81,6 +84,13 @@ def _choices(answer: Mapping[str, Json]) -> list[dict[str, Json]]:
     if not isinstance(choices, list) or len(choices) > 1 or not all(isinstance(one, dict) for one in choices):
         raise BadAnswer("`choices` is not a list of one choice")
     return choices
+
+
+def _incarnation(choice: Mapping[str, Json]) -> str:
+    try:
+        return incarnation_of(choice)
+    except BadResponse as error:
+        raise BadAnswer(str(error)) from error
 
 
 def _ids(value: Json) -> list[int]:

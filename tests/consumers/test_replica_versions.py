@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from tidemill.consumers.replica.versions import SpanNews
 
 
+def incarnation_of(version: int) -> str:
+    return "first" if version < 100 else "second"
+
+
 @dataclass
 class Span:
     version: str
@@ -41,7 +45,7 @@ def spans_in(text: str):
 
 
 def test_every_choice_ends_with_its_own_spans():
-    news = SpanNews()
+    news = SpanNews(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "length"), Output(1, [Span("3", 0, 1), Span("4", 1, 5)], "stop")])
     first, second, done = told(news, event(1, "stop"), event(0, "length"), "data: [DONE]\n\n")
     assert spans_in(first) == [[3, 0, 1], [4, 1, 5]] and spans_in(second) == [[3, 0, 2]]
@@ -49,7 +53,7 @@ def test_every_choice_ends_with_its_own_spans():
 
 
 def test_a_version_is_told_when_it_begins_and_once():
-    news, found = SpanNews(), []
+    news, found = SpanNews(incarnation_of), []
     for end in range(1, 5):
         spans = [Span("3", 0, min(end, 2))] + ([Span("4", 2, end)] if end > 2 else [])
         news.watch([Output(0, spans)])
@@ -59,19 +63,27 @@ def test_a_version_is_told_when_it_begins_and_once():
 
 
 def test_what_ends_a_choice_is_told_again_after_a_chunk_that_did_not_end_it():
-    news = SpanNews()
+    news = SpanNews(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 1)], "length")])
     role, last = told(news, event(0), event(0, "length"))
     assert spans_in(role) == spans_in(last) == [[3, 0, 1]]
 
 
 def test_choices_of_several_prompts_are_counted_through():
-    news = SpanNews()
+    news = SpanNews(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "stop")], first=2)
     assert news.take(2) == [[3, 0, 2]] and news.take(2) == []
 
 
 def test_a_chunk_without_news_goes_through_as_it_came():
-    news = SpanNews()
+    news = SpanNews(incarnation_of)
     news.watch([Output(0)])
     assert told(news, event(0, text="é"), "data: [DONE]\n\n") == [event(0, text="é"), "data: [DONE]\n\n"]
+
+
+def test_the_incarnation_goes_with_the_spans():
+    news = SpanNews(incarnation_of)
+    news.watch([Output(0, [Span("3", 0, 1), Span("4", 1, 2)], "stop"), Output(1, [Span("4", 0, 1), Span("100", 1, 2)])])
+    first, second = told(news, event(0, "stop"), event(1))
+    found = [json.loads(text.removeprefix("data: "))["choices"][0]["weight_incarnation"] for text in (first, second)]
+    assert found == ["first", "first+second"], "of several there is no one name"
