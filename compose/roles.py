@@ -86,9 +86,12 @@ def feed(
 def rollout(
     settings_of: SettingsOf,
     replica: Annotated[list[str] | None, typer.Option(help="Address of a replica, http://host:port; repeat.")] = None,
+    worker_id: Annotated[
+        str | None, typer.Option(help="Name of this worker, its own: it takes up its tasks at once when started again.")
+    ] = None,
 ) -> None:
     """Run a rollout worker: episodes of tasks against replicas, tokens in and tokens out."""
-    settings = _begin(settings_of, rollout__replicas=replica)
+    settings = _begin(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
     from tidemill.producers.worker import run
 
     run(settings.kafka, settings.run, settings.store, settings.rollout)

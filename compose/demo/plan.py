@@ -135,7 +135,10 @@ class DemoPlan:
             (f"replica-{n}", [*self.arguments("serve"), "--replica-id", f"replica-{n}", "--port", str(port)])
             for n, port in enumerate(self.ports.replicas)
         ]
-        workers = [(f"rollout-{n}", self.arguments("rollout")) for n in range(self.settings.demo.workers)]
+        workers = [
+            (f"rollout-{n}", [*self.arguments("rollout"), "--worker-id", f"rollout-{n}"])
+            for n in range(self.settings.demo.workers)
+        ]
         return [("train", self.arguments("train")), *replicas, ("stream", self.arguments("stream")), *workers,
                 ("feed", self.arguments("feed"))]  # fmt: skip
 
@@ -149,7 +152,7 @@ class DemoPlan:
             ("join", self._online("stream", "join")),
             ("batches", self._online("stream", "batches")),
             ("gate", self._online("gate", "run")),
-            ("rollout-online", self._online("rollout")),
+            ("rollout-online", [*self._online("rollout"), "--worker-id", "rollout-online"]),
             ("feed-online", self._online("feed")),
         ]
 
