@@ -225,7 +225,7 @@ def trainable_batch(batch_id: str, rewards: tuple[float, ...], **changes: object
     return TrainableBatch(place, online_batch(batch_id, members), tuple(members), tuple(served))
 
 
-@pytest.fixture(name="tiny_model")
+@pytest.fixture(name="tiny_model", scope="session")
 def tiny_model_factory() -> Callable[..., PreTrainedModel]:
     """`tiny_model`, for tests."""
     return tiny_model
@@ -239,7 +239,7 @@ def tiny_checkpoint(tmp_path: Path) -> str:
     return str(directory)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_rollout() -> Callable[..., Rollout]:
     """`rollout`, for tests."""
     return rollout
@@ -251,13 +251,13 @@ def make_segment() -> Callable[..., Segment]:
     return segment
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_member() -> Callable[..., GroupMember]:
     """`member_of`, for tests."""
     return member_of
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_group() -> Callable[..., Group]:
     """`group_of`, for tests."""
     return group_of

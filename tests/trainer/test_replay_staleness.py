@@ -1,0 +1,98 @@
+"""Recorded steps judged by another bound on policy lag."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
+from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, Rules
+from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
+
+
+def step(number: int, version: int, trained: list[int], excluded: dict[int, str], bound: int = 2) -> TrainStep:
+    """A step from `version` on groups, by offset, and what it left out with the reasons."""
+    return TrainStep(
+        run_id="run",
+        step=number,
+        version=number,
+        parent_version=version,
+        inputs=[StepInput(f"g{o}", Topic.GROUPS.value, 0, o) for o in trained],
+        exclusions=[StepExclusion(f"g{o}", Topic.GROUPS.value, 0, o, why, 1) for o, why in excluded.items()],
+        seed=0,
+        config_hash="",
+        objective="",
+        learning_rate=0.0,
+        metrics={"policy_lag_bound": float(bound)},
+        lag=[],
+        rollouts=0,
+        tokens=0,
+        fingerprint="",
+        parent_fingerprint="",
+        started_at=0,
+        finished_at=0,
+    )
+
+
+@pytest.fixture
+def made(make_rollout, make_member, make_group):
+    """Makes a group whose rollouts are of some versions."""
+
+    def group(name: str, versions: list[int]) -> Group:
+        rollouts = [make_rollout(name, i, float(i % 2), len(versions), v) for i, v in enumerate(versions)]
+        return make_group(name, [make_member(r, 0, i) for i, r in enumerate(rollouts)])
+
+    return group
+
+
+def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known(made):
+    groups = {(0, 0): made("g0", [0, 1]), (0, 1): made("g1", [4, 5]), (0, 2): made("g2", [3, 5])}
+    steps = [step(1, 0, [0], {}), step(6, 5, [1], {2: Exclusion.STALE.value})]
+    assert places_of(steps) == set(groups)
+    same = judge(steps, groups, 1)
+    assert [(s.trained, s.stale, s.max_lag, s.moved) for s in same] == [(1, 0, 0, []), (1, 1, 1, [])]
+    (moved,) = judge(steps, groups, 0)[1].moved
+    assert (moved.group_id, moved.lag, moved.moved) == ("g1", 1, Moved.EXCLUDED)
+    (moved,) = judge(steps, groups, 2)[1].moved
+    assert (moved.group_id, moved.lag, moved.moved) == ("g2", 2, Moved.INCLUDED)
+
+
+def test_other_reasons_stay_and_lost_groups_are_counted(made):
+    steps = [step(3, 2, [0], {1: Exclusion.LATE.value, 2: Exclusion.STALE.value})]
+    (judged,) = judge(steps, {(0, 0): made("g0", [2])}, 9)
+    assert (judged.moved, judged.unknown, judged.stale, judged.bound) == ([], 1, 1, 2)
+
+
+def test_a_failed_member_has_no_say(made):
+    group = made("g", [0, 4])
+    failed = replace(group.members[0], status=RolloutStatus.FAILED, reward=None)
+    assert lag_of(replace(group, members=[failed, group.members[1]]), 5) == 1
+    assert lag_of(replace(group, members=[failed]), 5) == 0
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8), st.integers(0, 4))
+def test_the_recorded_bound_moves_nothing(make_rollout, make_member, make_group, versions, bound):
+    """What the trainer's own builder decided at a bound is judged the same at it."""
+    found: dict[tuple[int, int], Group] = {}
+    builder = BatchBuilder(Rules("run", 1, bound, 1, False, 100))
+    for offset, pair in enumerate(versions):
+        rollouts = tuple(make_rollout(f"g{offset}", i, float(i), 2, v) for i, v in enumerate(pair))
+        members = [make_member(r, 0, i) for i, r in enumerate(rollouts)]
+        found[0, offset] = group = make_group(f"g{offset}", members)
+        place = StepInput(f"g{offset}", Topic.GROUPS.value, 0, offset)
+        if builder.wants(place, group, 6):
+            builder.accept(TrainableGroup(place, group, rollouts))
+    batch = builder.take(100)
+    taken = replace(
+        step(7, 6, [], {}, bound), inputs=[group.place for group in batch.groups], exclusions=batch.exclusions
+    )
+    (judged,) = judge([taken], found, bound)
+    assert judged.moved == [] and judged.trained + judged.stale == len(versions)
+    (open_bound,) = judge([taken], found, 6)
+    assert len(open_bound.moved) == judged.stale
