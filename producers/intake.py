@@ -31,9 +31,14 @@ REBALANCING = frozenset(
         KafkaError.UNKNOWN_MEMBER_ID,
         KafkaError._STATE,
         KafkaError._ASSIGNMENT_LOST,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError._WAIT_COORD,
     }
 )
-"""Why a commit may fail though nothing is wrong: the partitions are on their way to another member."""
+"""Why a commit may fail though nothing is wrong: the partitions are on their way to another member, or the group to
+another broker."""
 FENCED = frozenset({KafkaError.FENCED_INSTANCE_ID, KafkaError._FATAL, KafkaError._FENCED})
 """What a static member is told when another one took its place."""
 

@@ -25,6 +25,9 @@ SMALL = {
 
 PROMPT = {
     "group.initial.rebalance.delay.ms": "0",
+    # The partitions of a broker that is gone get another leader after 5 s, not 9.
+    "broker.session.timeout.ms": "5000",
+    "broker.heartbeat.interval.ms": "1000",
     # Members of the newer group protocol take these from the broker: a killed one is replaced after 10 s, not 45.
     "group.consumer.session.timeout.ms": "10000",
     "group.consumer.min.session.timeout.ms": "1000",
