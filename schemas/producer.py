@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer
 
@@ -17,6 +17,13 @@ from tidemill.schemas.records import Record
 
 class DeliveryError(RuntimeError):
     """The log did not acknowledge a record."""
+
+
+class AckedWriter(Protocol):
+    """Whatever writes records and waits for the log."""
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """Write (key, record) pairs and wait for the log: their positions, in order. Raises DeliveryError."""
 
 
 class RecordProducer:

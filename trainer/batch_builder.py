@@ -5,7 +5,12 @@ What it keeps true:
 - every group of this run ends exactly once: trained in one step, or excluded in one step with a reason;
 - no group trains that was sampled under a version which the trainer went back from;
 - groups of other runs are left alone: their own trainer ends them;
+- no group trains whose policy lag is undefined: sampled under another incarnation's versions, or under one that is yet
+  to be made; none that a replay wrote, unless it was told of the replay;
 - a batch holds the oldest groups waiting, none of them staler than the bound at the moment it is closed;
+- no more groups wait than `full` allows: the caller reads no further then;
+- `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
+  batches before it lead to, whenever it is read;
 - `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
 """
 
@@ -16,10 +21,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import CloseReason, Group, Mode, StepExclusion, StepInput, TrainStep
+from tidemill.schemas.records import CloseReason, Group, Mode, Rollout, StepExclusion, StepInput
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
-from tidemill.trainer.endings import Endings, Progress, place_of_exclusion
+from tidemill.trainer.endings import DecidedStep, Endings, Progress, place_of_exclusion
 from tidemill.trainer.groups import TrainableGroup, completed, has_signal
 from tidemill.trainer.online.trainable import TrainableBatch
 
@@ -43,6 +48,14 @@ class Exclusion(StrEnum):
     """Its user demanded that his data be deleted."""
     REJECTED_VERSION = "rejected_version"
     """Sampled under a version that the gate rejected or rolled back from, or under a descendant of it."""
+    UNDEFINED_LAG = "undefined_lag"
+    """Sampled under another incarnation's versions, or under one that this trainer has not made."""
+    REPLAYED = "replayed"
+    """Written by a replay that the trainer was not told of."""
+
+
+SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLAYED})
+"""Reasons that say nothing of what a record is about: another one stands for it, or will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,11 @@ class Rules:
     remembered_groups: int
     advantage: AdvantageKind = AdvantageKind.CENTRED
     """How a group's rewards become advantages; most ways compare the rollouts of a group."""
+    accept_replays: frozenset[str] = frozenset()
+    """Replays whose groups and rollouts are trained."""
+    in_order: bool = False
+    max_waiting: int | None = None
+    """Groups that may wait; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +88,15 @@ class Batch:
 
 
 class BatchBuilder:
-    """Takes groups in the order they are read, gives batches."""
+    """Takes groups in the order they are read, gives batches.
 
-    def __init__(self, rules: Rules, progress: Progress | None = None) -> None:
+    Args:
+        incarnation: of the run's versions; None where versions of different incarnations are not told apart.
+    """
+
+    def __init__(self, rules: Rules, progress: Progress | None = None, incarnation: str | None = None) -> None:
         self._rules = rules
+        self._incarnation = incarnation
         self._endings = Endings(progress or Progress(), rules.remembered_groups)
         self._abandoned: frozenset[int] = frozenset()
         self._waiting: list[TrainableGroup] = []
@@ -84,21 +107,36 @@ class BatchBuilder:
         """Groups that could be trained now."""
         return len(self._waiting)
 
-    def observe_step(self, step: TrainStep) -> None:
-        """Take over the decisions of a recorded step: its inputs and exclusions have ended."""
+    @property
+    def full(self) -> bool:
+        """Whether no group is to be read until a batch is closed."""
+        bound = self._rules.groups_per_step if self._rules.in_order else self._rules.max_waiting
+        return bound is not None and len(self._waiting) >= bound
+
+    @property
+    def in_order(self) -> bool:
+        """Whether batches are a function of the groups in the log alone; they then have to come from one partition."""
+        return self._rules.in_order
+
+    def observe_step(self, step: DecidedStep) -> None:
+        """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
+        ended."""
         for place in step.inputs:
             if place.topic == Topic.GROUPS:
                 self._endings.end(place, remember=True)
         for exclusion in step.exclusions:
             if exclusion.topic == Topic.GROUPS:
-                self._endings.end(place_of_exclusion(exclusion), remember=exclusion.reason != Exclusion.LATE)
+                self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))
+        self._endings.settle()
 
     def abandon(self, versions: Collection[int]) -> None:
         """Train on no group from now on that was sampled under one of `versions`."""
         self._abandoned = frozenset(versions)
 
-    def wants(self, place: StepInput, group: Group, version: int) -> bool:
+    def wants(self, place: StepInput, group: Group, version: int, replay_id: str = "") -> bool:
         """Read one group at trainer version `version`: True when `accept` or `exclude` has to follow.
+
+        `replay_id` names the replay that wrote it; empty: none did.
 
         A group that is not trainable is excluded here; one that ended before, or is of another run, is passed over.
 
@@ -109,28 +147,32 @@ class BatchBuilder:
             return False
         if group.mode is Mode.TRAIN and group.expected_size < 2 and self._rules.advantage is not AdvantageKind.RAW:
             raise GroupTooSmallError(self._rules.advantage.value, group.expected_size)
-        reason = self._reason(group, version)
+        reason = Exclusion.REPLAYED if self._is_foreign_replay(replay_id) else self._reason(group, version)
         if reason is not None:
             self.exclude(place, group, reason)
         return reason is None
 
     def accept(self, candidate: TrainableGroup) -> None:
-        """Queue a wanted group with its rollouts."""
-        self._waiting.append(candidate)
+        """Queue a wanted group with its rollouts, unless they may not be trained."""
+        if any(map(self._is_foreign_replay, candidate.replays)):
+            self.exclude(candidate.place, candidate.group, Exclusion.REPLAYED)
+        elif any(map(self._is_of_other_versions, candidate.rollouts)):
+            self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
+        else:
+            self._waiting.append(candidate)
 
     def exclude(self, place: StepInput, group: Group, reason: Exclusion) -> None:
         """End a group untrained."""
-        self._excluded.append(
-            StepExclusion(
-                group_id=place.group_id,
-                topic=place.topic,
-                partition=place.partition,
-                offset=place.offset,
-                reason=reason.value,
-                rollouts=len(group.members),
-            )
+        exclusion = StepExclusion(
+            group_id=place.group_id,
+            topic=place.topic,
+            partition=place.partition,
+            offset=place.offset,
+            reason=reason.value,
+            rollouts=len(group.members),
         )
-        self._endings.end(place, remember=reason is not Exclusion.LATE)
+        self._excluded.append(exclusion)
+        self._endings.end(place, remember=_says_something(exclusion))
 
     def close(self, version: int) -> Batch | None:
         """The next batch at trainer version `version`, or None while too few groups wait. Stale ones are excluded."""
@@ -155,12 +197,17 @@ class BatchBuilder:
         for candidate in chosen:
             self._endings.end(candidate.place, remember=True)
         exclusions, self._excluded = self._excluded, []
+        for exclusion in exclusions:
+            # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.
+            self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))
+        self._endings.settle()
         return Batch(chosen, exclusions)
 
     def progress(self) -> Progress:
         """Where to go on, as of the batch closed last: exclusions since then are decided again."""
-        undecided = [*(c.place for c in self._waiting), *map(place_of_exclusion, self._excluded)]
-        return self._endings.progress(undecided)
+        firsts = [place_of_exclusion(e) for e in self._excluded if _says_something(e)]
+        seconds = [place_of_exclusion(e) for e in self._excluded if not _says_something(e)]
+        return self._endings.progress([*(c.place for c in self._waiting), *firsts], seconds)
 
     def _reason(self, group: Group, version: int) -> Exclusion | None:
         checks = (
@@ -170,6 +217,7 @@ class BatchBuilder:
             (Exclusion.TOO_FEW, len(completed(group)) < self._rules.min_completed),
             (Exclusion.NO_SIGNAL, self._rules.skip_no_signal and not has_signal(group)),
             (Exclusion.REJECTED_VERSION, self._is_abandoned(group)),
+            (Exclusion.UNDEFINED_LAG, any(m.version_max > version for m in completed(group))),
             (Exclusion.STALE, self._is_stale(group, version)),
         )
         return next((reason for reason, applies in checks if applies), None)
@@ -183,6 +231,16 @@ class BatchBuilder:
 
     def _is_abandoned(self, group: Group) -> bool:
         return any(not self._abandoned.isdisjoint((m.version_min, m.version_max)) for m in completed(group))
+
+    def _is_foreign_replay(self, replay_id: str) -> bool:
+        return bool(replay_id) and replay_id not in self._rules.accept_replays
+
+    def _is_of_other_versions(self, rollout: Rollout) -> bool:
+        return self._incarnation is not None and rollout.incarnation not in ("", self._incarnation)
+
+
+def _says_something(exclusion: StepExclusion) -> bool:
+    return exclusion.reason not in SECOND_RECORDS
 
 
 def _age(candidate: TrainableGroup) -> tuple[int, int, int]:

@@ -135,8 +135,19 @@ class TrainerSettings(Section):
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""
 
+    max_waiting_batches: int = Field(default=16, ge=1)
+    """Batches' worth of groups that wait in memory to be trained; while so many wait, `groups` is not read on."""
+
     remembered_groups: int = Field(default=20_000, ge=1)
     """Ids of groups, and of online batches, remembered so that one that was emitted twice is trained once."""
+
+    in_order: bool = False
+    """Train the groups strictly in log order, each decided at the version that the batches before it lead to. The
+    weights of every step are then a function of `groups` and `rollouts`, whatever the timing and the stops. Needs
+    `groups` in one partition (kafka.partitions 1)."""
+
+    accept_replays: tuple[str, ...] = ()
+    """Ids of replays whose records are trained; those of any other replay are excluded, and counted as `replayed`."""
 
     online: OnlineSettings = OnlineSettings()
     """Learning from users."""
@@ -153,6 +164,11 @@ class TrainerSettings(Section):
     def _online_fits(self) -> Self:
         if not self.online.enabled:
             return self
+        if self.in_order:
+            raise ValueError(
+                "what joins an online batch depends on the time that it waited: set in_order to false, or "
+                "online.enabled off"
+            )
         if self.minibatches > 1:
             raise ValueError(
                 "an online batch is trained in one large step: set minibatches to 1, or online.enabled off"

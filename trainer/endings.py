@@ -7,10 +7,13 @@ again are known by their id. Pure.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.schemas.records import StepExclusion, StepInput
+from tidemill.schemas.records import StepExclusion, StepInput, StepPlan, TrainStep
+
+DecidedStep = TrainStep | StepPlan
+"""A step whose inputs and exclusions are decided, taken or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Progress:
 
 
 class Endings:
-    """The ended records of one topic; at most `limit` of their ids are remembered."""
+    """The ended records of one topic; at most `limit` of their ids are remembered from step to step."""
 
     def __init__(self, progress: Progress, limit: int) -> None:
         self._limit = limit
@@ -44,23 +47,32 @@ class Endings:
         return self._read.get(partition, 0)
 
     def end(self, place: StepInput, *, remember: bool) -> None:
-        """A record ends; `remember` its id, so that one that says the same is known."""
+        """A record ends; `remember` its id, so that one that says the same is known, if only until `settle`."""
         self._ended.setdefault(place.partition, set()).add(place.offset)
         if remember:
             self._remembered[place.group_id] = None
-            while len(self._remembered) > self._limit:
-                self._remembered.popitem(last=False)
+            # The last said counts, so that steps read again from the log leave the same ids behind.
+            self._remembered.move_to_end(place.group_id)
+
+    def settle(self) -> None:
+        """All endings of a step are in: forget the oldest ids beyond the limit."""
+        while len(self._remembered) > self._limit:
+            self._remembered.popitem(last=False)
 
     def remembers(self, record_id: str) -> bool:
         """Whether a record of this id has ended."""
         return record_id in self._remembered
 
-    def progress(self, undecided: Sequence[StepInput]) -> Progress:
-        """Where to go on, when the records at `undecided` are to be decided again."""
+    def progress(self, undecided: Sequence[StepInput], second: Collection[StepInput] = ()) -> Progress:
+        """Where to go on, when the records at `undecided` and `second` are to be decided again.
+
+        Those at `second` only said again what another record had said: their ids stay remembered.
+        """
         following = dict(self._read)
-        for place in undecided:
+        open_places = [*undecided, *second]
+        for place in open_places:
             following[place.partition] = min(following[place.partition], place.offset)
-        again = {(place.partition, place.offset) for place in undecided}
+        again = {(place.partition, place.offset) for place in open_places}
         forgotten = {place.group_id for place in undecided}
         return Progress(
             next_offsets=following,

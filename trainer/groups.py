@@ -17,6 +17,8 @@ class TrainableGroup:
     place: StepInput
     group: Group
     rollouts: tuple[Rollout, ...]
+    replays: frozenset[str] = frozenset()
+    """Ids of the replays that wrote its record or one of its rollouts."""
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """f8[G]: rewards of the completed members as group assembly recorded them, permuted ones in a control run."""

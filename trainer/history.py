@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -9,8 +10,9 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Interaction, StepInput, TrainStep
+from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
 from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.endings import DecidedStep
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import CLIENT, RolloutLog, group_log, trainable
 from tidemill.trainer.online.interactions import InteractionLog
@@ -24,22 +26,40 @@ class HistoryError(RuntimeError):
     """The recorded steps of a run do not form one chain."""
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run has done."""
+
+    steps: list[TrainStep]
+    """The recorded steps, in order from step 1."""
+    begun: StepPlan | None
+    """The plan of the step after them, where it was begun. Of several the newest: it says that those before it could
+    not be carried out any more."""
+
+
 def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
     """The recorded steps of a run, in order from step 1. Raises HistoryError when one is missing or there twice."""
+    return read_history(kafka, run_id).steps
+
+
+def read_history(kafka: KafkaSettings, run_id: str) -> History:
+    """What a run has done, as the log has it. Raises HistoryError when a step is missing or there twice."""
     with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
         found = [located.record for located in reader.read_to_end()]
-    steps = [record for record in found if isinstance(record, TrainStep) and record.run_id == run_id]
+    own = [record for record in found if isinstance(record, TrainStep | StepPlan) and record.run_id == run_id]
+    steps = [record for record in own if isinstance(record, TrainStep)]
     numbers = [record.step for record in steps]
     if numbers != list(range(1, len(steps) + 1)):
         raise HistoryError(
             f"run {run_id}: the log has steps {numbers[-20:]} where 1, 2, 3... was expected: two trainers were on one "
             "run, or part of train.steps is gone; start a new run"
         )
-    return steps
+    plans = [record for record in own if isinstance(record, StepPlan) and record.step == len(steps) + 1]
+    return History(steps, plans[-1] if plans else None)
 
 
 class RecordedInputs:
-    """The inputs of recorded steps, read again from the log."""
+    """The inputs of recorded steps and of plans, read again from the log."""
 
     def __init__(self, kafka: KafkaSettings, producer: RecordProducer, limit_bytes: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -48,8 +68,8 @@ class RecordedInputs:
         self._batches = batch_log(kafka, producer, "end")
         self._interactions = InteractionLog(kafka, vocab_size)
 
-    def of(self, record: TrainStep) -> Batch:
-        """What a step was trained on, without what was excluded then.
+    def of(self, record: DecidedStep) -> Batch:
+        """What a step is trained on, without what was excluded when that was decided.
 
         Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
         NotRepeatableError for interactions.
@@ -61,7 +81,7 @@ class RecordedInputs:
     def _group(self, place: StepInput) -> TrainableGroup:
         return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size)
 
-    def _online(self, place: StepInput, record: TrainStep) -> TrainableBatch:
+    def _online(self, place: StepInput, record: DecidedStep) -> TrainableBatch:
         batch = self._batches.at(place)
         members = repeated(batch, record)
         found = self._interactions.fetch(members)
@@ -69,7 +89,7 @@ class RecordedInputs:
         whole = tuple(interaction for interaction in interactions if isinstance(interaction, Interaction))
         if len(whole) < len(members):
             raise NotRepeatableError(
-                f"step {record.step} learnt from {len(members)} interactions of batch {batch.batch_id}, and the log no "
+                f"step {record.step} learns from {len(members)} interactions of batch {batch.batch_id}, and the log no "
                 f"longer has {len(members) - len(whole)} of them: their users had them erased, or their retention has "
                 "passed. The step's weights stay in the weight log; to train on, begin a run from a version's anchor"
             )

@@ -8,8 +8,9 @@ What is undecodable or is no group goes to the dead-letter topic, and reading go
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -35,6 +36,10 @@ FETCH_DEADLINE_S = 60.0
 
 class MissingRolloutError(LookupError):
     """The log holds no such rollout where a group says it is: its retention has passed, or the reference is wrong."""
+
+
+class InOrderError(ValueError):
+    """The log does not give the groups in one order; the message says what to do."""
 
 
 class ReadAhead:
@@ -76,7 +81,11 @@ class RolloutLog:
             self._held.put(located)
 
     def rollout(self, member: GroupMember) -> Rollout:
-        """The rollout of a group's member, with its segments.
+        """The rollout of a group's member, with its segments. Raises as `with_origin`."""
+        return self.with_origin(member)[0]
+
+    def with_origin(self, member: GroupMember) -> tuple[Rollout, str]:
+        """The rollout of a group's member, with its segments, and the replay that wrote it; empty: none did.
 
         Raises:
             MissingRolloutError: the log or the store no longer holds it.
@@ -89,7 +98,7 @@ class RolloutLog:
             raise InvalidRolloutError(
                 f"rollouts[{member.partition}] offset {member.offset} does not hold rollout {member.rollout_id}"
             )
-        return self._with_segments(record)
+        return self._with_segments(record), located.replay_id
 
     def close(self) -> None:
         """Give the connections back."""
@@ -129,6 +138,16 @@ class RolloutLog:
             raise InvalidRolloutError(str(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Reference(Generic[R]):
+    """A record that refers to others, as it was read."""
+
+    place: StepInput
+    record: R
+    replay_id: str
+    """The replay that wrote it; empty: none did."""
+
+
 class ReferenceLog(Generic[R]):
     """A topic whose records refer to others, from given offsets on.
 
@@ -153,12 +172,17 @@ class ReferenceLog(Generic[R]):
         self._producer = producer
         self._names = Names(kafka.topic_prefix)
 
-    def poll(self, timeout_s: float) -> list[tuple[StepInput, R]]:
-        """The next records with their places."""
+    def partitions(self) -> list[int]:
+        """The topic's partitions."""
+        return self._reader.partitions(self._topic)
+
+    def poll(self, timeout_s: float) -> list[Reference[R]]:
+        """The next records."""
         found = []
         for located in self._reader.poll(timeout_s):
             if isinstance(located.record, self._kind):
-                found.append((self._place(located, located.record), located.record))
+                place = self._place(located, located.record)
+                found.append(Reference(place, located.record, located.replay_id))
             else:
                 reason = located.error or f"{type(located.record).__name__} is no record of this topic"
                 send_dead_letter(self._producer, self._names, located, reason, CLIENT)
@@ -197,7 +221,13 @@ def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mappi
 
 
 class LogInput:
-    """Feeds a `BatchBuilder` from the log."""
+    """Feeds a `BatchBuilder` from the log, as far as it takes any.
+
+    What waits in memory is bounded: the groups that the builder lets wait, those of one poll, and `limit_bytes` of
+    rollouts ahead of them.
+
+    Raises InOrderError when the builder has to have the groups in order and they lie in several partitions.
+    """
 
     def __init__(
         self,
@@ -210,23 +240,37 @@ class LogInput:
     ) -> None:
         self._builder = builder
         self._groups = group_log(kafka, producer, builder.progress().next_offsets)
+        if builder.in_order:
+            _require_one(self._groups.partitions())
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._vocab_size = vocab_size
+        self._undecided: deque[Reference[Group]] = deque()
 
     def poll(self, timeout_s: float, version: int) -> None:
-        """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`."""
-        self._rollouts.read_ahead(0.0)
-        for place, group in self._groups.poll(timeout_s):
-            if self._builder.wants(place, group, version):
-                self._resolve(place, group)
+        """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`.
 
-    def _resolve(self, place: StepInput, group: Group) -> None:
+        While the builder is full this only lets the time pass.
+        """
+        if self._builder.full:
+            time.sleep(timeout_s)
+            return
+        self._rollouts.read_ahead(0.0)
+        if not self._undecided:
+            self._undecided.extend(self._groups.poll(timeout_s))
+        while self._undecided and not self._builder.full:
+            self._decide(self._undecided.popleft(), version)
+
+    def _decide(self, read: Reference[Group], version: int) -> None:
+        if not self._builder.wants(read.place, read.record, version, read.replay_id):
+            return
         try:
-            self._builder.accept(trainable(place, group, self._rollouts, self._vocab_size))
+            found = trainable(read.place, read.record, self._rollouts, self._vocab_size, read.replay_id)
         except MissingRolloutError:
-            self._builder.exclude(place, group, Exclusion.MISSING_ROLLOUT)
+            self._builder.exclude(read.place, read.record, Exclusion.MISSING_ROLLOUT)
         except InvalidRolloutError:
-            self._builder.exclude(place, group, Exclusion.INVALID_ROLLOUT)
+            self._builder.exclude(read.place, read.record, Exclusion.INVALID_ROLLOUT)
+        else:
+            self._builder.accept(found)
 
     def __enter__(self) -> Self:
         return self
@@ -238,9 +282,23 @@ class LogInput:
         self._rollouts.close()
 
 
-def trainable(place: StepInput, group: Group, rollouts: RolloutLog, vocab_size: int) -> TrainableGroup:
-    """A group with the checked rollouts of its completed members. Raises as `RolloutLog.rollout`."""
-    found = tuple(rollouts.rollout(member) for member in completed(group))
-    for rollout in found:
+def trainable(
+    place: StepInput, group: Group, rollouts: RolloutLog, vocab_size: int, replay_id: str = ""
+) -> TrainableGroup:
+    """A group, which the replay `replay_id` wrote if any did, with the checked rollouts of its completed members.
+
+    Raises as `RolloutLog.with_origin`.
+    """
+    found = [rollouts.with_origin(member) for member in completed(group)]
+    for rollout, _ in found:
         check(rollout, vocab_size)
-    return TrainableGroup(place, group, found)
+    replays = {replay_id, *(origin for _, origin in found)} - {""}
+    return TrainableGroup(place, group, tuple(rollout for rollout, _ in found), frozenset(replays))
+
+
+def _require_one(partitions: list[int]) -> None:
+    if len(partitions) != 1:
+        raise InOrderError(
+            f"trainer.in_order needs one order of all groups, and `groups` has {len(partitions)} partitions: create "
+            "the topics under a fresh prefix with kafka.partitions set to 1, or set trainer.in_order to false"
+        )

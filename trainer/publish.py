@@ -26,7 +26,7 @@ from typing import Self
 from tidemill.kernels.delta import CodecSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import Anchor, Manifest
 from tidemill.schemas.tensor_table import with_tensors
 from tidemill.trainer.anchor import anchor_uri, write_anchor
@@ -61,14 +61,20 @@ class WeightPublisher:
     """
 
     def __init__(
-        self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: PublishSettings, base_model: Path
+        self,
+        kafka: KafkaSettings,
+        run: RunSettings,
+        store: StoreSettings,
+        settings: PublishSettings,
+        base_model: Path,
+        manifests: AckedWriter | None = None,
     ) -> None:
         self._kafka, self._run, self._store, self._settings = kafka, run, store, settings
         self._base_model = base_model
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._producer = RecordProducer(kafka, CLIENT)
-        self._log = VersionLog(self._producer, run, store, read_chain(kafka, run))
+        self._log = VersionLog(manifests or self._producer, run, store, read_chain(kafka, run), settings.incarnation)
         self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder)
         self._held: HeldVersion | None = None
         self._in_doubt = False
@@ -83,6 +89,7 @@ class WeightPublisher:
         *,
         base_model: Path | str,
         fork_from: ForkPoint | None = None,
+        manifests: AckedWriter | None = None,
     ) -> Self:
         """A publisher that goes on where the log ends.
 
@@ -93,11 +100,13 @@ class WeightPublisher:
             base_model: directory whose configuration and tokenizer anchors take over.
             fork_from: for a branch that is not in the log yet: the version of another one that it begins with, under
                 the same number. The branch gets an anchor of its own, and needs nothing of the other one from then on.
+            manifests: what writes the manifests, for a trainer that other processes are to be kept out for; the
+                publisher's own producer where it is not given.
 
         Raises ChainError when the log holds a version twice with different weights, or the fork's version cannot be
         made, or the branch began with another one.
         """
-        publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model))
+        publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model), manifests)
         if fork_from is not None:
             publisher._fork(fork_from)
         return publisher
@@ -106,6 +115,11 @@ class WeightPublisher:
     def newest(self) -> Manifest | None:
         """The newest version in the log."""
         return self._log.chain.newest
+
+    @property
+    def incarnation(self) -> str:
+        """Which life of the branch's version numbers its versions belong to; empty while it has none."""
+        return self._log.chain.incarnation
 
     @property
     def skips(self) -> SkipPublisher:

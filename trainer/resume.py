@@ -1,7 +1,8 @@
 """Going on where a run stopped, from the log and the newest checkpoint.
 
 The log says which steps were trained; a checkpoint only saves making them again. Steps after it are repeated from their
-recorded inputs and checked, so whatever the moment of the stop, no group is trained twice and none is skipped.
+recorded inputs and checked, so whatever the moment of the stop, no group is trained twice and none is skipped. A step
+that was begun and has no record is left to `begun`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.records import TrainStep
+from tidemill.schemas.producer import AckedWriter, RecordProducer
+from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch_builder import BatchBuilder, Rules
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
 from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import RecordedInputs, read_steps
+from tidemill.trainer.history import RecordedInputs, read_history
 from tidemill.trainer.model import load_model
 from tidemill.trainer.objectives import OBJECTIVES
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.queue import OnlineQueue, OnlineRules
 from tidemill.trainer.online.rewind import Rewinder
 from tidemill.trainer.publish import WeightPublisher
-from tidemill.trainer.session import DECISIONS, Session
+from tidemill.trainer.session import Session
 from tidemill.trainer.step import Learner
+from tidemill.trainer.step_records import DECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ class OpenRun:
     line: WeightLine
     """The versions that were made; the gate's decisions are yet to be read."""
     rewinder: Rewinder
+    begun: StepPlan | None
+    """The next step, where it was begun."""
+
+    def made(self, record: TrainStep) -> None:
+        """Take in that a step was taken."""
+        self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
 
 
 def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
@@ -58,6 +66,9 @@ def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
         skip_no_signal=run.skip_no_signal,
         remembered_groups=settings.remembered_groups,
         advantage=advantage,
+        accept_replays=frozenset(settings.accept_replays),
+        in_order=settings.in_order,
+        max_waiting=max(settings.max_waiting_batches * run.groups_per_step, settings.online.simulated_groups_per_batch),
     )
 
 
@@ -75,6 +86,7 @@ def online_rules_of(run: RunSettings, settings: TrainerSettings) -> OnlineRules:
         skip_no_signal=run.skip_no_signal,
         require_admission=online.require_admission,
         remembered=settings.remembered_groups,
+        accept_replays=frozenset(settings.accept_replays),
     )
 
 
@@ -91,28 +103,34 @@ def open_session(
     producer: RecordProducer,
     publisher: WeightPublisher,
     checkpoints: CheckpointStore,
+    commits: AckedWriter,
 ) -> OpenRun:
     """A session after the last recorded step, everything up to it published, and what goes on from there.
 
+    `commits` writes `train.steps`, and lets no other trainer of the run do so.
+
     Raises HistoryError, ChainError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
     """
-    rules = rules_of(run, settings)
-    steps = read_steps(kafka, run.run_id)
+    rules, online_rules = rules_of(run, settings), online_rules_of(run, settings)
+    history = read_history(kafka, run.run_id)
     learner = make_learner(settings)
-    saved = _restore(learner, checkpoints, len(steps))
-    session = Session(run, settings, learner, producer, publisher, step=saved.step if saved else 0)
-    line = _line(run, steps)
+    saved = _restore(learner, checkpoints, len(history.steps))
+    session = Session(run, settings, learner, producer, publisher, steps=commits, step=saved.step if saved else 0)
+    if saved is not None:
+        _require_recorded(session, history.steps[saved.step - 1])
+    session.publish_start()
+    line = WeightLine(run.run_id, run.branch)
     opened = OpenRun(
         session=session,
-        builder=BatchBuilder(rules, saved.progress if saved else None),
-        queue=OnlineQueue(online_rules_of(run, settings), line, saved.online if saved else None),
+        builder=BatchBuilder(rules, saved.progress if saved else None, publisher.incarnation),
+        queue=OnlineQueue(online_rules, line, saved.online if saved else None, publisher.incarnation),
         line=line,
         rewinder=Rewinder(kafka, run, settings, producer, checkpoints, session),
+        begun=history.begun,
     )
-    if saved is not None:
-        _require_recorded(session, steps[saved.step - 1])
-    session.publish_start()
-    _repeat(kafka, settings, producer, opened, steps[session.place.step :])
+    for record in history.steps:
+        opened.made(record)
+    _repeat(kafka, settings, producer, opened, history.steps[session.place.step :])
     return opened
 
 
@@ -131,13 +149,6 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
             f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
             f"{record.fingerprint}: it is damaged or of another run; delete it, and an older one is used"
         )
-
-
-def _line(run: RunSettings, steps: Sequence[TrainStep]) -> WeightLine:
-    line = WeightLine(run.run_id, run.branch)
-    for record in steps:
-        line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
-    return line
 
 
 def _repeat(

@@ -1,7 +1,8 @@
 """The trainer role: groups and online batches from the log in, weight versions out, until told to stop or done.
 
 It publishes the starting checkpoint as version 0 before anything else, so that replicas have something to serve. On
-stopping it finishes the step under way and writes a checkpoint.
+stopping it finishes the step under way and writes a checkpoint. Of several trainers on one run the one that was started
+last goes on, and the others end with FencedError.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.fenced_producer import FencedProducer
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import Batch, BatchBuilder
+from tidemill.trainer.begun import take_begun
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import CLIENT, LogInput
@@ -55,25 +58,40 @@ def run(
 
     Raises FileNotFoundError without a starting checkpoint, HistoryError, ChainError or NotRepeatableError when the log
     does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that compares
-    rollouts, RejectedLineError when the gate left no version to train on from, DeliveryError or KafkaException when the
-    log fails.
+    rollouts, InOrderError when the log has no one order of groups, RejectedLineError when the gate left no version to
+    train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when the log
+    fails.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
     with ExitStack() as stack:
         producer = stack.enter_context(RecordProducer(kafka, CLIENT))
-        publisher = WeightPublisher.open(kafka, run, store, trainer.publish, base_model=trainer.model)
-        opened = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints)
+        # Before anything is read: what another trainer of the run may still write would not be seen.
+        commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
+        publisher = WeightPublisher.open(
+            kafka, run, store, trainer.publish, base_model=trainer.model, manifests=commits
+        )
+        opened = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints, commits)
         place, vocab_size = opened.session.place, opened.session.vocab_size
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
         source = LogInput(kafka, opened.builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=vocab_size)
         stack.enter_context(source)
         feed: Feed = GroupFeed(source, opened.builder)
         if trainer.online.enabled:
-            online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size)
+            replays = frozenset(trainer.accept_replays)
+            online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size, replays)
             stack.enter_context(online)
             feed = OnlineFeed(source, opened.builder, online, opened.queue, opened.line, trainer.online)
-        _Loop(opened, feed, checkpoints, trainer, stop).run(run.max_steps)
+        loop = _Loop(opened, feed, checkpoints, trainer, stop)
+        if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
+            loop.took(take_begun(opened.begun, opened, kafka, trainer, producer))
+        loop.run(run.max_steps)
+
+
+def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
+    """The name under which the one trainer of a run writes its steps and versions. Steps are numbered by run, so that
+    branches share it."""
+    return f"{kafka.topic_prefix}{CLIENT}.{run.run_id}"
 
 
 class Feed(Protocol):
@@ -125,17 +143,18 @@ class _Loop:
         """Train up to step `max_steps`, or until stopped, and leave a checkpoint."""
         while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
             self._not_before = time.monotonic() + self._settings.min_step_seconds
-            _log.info("train %s", json.dumps(summary(self._train(batch))))
-            if self._session.place.step % self._settings.checkpoint_every == 0:
-                self._checkpoint()
+            decisions = self._opened.line.decisions if self._settings.online.enabled else None
+            self.took(self._session.train(batch, decisions))
         self._checkpoint()
 
-    def _train(self, batch: Batch) -> TrainStep:
-        line = self._opened.line
-        decisions = line.decisions if self._settings.online.enabled else None
-        record = self._session.train(batch, decisions)
-        line.made(record.version, record.parent_version, line.decisions)
-        return record
+    def took(self, record: TrainStep | None) -> None:
+        """Take in that a step was taken, or none, and leave a checkpoint where one is due."""
+        if record is None:
+            return
+        _log.info("train %s", json.dumps(summary(record)))
+        self._opened.made(record)
+        if record.step % self._settings.checkpoint_every == 0:
+            self._checkpoint()
 
     def _next_batch(self) -> Batch | None:
         """The next batch, or None when stopped before there is one."""

@@ -1,8 +1,9 @@
 """A training session: the weights, where they are in the run, and the records of each step.
 
-The order of a step is fixed, so that a stop anywhere can be made good from the log: the optimizer step, its record
-acknowledged, then the version's chunks and its manifest, then (where one is due) the checkpoint. What is recorded and
-not yet published is made again from the recorded inputs, and checked against the recorded fingerprint.
+The order of a step is fixed, so that a stop anywhere can be made good from the log: its plan acknowledged, the
+optimizer step, its record acknowledged, then the version's chunks and its manifest, then (where one is due) the
+checkpoint. What is planned and not recorded is taken on the planned inputs; what is recorded and not yet published is
+made again from the recorded inputs, and checked against the recorded fingerprint.
 
 Steps are numbered without a gap and each makes the version of its number. Its parent is the version before it, or an
 older one that the session was told to go back to.
@@ -10,34 +11,27 @@ older one that the session was told to go back to.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import time
-from collections import Counter
+import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from torch import Tensor
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.records import Staleness, TrainStep
-from tidemill.trainer.batch import Trajectory
+from tidemill.schemas.producer import AckedWriter, RecordProducer
+from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
-from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import Progress
-from tidemill.trainer.metrics import lag_counts
 from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
-from tidemill.trainer.step import Learner, StepOutcome
-
-STAGE = "train"
-DECISIONS = "online/decisions"
-"""Metric of a step in online mode: how many decisions of the gate were known when it was taken."""
+from tidemill.trainer.step import Learner
+from tidemill.trainer.step_records import Taken, plan_of, record_of, staleness_records
 
 
 class NotRepeatableError(RuntimeError):
@@ -57,7 +51,12 @@ class Place:
 
 
 class Session:
-    """Trains, records and publishes steps from `learner`'s weights on, which are those of `step`."""
+    """Trains, records and publishes steps from `learner`'s weights on, which are those of `step`.
+
+    Args:
+        producer: writes what may be said twice.
+        steps: writes `train.steps`; while this process may not, no version is published.
+    """
 
     def __init__(
         self,
@@ -67,14 +66,17 @@ class Session:
         producer: RecordProducer,
         publisher: WeightPublisher,
         *,
+        steps: AckedWriter,
         step: int,
     ) -> None:
         self._run = run
         self._settings = settings
         self._learner = learner
         self._producer = producer
+        self._steps = steps
         self._publisher = publisher
-        self._config_hash = settings.arithmetic_hash()
+        self.config_hash = settings.arithmetic_hash()
+        self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.place = self._snapshot(step)
 
     @property
@@ -91,19 +93,41 @@ class Session:
             self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
 
     def train(self, batch: Batch, decisions: int | None = None) -> TrainStep:
-        """Train one step on `batch`, record it and publish its version.
+        """Train the next step on `batch`, record it and publish its version.
 
-        `decisions` of the gate were known when it was taken; None where the gate is not followed.
+        `decisions` of the gate were known when it was begun; None where the gate is not followed.
         """
+        return self.take(self.begin(batch, decisions), batch)
+
+    def begin(self, batch: Batch, decisions: int | None = None) -> StepPlan:
+        """Write down that the next step is taken on `batch`. From here on it is taken on nothing else."""
+        plan = plan_of(
+            self._run,
+            batch,
+            step=self.place.step + 1,
+            parent_version=self.place.version,
+            decisions=decisions,
+            config_hash=self.config_hash,
+            incarnation=self._publisher.incarnation,
+            trainer=self._trainer,
+        )
+        self._steps.send_acked(Topic.STEPS, [(self._run.run_id, plan)])
+        return plan
+
+    def take(self, plan: StepPlan, batch: Batch) -> TrainStep:
+        """Take a step that was begun, record it and publish its version; `batch` holds the inputs of its plan."""
+        before = self.place
+        if (before.step + 1, before.version) != (plan.step, plan.parent_version):
+            raise ValueError(
+                f"step {plan.step} follows step {plan.step - 1} from version {plan.parent_version}, not step "
+                f"{before.step} from version {before.version}"
+            )
         started, clock = now_us(), time.monotonic()
-        before, step = self.place, self.place.step + 1
-        seed = step_seed(self._run.seed, step)
-        outcome = self._learner.train(batch.groups, step, before.version, seed, batch.online)
-        if decisions is not None:
-            outcome.metrics[DECISIONS] = float(decisions)
-        self.place = self._snapshot(step)
-        record = self._record(batch, before, outcome, started, time.monotonic() - clock)
-        self._producer.send_acked(Topic.STEPS, [(self._run.run_id, record)])
+        outcome = self._learner.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
+        self.place = self._snapshot(plan.step)
+        taken = Taken(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
+        record = record_of(plan, batch, self._settings.objective, taken)
+        self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch)
         return record
 
@@ -153,7 +177,7 @@ class Session:
             step=self.place.step,
             version=self.place.version,
             fingerprint=self.place.fingerprint,
-            config_hash=self._config_hash,
+            config_hash=self.config_hash,
             progress=progress,
             online=online or Progress(),
         )
@@ -178,70 +202,10 @@ class Session:
             trained_at=record.finished_at,
         )
 
-    def _record(self, batch: Batch, before: Place, outcome: StepOutcome, started: int, seconds: float) -> TrainStep:
-        excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)
-        return TrainStep(
-            run_id=self._run.run_id,
-            step=self.place.step,
-            version=self.place.version,
-            parent_version=before.version,
-            inputs=[*([batch.online.place] if batch.online else []), *(group.place for group in batch.groups)],
-            exclusions=batch.exclusions,
-            seed=step_seed(self._run.seed, self.place.step),
-            config_hash=self._config_hash,
-            objective="+".join(self._objectives(batch)),
-            learning_rate=outcome.learning_rate,
-            metrics={
-                **outcome.metrics,
-                **{k: float(n) for k, n in excluded.items()},
-                "seconds": seconds,
-                "policy_lag_bound": float(self._run.max_policy_lag),
-            },
-            lag=outcome.lag,
-            rollouts=outcome.rollouts,
-            tokens=outcome.tokens,
-            fingerprint=self.place.fingerprint,
-            parent_fingerprint=before.fingerprint,
-            started_at=started,
-            finished_at=now_us(),
-        )
-
-    def _objectives(self, batch: Batch) -> list[str]:
-        online = [ObjectiveName.REINFORCE.value] if batch.online else []
-        return online + ([self._settings.objective.value] if batch.groups or not online else [])
-
     def _require_same_settings(self, record: TrainStep) -> None:
-        if record.config_hash != self._config_hash:
+        if record.config_hash != self.config_hash:
             raise NotRepeatableError(
                 f"step {record.step} is in the log, has no checkpoint, and was trained with other settings (hash "
-                f"{record.config_hash}, now {self._config_hash}): start once with the settings of then, and change "
+                f"{record.config_hash}, now {self.config_hash}): start once with the settings of then, and change "
                 "them after the next checkpoint"
             )
-
-
-def step_seed(run_seed: int, step: int) -> int:
-    """The seed of a step, in [0, 2**63)."""
-    return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
-
-
-def staleness_records(record: TrainStep, batch: Batch) -> list[Staleness]:
-    """Policy lag of the trained tokens of each replica of a step."""
-    sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
-    sampled += [rollout for group in batch.groups for rollout in group.rollouts]
-    return [
-        Staleness(
-            run_id=record.run_id,
-            replica_id=replica_id,
-            region=region,
-            stage=STAGE,
-            step=record.step,
-            version=record.parent_version,
-            lag=lag_counts(found, record.parent_version),
-            at=record.finished_at,
-        )
-        for (replica_id, region), found in groupby(sorted(sampled, key=_source), _source)
-    ]
-
-
-def _source(trajectory: Trajectory) -> tuple[str, str]:
-    return trajectory.replica_id, trajectory.region

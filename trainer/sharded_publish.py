@@ -101,7 +101,8 @@ class ShardedPublisher:
         self._in_doubt = False
         # The chain is the committer's: on the other ranks it stays empty.
         chain = ranks.on_first(lambda: read_chain(kafka, run))
-        self._log = VersionLog(producer, run, store, VersionChain(run.run_id, run.branch) if chain is None else chain)
+        chain = VersionChain(run.run_id, run.branch) if chain is None else chain
+        self._log = VersionLog(producer, run, store, chain, settings.incarnation)
 
     def publish(self, mark: VersionMark, parts: Parts) -> Manifest:
         """Publish the weights of which every rank gives its `parts` as version `mark.version`; on every rank at once.

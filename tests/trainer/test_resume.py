@@ -10,6 +10,7 @@ import torch
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.fenced_producer import FencedProducer
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Manifest, Staleness, TrainStep
@@ -20,8 +21,9 @@ from tidemill.trainer.history import HistoryError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.publish import ChainError, PublishSettings, WeightPublisher
 from tidemill.trainer.resume import open_session
-from tidemill.trainer.run import run
-from tidemill.trainer.session import NotRepeatableError, step_seed
+from tidemill.trainer.run import commit_name, run
+from tidemill.trainer.session import NotRepeatableError
+from tidemill.trainer.step_records import step_seed
 
 GROUPS = 10
 STEPS = 5
@@ -79,8 +81,9 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
     run_of = run_settings(run_id)
     held = CheckpointStore(store.root, run_id, run_of.branch, settings.keep_checkpoints)
     producer = RecordProducer(log, "test")
-    publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model)
-    opened = open_session(log, run_of, settings, producer, publisher, held)
+    commits = FencedProducer(log, "test", commit_name(log, run_of))
+    publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model, manifests=commits)
+    opened = open_session(log, run_of, settings, producer, publisher, held, commits)
     session, builder = opened.session, opened.builder
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
         for _ in range(steps):

@@ -33,9 +33,14 @@ Found = Interaction | Exclusion
 
 
 class InteractionLog:
-    """Fetches interactions by place."""
+    """Fetches interactions by place.
 
-    def __init__(self, kafka: KafkaSettings, vocab_size: int) -> None:
+    Args:
+        accept_replays: replays whose interactions may be trained; None: whatever wrote them, since that was decided.
+    """
+
+    def __init__(self, kafka: KafkaSettings, vocab_size: int, accept_replays: frozenset[str] | None = None) -> None:
+        self._accept_replays = accept_replays
         self._codec = Codec(kafka.registry_url)
         self._names = Names(kafka.topic_prefix)
         self._topic = self._names.of(Topic.INTERACTIONS)
@@ -63,6 +68,8 @@ class InteractionLog:
             return Exclusion.INVALID_INTERACTION
         if located is None or located.value is None:
             return Exclusion.MISSING_INTERACTION
+        if located.replay_id and self._accept_replays is not None and located.replay_id not in self._accept_replays:
+            return Exclusion.REPLAYED
         record = located.record
         if not isinstance(record, Interaction) or record.interaction_id != member.interaction_id:
             return Exclusion.INVALID_INTERACTION

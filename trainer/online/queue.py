@@ -7,7 +7,8 @@ What it keeps true:
   whole is one exclusion that counts its interactions;
 - a batch is trained at most `max_policy_lag` steps after the version that made it, on the line of the trainer, and only
   when that version may learn from users;
-- nothing is trained of a user who demanded to be erased after it was served.
+- nothing is trained of a user who demanded to be erased after it was served, nothing whose policy lag is undefined, and
+  nothing that a replay wrote which the trainer was not told of.
 
 The oldest batch is offered first (`next`); whoever holds its interactions asks what is left of it (`settle`), and
 trains that (`take`) or excludes the batch.
@@ -27,13 +28,12 @@ from tidemill.schemas.records import (
     OnlineMember,
     StepExclusion,
     StepInput,
-    TrainStep,
     UserRequest,
     UserWish,
 )
-from tidemill.trainer.batch_builder import Exclusion
+from tidemill.trainer.batch_builder import SECOND_RECORDS, Exclusion
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.endings import Endings, Progress, place_of_exclusion
+from tidemill.trainer.endings import DecidedStep, Endings, Progress, place_of_exclusion
 from tidemill.trainer.online.baselines import has_signal
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.trainable import TrainableBatch, exclusion
@@ -53,6 +53,8 @@ class OnlineRules:
     skip_no_signal: bool
     require_admission: bool
     remembered: int
+    accept_replays: frozenset[str] = frozenset()
+    """Replays whose batches are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +66,47 @@ class Waiting:
 
 
 class OnlineQueue:
-    """Takes online batches in the order they are read, gives the one to train next."""
+    """Takes online batches in the order they are read, gives the one to train next.
 
-    def __init__(self, rules: OnlineRules, line: WeightLine, progress: Progress | None = None) -> None:
+    Args:
+        incarnation: of the run's versions; None where versions of different incarnations are not told apart.
+    """
+
+    def __init__(
+        self, rules: OnlineRules, line: WeightLine, progress: Progress | None = None, incarnation: str | None = None
+    ) -> None:
         self._rules = rules
+        self._incarnation = incarnation
         self._line = line
         self._endings = Endings(progress or Progress(), rules.remembered)
         self._erased: dict[str, int] = {}
         self._waiting: list[Waiting] = []
         self._excluded: list[StepExclusion] = []
 
-    def observe_step(self, step: TrainStep) -> None:
-        """Take over the decisions of a recorded step: its online batch and excluded ones have ended."""
-        for place in [*step.inputs, *map(place_of_exclusion, step.exclusions)]:
+    def observe_step(self, step: DecidedStep) -> None:
+        """Take over the decisions of a recorded step, or of one that is to be taken: its online batch and excluded ones
+        have ended."""
+        for place in step.inputs:
             if place.topic == Topic.ONLINE_BATCHES:
                 self._endings.end(place, remember=True)
+        for entry in step.exclusions:
+            if entry.topic == Topic.ONLINE_BATCHES:
+                self._endings.end(place_of_exclusion(entry), remember=entry.reason not in SECOND_RECORDS)
+        self._endings.settle()
 
     def observe_request(self, request: UserRequest) -> None:
         """Take a user's demand in: nothing that was served before it is trained from now on, if it is to erase."""
         if request.wish is UserWish.ERASE:
             self._erased[request.user_id] = max(request.at, self._erased.get(request.user_id, request.at))
 
-    def read(self, place: StepInput, batch: OnlineBatch) -> None:
-        """Read one batch. One that ended before, or is of another run or branch, is passed over."""
+    def erased(self, batch: TrainableBatch) -> bool:
+        """Whether a user demanded that something of a batch be deleted."""
+        pairs = zip(batch.members, batch.interactions, strict=True)
+        return any(self._is_erased(member, interaction) for member, interaction in pairs)
+
+    def read(self, place: StepInput, batch: OnlineBatch, replay_id: str = "") -> None:
+        """Read one batch, written by the replay `replay_id` if any. One that ended before, or is of another run or
+        branch, is passed over."""
         own = (batch.run_id, batch.branch) == (self._rules.run_id, self._rules.branch)
         if not self._endings.read(place) or not own:
             return
@@ -94,7 +114,9 @@ class OnlineQueue:
             w.batch.batch_id == batch.batch_id for w in self._waiting
         )
         self._waiting.append(Waiting(place, batch))
-        if known:
+        if replay_id and replay_id not in self._rules.accept_replays:
+            self.exclude(self._waiting[-1], Exclusion.REPLAYED)
+        elif known:
             self.exclude(self._waiting[-1], Exclusion.DUPLICATE)
 
     def next(self, current: int) -> Waiting | None:
@@ -146,23 +168,27 @@ class OnlineQueue:
         self._excluded.append(
             StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, len(members))
         )
-        self._endings.end(place, remember=True)
+        self._endings.end(place, remember=reason not in SECOND_RECORDS)
 
     def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
         """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
         self._endings.end(chosen.place, remember=True)
+        self._endings.settle()
         excluded, self._excluded = self._excluded, []
         return [*excluded, *chosen.excluded]
 
     def progress(self) -> Progress:
         """Where to go on, as of the batch taken last: exclusions since then are decided again."""
-        undecided = [*(waiting.place for waiting in self._waiting), *map(place_of_exclusion, self._excluded)]
-        return self._endings.progress(undecided)
+        firsts = [place_of_exclusion(e) for e in self._excluded if e.reason not in SECOND_RECORDS]
+        seconds = [place_of_exclusion(e) for e in self._excluded if e.reason in SECOND_RECORDS]
+        return self._endings.progress([*(waiting.place for waiting in self._waiting), *firsts], seconds)
 
     def _version_problem(self, version: int, current: int, bound: int) -> Exclusion | None:
         if version in self._line.abandoned:
             return Exclusion.REJECTED_VERSION
+        if version > self._line.newest:
+            return Exclusion.UNDEFINED_LAG
         lag = self._line.lag(version, current)
         return Exclusion.STALE if lag is None or lag > bound else None
 
@@ -178,6 +204,8 @@ class OnlineQueue:
             return found
         if not _agree(member, found, batch):
             return Exclusion.INVALID_INTERACTION
+        if self._incarnation is not None and found.incarnation not in ("", self._incarnation):
+            return Exclusion.UNDEFINED_LAG
         if not member.correction:
             return None
         newest, oldest = found.version_max, found.version_min
@@ -201,8 +229,8 @@ class OnlineQueue:
         return None
 
 
-def repeated(batch: OnlineBatch, step: TrainStep) -> list[OnlineMember]:
-    """The members of a batch that a recorded step trained: all but those that it excluded."""
+def repeated(batch: OnlineBatch, step: DecidedStep) -> list[OnlineMember]:
+    """The members of a batch that a decided step trains: all but those that it excluded."""
     excluded = {entry.group_id for entry in step.exclusions if entry.topic == Topic.INTERACTIONS}
     return [member for member in _distinct(batch.members) if member.interaction_id not in excluded]
 

@@ -38,12 +38,18 @@ class OnlineInput:
     """Feeds an `OnlineQueue` and a `WeightLine` from the log."""
 
     def __init__(
-        self, kafka: KafkaSettings, queue: OnlineQueue, line: WeightLine, producer: RecordProducer, vocab_size: int
+        self,
+        kafka: KafkaSettings,
+        queue: OnlineQueue,
+        line: WeightLine,
+        producer: RecordProducer,
+        vocab_size: int,
+        accept_replays: frozenset[str] = frozenset(),
     ) -> None:
         self._queue, self._line = queue, line
         self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
         self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
-        self._interactions = InteractionLog(kafka, vocab_size)
+        self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
         self._found: tuple[StepInput, Mapping[Place, Interaction | Exclusion]] | None = None
         for located in self._standing.read_to_end():
             self._observe(located)
@@ -53,8 +59,8 @@ class OnlineInput:
         came = self._batches.poll(0.0)
         for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
             self._observe(located)
-        for place, batch in came:
-            self._queue.read(place, batch)
+        for read in came:
+            self._queue.read(read.place, read.record, read.replay_id)
 
     def ready(self, current: int) -> TrainableBatch | None:
         """What is left of the batch to be trained next at version `current`; batches with nothing left are excluded."""

@@ -57,6 +57,12 @@ class VersionChain:
         return None if self._newest is None else self._newest.version
 
     @property
+    def incarnation(self) -> str:
+        """Which life of the version numbers this chain is; empty where it has no version, or is from before there was
+        one."""
+        return "" if self._newest is None else self._newest.incarnation
+
+    @property
     def head(self) -> int | None:
         """The version that the next one continues."""
         return self.newest_version if self._head is None else self._head

@@ -6,6 +6,7 @@ sees can be read in full; a version is committed once, and only as the next one 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.producer import AckedWriter
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 from tidemill.schemas.tensor_table import fit_record
@@ -56,12 +57,25 @@ def weights_folder(store: StoreSettings, run: RunSettings) -> str:
 
 
 class VersionLog:
-    """Commits the versions of one branch, in order."""
+    """Commits the versions of one branch, in order.
 
-    def __init__(self, producer: RecordProducer, run: RunSettings, store: StoreSettings, chain: VersionChain) -> None:
+    Args:
+        producer: writes the manifests.
+        incarnation: that a chain begun here has; empty: a new one.
+    """
+
+    def __init__(
+        self,
+        producer: AckedWriter,
+        run: RunSettings,
+        store: StoreSettings,
+        chain: VersionChain,
+        incarnation: str = "",
+    ) -> None:
         self._producer = producer
         self._run = run
         self.chain = chain
+        self._incarnation = incarnation
         self._fit = partial(fit_record, codec=Codec(), folder=weights_folder(store, run), limit_bytes=CLAIM_CHECK_BYTES)
 
     def commit(
@@ -96,6 +110,8 @@ class VersionLog:
         anchor: Anchor | None,
     ) -> Manifest:
         ordered = sorted(shards, key=lambda shard: shard.position.shard)
+        fingerprint, published_at = total_fingerprint(tensors).hex(), now_us()
+        begun = self.chain.newest is not None
         return Manifest(
             run_id=self._run.run_id,
             branch=self._run.branch,
@@ -108,8 +124,13 @@ class VersionLog:
             delta_bytes=sum(shard.n_bytes for shard in ordered),
             shards=[shard.position for shard in ordered],
             tensors=list(tensors),
-            fingerprint=total_fingerprint(tensors).hex(),
+            fingerprint=fingerprint,
             anchor=anchor,
             trained_at=mark.trained_at,
-            published_at=now_us(),
+            published_at=published_at,
+            incarnation=self.chain.incarnation if begun else self._first_incarnation(fingerprint, published_at),
         )
+
+    def _first_incarnation(self, fingerprint: str, published_at: int) -> str:
+        said = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
+        return self._incarnation or hashlib.sha256(said.encode()).hexdigest()[:16]

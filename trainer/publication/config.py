@@ -56,6 +56,10 @@ class PublishSettings(Section):
     """Where the older weights come from: a copy of the weights kept in memory for each length, or read again from an
     anchor and the deltas after it, which takes one copy while it lasts."""
 
+    incarnation: str = ""
+    """Names the life of the version numbers that version 0 begins. Empty: a new one. To make a run again from a copy of
+    its groups and rollouts, give the one of then: they count their versions in it."""
+
     @field_validator("skips")
     @classmethod
     def _each_once(cls, value: tuple[int, ...]) -> tuple[int, ...]:

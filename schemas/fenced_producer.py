@@ -1,0 +1,129 @@
+"""Writing records that one process at a time may write: who begins to write shuts out whoever did so before.
+
+Each call of `send_acked` is one transaction under a name. What this keeps true:
+
+- a record is in the log once, when the call returns; after an error it is not there, or nobody can tell;
+- once a second process has begun to write under the name, nothing more of the first one's gets into the log: its next
+  call raises FencedError, however long it was away.
+
+A transaction's end takes an offset that holds no record. Faust commits one of those at a time: none of its inputs may
+be written like this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Position
+from tidemill.schemas.producer import DeliveryError
+from tidemill.schemas.records import Record
+
+TRANSACTION_TIMEOUT_MS = 15_000
+"""After this a transaction whose writer is gone no longer keeps readers from what lies behind it."""
+CALL_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+"""Longest wait for the log to shut the writer before out."""
+FENCED = frozenset({KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH})
+
+
+class FencedError(DeliveryError):
+    """Another process writes under the name now; nothing that this one had under way is in the log."""
+
+
+class FencedProducer:
+    """Writes records under `name`, which is this process's alone from here on.
+
+    Raises DeliveryError when the log cannot be reached.
+    """
+
+    def __init__(self, kafka: KafkaSettings, client_id: str, name: str, codec: Codec | None = None) -> None:
+        self._name = name
+        self._names = Names(kafka.topic_prefix)
+        self._codec = codec or Codec(kafka.registry_url)
+        self._producer = Producer(
+            {
+                **producer_settings(kafka, client_id),
+                "transactional.id": name,
+                "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "delivery.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "linger.ms": 0,
+            }
+        )
+        try:
+            self._call(self._producer.init_transactions, time.monotonic() + START_TIMEOUT_S)
+        except KafkaException as error:
+            raise self._explained(error) from error
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """Write (key, record) pairs, all or none, and wait for the log: their positions, in order.
+
+        Raises FencedError when another process has taken over, DeliveryError when the log does not take them,
+        ValueError for a record that does not fit its schema.
+        """
+        values = [(key.encode(), self._codec.encode(record)) for key, record in records]
+        deadline = time.monotonic() + DELIVERY_TIMEOUT_MS / 1000
+        while True:
+            try:
+                return self._transaction(topic, values, deadline)
+            except KafkaException as error:
+                if not _cause(error).txn_requires_abort() or time.monotonic() > deadline:
+                    raise self._explained(error) from error
+                self._abort(deadline)
+
+    def _transaction(self, topic: Topic, values: Sequence[tuple[bytes, bytes]], deadline: float) -> list[Position]:
+        positions: dict[int, Position] = {}
+
+        def delivered(place: int) -> Any:  # noqa: ANN401 - librdkafka's callback
+            def callback(error: KafkaError | None, message: Message) -> None:
+                if error is None:
+                    positions[place] = Position(topic, message.partition() or 0, message.offset() or 0)
+
+            return callback
+
+        self._producer.begin_transaction()
+        for place, (key, value) in enumerate(values):
+            self._producer.produce(self._names.of(topic), value, key=key, on_delivery=delivered(place))
+        # A record that was not delivered makes the commit fail, and the transaction is begun again.
+        self._producer.flush(CALL_TIMEOUT_S)
+        self._call(self._producer.commit_transaction, deadline)
+        return [positions[place] for place in range(len(values))]
+
+    def _abort(self, deadline: float) -> None:
+        try:
+            self._call(self._producer.abort_transaction, deadline)
+        except KafkaException as error:
+            raise self._explained(error) from error
+
+    def _call(self, call: Callable[[float], None], deadline: float) -> None:
+        """Make a call of the transaction protocol; one that ran out of time is resumed by calling again."""
+        while True:
+            try:
+                call(CALL_TIMEOUT_S)
+            except KafkaException as error:
+                if not _cause(error).retriable() or time.monotonic() > deadline:
+                    raise
+            else:
+                return
+
+    def _explained(self, error: KafkaException) -> DeliveryError:
+        cause = _cause(error)
+        if cause.code() in FENCED:
+            return FencedError(
+                f"another process has begun to write as {self._name}, so this one is shut out and writes nothing more: "
+                "one of the two was started by mistake, or this one was away and has been replaced; leave the other "
+                "one to go on"
+            )
+        return DeliveryError(f"the log did not take what {self._name} wrote: {cause}")
+
+
+def _cause(error: KafkaException) -> KafkaError:
+    cause: KafkaError = error.args[0]
+    return cause

@@ -1,0 +1,109 @@
+"""Writing under a name: each record once, readers pass the ends of transactions, who was replaced writes no more."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import KafkaException
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.fenced_producer import FencedError, FencedProducer
+from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import StepPlan
+
+PLAN = StepPlan("run", 1, 0, [], [], 0, "hash", {}, "incarnation", "trainer", 0)
+
+
+def plan(step: int, trainer: str = "one") -> tuple[str, StepPlan]:
+    return "run", replace(PLAN, step=step, trainer=trainer)
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix)
+    create_topics(settings)
+    return settings
+
+
+def steps_of(reader: LogReader) -> list[tuple[int, str]]:
+    return [(located.record.step, located.record.trainer) for located in reader.read_to_end(30)]
+
+
+def test_what_is_sent_is_in_the_log_once_and_in_order(log) -> None:
+    writer = FencedProducer(log, "test", f"{log.topic_prefix}writer")
+    first = writer.send_acked(Topic.STEPS, [plan(1), plan(2)])
+    second = writer.send_acked(Topic.STEPS, [plan(3)])
+    assert [place.offset for place in (*first, *second)] == [0, 1, 3], "a transaction's end takes an offset"
+    with LogReader(log, [Topic.STEPS]) as reader:
+        assert [step for step, _ in steps_of(reader)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="StepPlan does not fit"):
+        writer.send_acked(Topic.STEPS, [("run", replace(PLAN, step="one"))])
+    writer.send_acked(Topic.STEPS, [plan(4)])
+
+
+def test_readers_reach_the_end_whatever_lies_there(log) -> None:
+    """From the beginning, from the end on, and from the offset after each record."""
+    writer = FencedProducer(log, "test", f"{log.topic_prefix}writer")
+    with LogReader(log, [Topic.STEPS], start="end") as following, LogReader(log, [Topic.STEPS]) as reader:
+        for step in range(1, 4):
+            (place,) = writer.send_acked(Topic.STEPS, [plan(step)])
+            assert [s for s, _ in steps_of(reader)] == [step]
+            assert [s for s, _ in steps_of(following)] == [step]
+            assert place.offset < reader.next_offsets()[Topic.STEPS, 0] <= reader.end_offsets()[Topic.STEPS, 0]
+        begin = reader.next_offsets()
+    with LogReader(log, [Topic.STEPS], start=begin) as resumed:
+        started = time.monotonic()
+        assert list(resumed.read_to_end(30)) == []
+        assert time.monotonic() - started < 10
+        writer.send_acked(Topic.STEPS, [plan(4)])
+        assert [s for s, _ in steps_of(resumed)] == [4]
+
+
+def test_who_was_replaced_writes_nothing_more(log) -> None:
+    name = f"{log.topic_prefix}writer"
+    older = FencedProducer(log, "test", name)
+    older.send_acked(Topic.STEPS, [plan(1, "older")])
+    newer = FencedProducer(log, "test", name)
+    newer.send_acked(Topic.STEPS, [plan(2, "newer")])
+    for _ in range(2):
+        with pytest.raises(FencedError, match=r"another process has begun to write as .*writer"):
+            older.send_acked(Topic.STEPS, [plan(2, "older")])
+    other = FencedProducer(log, "test", f"{name}-of-another-run")
+    newer.send_acked(Topic.STEPS, [plan(3, "newer")])
+    other.send_acked(Topic.STEPS, [plan(1, "other")])
+    newer.send_acked(Topic.STEPS, [plan(4, "newer")])
+    with LogReader(log, [Topic.STEPS]) as reader:
+        assert [who for _, who in steps_of(reader)] == ["older", "newer", "newer", "other", "newer"]
+
+
+def test_what_the_replaced_one_had_under_way_is_not_read_and_holds_nobody_up(log) -> None:
+    """He was halted within a transaction: readers wait for its end, until it is taken back."""
+    name = f"{log.topic_prefix}writer"
+    halted = FencedProducer(log, "test", name)
+    halted._producer.begin_transaction()
+    halted._producer.produce(f"{log.topic_prefix}train.steps", halted._codec.encode(plan(1, "halted")[1]), key=b"run")
+    assert halted._producer.flush(10) == 0
+    FencedProducer(log, "test", name).send_acked(Topic.STEPS, [plan(1, "newer")])
+    started = time.monotonic()
+    with LogReader(log, [Topic.STEPS]) as reader:
+        assert steps_of(reader) == [(1, "newer")]
+    assert time.monotonic() - started < 10
+    with pytest.raises(KafkaException):
+        halted._producer.commit_transaction(10)
+
+
+def test_a_log_that_is_not_there_is_said(monkeypatch) -> None:
+    monkeypatch.setattr("tidemill.schemas.fenced_producer.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tidemill.schemas.fenced_producer.CALL_TIMEOUT_S", 0.2)
+    with pytest.raises(DeliveryError, match="did not take what name wrote"):
+        FencedProducer(KafkaSettings(bootstrap="127.0.0.1:9"), "test", "name")
+
+
+def test_others_write_to_the_same_topic_unhindered(log) -> None:
+    FencedProducer(log, "test", f"{log.topic_prefix}writer").send_acked(Topic.STEPS, [plan(1)])
+    RecordProducer(log, "test").send_acked(Topic.STEPS, [plan(2)])
+    with LogReader(log, [Topic.STEPS]) as reader:
+        assert [step for step, _ in steps_of(reader)] == [1, 2]

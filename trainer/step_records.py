@@ -1,0 +1,125 @@
+"""What a step says of itself in the log: its plan before it is taken, its record and its policy lag after. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import Staleness, StepPlan, TrainStep
+from tidemill.trainer.batch import Trajectory
+from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.choices import ObjectiveName
+from tidemill.trainer.metrics import lag_counts
+from tidemill.trainer.step import StepOutcome
+
+STAGE = "train"
+DECISIONS = "online/decisions"
+"""Metric of a step in online mode: how many decisions of the gate were known when it was begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """How a step went."""
+
+    outcome: StepOutcome
+    fingerprint: str
+    """Of the weights that it made, hexadecimal."""
+    parent_fingerprint: str
+    started_at: int
+    seconds: float
+
+
+def step_seed(run_seed: int, step: int) -> int:
+    """The seed of a step, in [0, 2**63)."""
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{step}".encode()).digest()[:8], "big") >> 1
+
+
+def plan_of(
+    run: RunSettings,
+    batch: Batch,
+    *,
+    step: int,
+    parent_version: int,
+    decisions: int | None,
+    config_hash: str,
+    incarnation: str,
+    trainer: str,
+) -> StepPlan:
+    """The plan of step `step` on `batch`; `decisions` of the gate are known, None where it is not followed."""
+    known = {} if decisions is None else {DECISIONS: float(decisions)}
+    excluded = Counter(f"excluded/{exclusion.reason}" for exclusion in batch.exclusions)
+    return StepPlan(
+        run_id=run.run_id,
+        step=step,
+        parent_version=parent_version,
+        inputs=[*([batch.online.place] if batch.online else []), *(group.place for group in batch.groups)],
+        exclusions=batch.exclusions,
+        seed=step_seed(run.seed, step),
+        config_hash=config_hash,
+        metrics={
+            **known,
+            **{reason: float(number) for reason, number in excluded.items()},
+            "policy_lag_bound": float(run.max_policy_lag),
+        },
+        incarnation=incarnation,
+        trainer=trainer,
+        at=now_us(),
+    )
+
+
+def record_of(plan: StepPlan, batch: Batch, objective: ObjectiveName, taken: Taken) -> TrainStep:
+    """The record of a step that was taken as planned; `objective` is that of its simulated groups."""
+    return TrainStep(
+        run_id=plan.run_id,
+        step=plan.step,
+        # Each step makes the version of its number.
+        version=plan.step,
+        parent_version=plan.parent_version,
+        inputs=plan.inputs,
+        exclusions=plan.exclusions,
+        seed=plan.seed,
+        config_hash=plan.config_hash,
+        objective="+".join(_objectives(batch, objective)),
+        learning_rate=taken.outcome.learning_rate,
+        metrics={**taken.outcome.metrics, **plan.metrics, "seconds": taken.seconds},
+        lag=taken.outcome.lag,
+        rollouts=taken.outcome.rollouts,
+        tokens=taken.outcome.tokens,
+        fingerprint=taken.fingerprint,
+        parent_fingerprint=taken.parent_fingerprint,
+        started_at=taken.started_at,
+        finished_at=now_us(),
+        incarnation=plan.incarnation,
+    )
+
+
+def staleness_records(record: TrainStep, batch: Batch) -> list[Staleness]:
+    """Policy lag of the trained tokens of each replica of a step."""
+    sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
+    sampled += [rollout for group in batch.groups for rollout in group.rollouts]
+    return [
+        Staleness(
+            run_id=record.run_id,
+            replica_id=replica_id,
+            region=region,
+            stage=STAGE,
+            step=record.step,
+            version=record.parent_version,
+            lag=lag_counts(found, record.parent_version),
+            at=record.finished_at,
+        )
+        for (replica_id, region), found in groupby(sorted(sampled, key=_source), _source)
+    ]
+
+
+def _objectives(batch: Batch, simulated: ObjectiveName) -> list[str]:
+    online = [ObjectiveName.REINFORCE.value] if batch.online else []
+    return online + ([simulated.value] if batch.groups or not online else [])
+
+
+def _source(trajectory: Trajectory) -> tuple[str, str]:
+    return trajectory.replica_id, trajectory.region
