@@ -33,7 +33,7 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 
-SECOND_RECORDS = frozenset({"late", "duplicate"})
+SECOND_RECORDS = frozenset({"late", "duplicate", "replayed"})
 """Reasons for which the trainer excludes a further record of a group, which has its own ending."""
 
 
