@@ -9,15 +9,16 @@ from typing import Generic, TypeVar
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.schemas.located import Located
 
-R = TypeVar("R", covariant=True)
+R = TypeVar("R")
+Held = TypeVar("Held", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(Generic[R]):
+class Standing(Generic[Held]):
     """A record, where it stands, and a digest of its bytes."""
 
     place: Place
-    record: R
+    record: Held
     digest: bytes
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tests.consumers.product_support import interaction, member, online_batch, outcome, request
-from tests.consumers.sink_support import START_US, ack, manifest
+from tests.consumers.sink_support import ack, manifest
 from tidemill.consumers.ledger.audit import audit
 from tidemill.consumers.ledger.facts import Letter
 from tidemill.consumers.ledger.report import AuditReport
@@ -20,6 +20,7 @@ from tidemill.consumers.ledger.rules import AuditRules
 from tidemill.consumers.trace.place import Place
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import send_dead_letter
@@ -30,6 +31,8 @@ from tidemill.streams.machine import Emit, Rejected
 
 RUN = "run"
 SECOND = 1_000_000
+START_US = (now_us() // SECOND - 7200) * SECOND
+"""Recent, since a broker deletes what is past its topic's retention."""
 TIME_US = 60 * SECOND
 """From the issue of a task to its deadline."""
 OVERDUE_US = 662 * SECOND
@@ -381,15 +384,18 @@ def _disorder(log: RunLog) -> None:
 def _traffic(log: RunLog) -> None:
     """Answers to users: two in a batch, one excluded, one open, one erased, one demand to be erased."""
     users = {"i0": "ann", "i1": "bob", "i2": "cid", "i3": "dan"}
-    served = [replace(interaction(name, user, version=2), incarnation=INCARNATION) for name, user in users.items()]
+    served = [
+        replace(interaction(name, user, version=2, served_at=START_US), incarnation=INCARNATION)
+        for name, user in users.items()
+    ]
     places = [(0, log.put(one, at=one.served_at)) for one in served]
-    log.put(interaction("gone", "bob", version=2), at=START_US)
+    log.put(interaction("gone", "bob", version=2, served_at=START_US), at=START_US)
     ends = [outcome(one, 1.0, place=place) for one, place in zip(served[:2], places, strict=False)]
     for end in (*ends, outcome(served[2], None, "no_signal", place=places[2])):
         log.put(end, at=end.closed_at)
     members = [member(end, place) for end, place in zip(ends, places, strict=False)]
     batch = online_batch(0, members, version=2)
-    log.put(batch, at=batch.closed_at)
+    log.put(batch, at=START_US + 20 * SECOND)
     log.put(request("bob", r.UserWish.ERASE, START_US + 5 * SECOND), at=START_US + 5 * SECOND)
     log.put_bytes(Topic.INTERACTIONS, "gone", None, START_US + 6 * SECOND)
 
@@ -490,7 +496,9 @@ def _two_outcomes(log: RunLog) -> None:
 def _two_batches(log: RunLog) -> None:
     batch = log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[0]
     member = batch.members[0]
-    log.put(replace(batch, batch_id="run/main/1", sequence=1, members=[member], tokens=member.sampled_tokens), at=0)
+    log.put(
+        replace(batch, batch_id="run/main/1", sequence=1, members=[member], tokens=member.sampled_tokens), at=START_US
+    )
 
 
 def _train_erased(log: RunLog) -> None:
