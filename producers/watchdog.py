@@ -5,10 +5,12 @@ A producer that died must not be waited for in silence: the feeder names the top
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set
 from types import MappingProxyType
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.progress import Stillness
 
 WRITERS = MappingProxyType(
     {
@@ -24,18 +26,17 @@ class Watchdog:
     """Measures how long each topic that is waited for has been silent."""
 
     def __init__(self, timeout_us: int) -> None:
-        self._timeout_us = timeout_us
-        self._since: dict[Topic, int] = {}
+        self._still: Stillness[Topic] = Stillness(timeout_us)
+        self._read: Counter[Topic] = Counter()
 
     def observe(self, topic: Topic, now_us: int) -> None:
         """A record of `topic` arrived."""
-        if topic in self._since:
-            self._since[topic] = now_us
+        self._read[topic] += 1
+        self._look(topic, True, now_us)
 
     def silent(self, waiting_for: Set[Topic], now_us: int) -> list[Topic]:
         """The topics that were waited for without a record for the timeout; each is named once per timeout."""
-        self._since = {topic: self._since.get(topic, now_us) for topic in sorted(waiting_for)}
-        silent = [topic for topic, since in self._since.items() if now_us - since >= self._timeout_us]
-        for topic in silent:
-            self._since[topic] = now_us
-        return silent
+        return [topic for topic in WRITERS if self._look(topic, topic in waiting_for, now_us)]
+
+    def _look(self, topic: Topic, waiting: bool, now_us: int) -> bool:
+        return self._still.observe(topic, self._read[topic], waiting, now_us) is not None

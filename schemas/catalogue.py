@@ -150,6 +150,11 @@ def user_request_key(user_id: str, partition: int) -> str:
     return f"\x00user/{user_id}/{partition}"
 
 
+def is_compacted(topic: Topic) -> bool:
+    """Whether records of a topic may be gone from its middle, and none may be without a key."""
+    return "compact" in CATALOGUE[topic].topic_config()["cleanup.policy"]
+
+
 def co_partitioned(first: Topic, second: Topic, kafka: KafkaSettings) -> bool:
     """Whether equal keys of both topics lie in equal partitions."""
     return CATALOGUE[first].partition_count(kafka) == CATALOGUE[second].partition_count(kafka)

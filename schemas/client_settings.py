@@ -40,6 +40,7 @@ def producer_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
         "compression.type": "lz4",
         "linger.ms": 5,
         "message.max.bytes": MAX_RECORD_BYTES + 65_536,
+        "queue.buffering.max.kbytes": kafka.write_ahead_bytes // 1024,
         "delivery.timeout.ms": DELIVERY_TIMEOUT_MS,
         **kafka.client_options,
     }
@@ -56,7 +57,7 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
         "isolation.level": "read_committed",
         "fetch.wait.max.ms": 20,
         "fetch.queue.backoff.ms": 50,
-        "queued.max.messages.kbytes": 65_536,
+        "queued.max.messages.kbytes": kafka.read_ahead_bytes // 1024,
         "partition.assignment.strategy": "cooperative-sticky",
         "session.timeout.ms": 10_000,
         "heartbeat.interval.ms": 3_000,

@@ -34,6 +34,17 @@ class KafkaSettings(Section):
     partitions: int | None = Field(default=None, ge=1)
     """Overrides the partition count of the keyed topics in the catalogue. Fixed for the life of a topic."""
 
+    stall_timeout_s: float = Field(default=120.0, ge=0)
+    """How long a role may stand still: a partition whose records are not delivered, a log that does not answer (told,
+    and waited for), a main loop that does not come round (the process dumps its stacks and exits with status 70, for
+    its supervisor to start it again). Waiting for what is not there yet never counts. 0: for ever."""
+
+    read_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
+    """Bytes that one consumer holds ahead of their use, whatever waits in the log."""
+
+    write_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
+    """Bytes that one producer holds until the log acknowledges them; whoever writes more waits."""
+
     client_options: dict[str, str] = Field(default_factory=dict)
     """Further librdkafka settings for every client, for instance `security.protocol` and `sasl.*`."""
 

@@ -21,6 +21,7 @@ import xxhash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
+from tidemill.schemas.retention import RetentionGap
 from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
 
 Place = tuple[int, int]
@@ -144,7 +145,13 @@ class ChunkFetcher:
         if self._held_bytes > self._limit:
             # What is held is wanted by other threads: reading on would only pile up more.
             self._lock.wait(_POLL_S)
-        for located in self._log.poll(_POLL_S, 1):
+        try:
+            found = self._log.poll(_POLL_S, 1)
+        except RetentionGap as gap:
+            # The reader stands where the log begins now; whoever wants a chunk before it is told so in `_seek`.
+            self._read_to[gap.partition] = gap.first
+            return
+        for located in found:
             self._hold(located)
 
     def _hold(self, located: Located) -> None:

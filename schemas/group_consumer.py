@@ -1,16 +1,22 @@
-"""A member of a consumer group; offsets are committed by the caller, when the work is done."""
+"""A member of a consumer group; offsets are committed by the caller, when the work is done.
+
+What holds: a partition goes on from its committed offset, or begins at the first record that the log keeps when nothing
+was ever committed; a committed offset that the log no longer keeps is told (`RetentionGap`), never passed in silence.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
-from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings, raise_lasting
+from tidemill.schemas.catalogue import Names, Topic, is_compacted
+from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, locate
+from tidemill.schemas.progress import Place
+from tidemill.schemas.reading_guard import ReadingGuard
 
 
 class GroupConsumer:
@@ -27,19 +33,71 @@ class GroupConsumer:
     ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
-        self._consumer = Consumer(consumer_settings(kafka, client_id, kafka.topic_prefix + group_id))
-        self._consumer.subscribe([self._names.of(topic) for topic in topics])
+        settings = consumer_settings(kafka, client_id, kafka.topic_prefix + group_id)
+        self._consumer = Consumer({**settings, "auto.offset.reset": "error"})
+        self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka.stall_timeout_s)
+        self._next: dict[Place, int | None] = {}
+        """Next offset of each owned partition; None for the first that is kept."""
+        self._paused: set[Place] = set()
+        topics = list(topics)
+        self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
+        self._consumer.subscribe(
+            [self._names.of(topic) for topic in topics], on_assign=self._begin, on_revoke=self._let_go
+        )
+
+    def _begin(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        # Left to itself, librdkafka would take a partition without a committed offset for one that is out of range.
+        for found in consumer.committed(partitions, timeout=METADATA_TIMEOUT_S) if partitions else []:
+            self._next[found.topic, found.partition] = found.offset if found.offset >= 0 else None
+        consumer.incremental_assign([self._start(tp.topic, tp.partition) for tp in partitions])
+
+    def _start(self, topic: str, partition: int) -> TopicPartition:
+        offset = self._next[topic, partition]
+        return TopicPartition(topic, partition, OFFSET_BEGINNING if offset is None else offset)
+
+    def _let_go(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        for tp in partitions:
+            self._next.pop((tp.topic, tp.partition), None)
+            self._paused.discard((tp.topic, tp.partition))
+        consumer.incremental_unassign(partitions)
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 100) -> list[Located]:
-        """The next records of the partitions assigned to this member."""
-        found = []
-        for message in self._consumer.consume(max_records, timeout_s):
-            error = message.error()
-            if error is not None:
-                raise_lasting(error)
-                continue
-            found.append(locate(message, self._names, self._codec))
+        """The next records of the partitions assigned to this member.
+
+        Raises:
+            RetentionGap: the log deleted records of a partition after the committed offset. The member stands at the
+                first one that is kept: whoever can do without goes on polling.
+            TopicMadeAnew: the committed offset lies behind a partition's end.
+            ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
+        """
+        self._guard.check()
+        messages = self._consumer.consume(max_records, timeout_s)
+        found = [located for located in map(self._locate, messages) if located is not None]
+        if not found:
+            self._guard.check()
+        self._look()
         return found
+
+    def _locate(self, message: Message) -> Located | None:
+        place = (message.topic() or "", message.partition() or 0)
+        error = message.error()
+        if error is None:
+            self._next[place] = (message.offset() or 0) + 1
+            return locate(message, self._names, self._codec)
+        onward = self._guard.take(error, place, self._next.get(place))
+        if onward is not None:
+            self._next[place] = onward
+        return None
+
+    def _look(self) -> None:
+        flowing = {place: offset for place, offset in self._next.items() if offset is not None}
+        if self._paused:
+            self._guard.rest()
+            return
+        for tp in self._consumer.position([TopicPartition(*place) for place in flowing]):
+            place = (tp.topic, tp.partition)
+            flowing[place] = max(flowing[place], tp.offset)
+        self._guard.look(flowing, self._may_have_holes)
 
     def commit(self, offsets: Mapping[tuple[Topic, int], int]) -> None:
         """Commit the next offsets to read, by (topic, partition); waits for the broker."""
@@ -49,11 +107,14 @@ class GroupConsumer:
 
     def pause(self) -> None:
         """Fetch nothing more from the partitions owned now; polling goes on and keeps the membership alive."""
-        self._consumer.pause(self._consumer.assignment())
+        owned = self._consumer.assignment()
+        self._consumer.pause(owned)
+        self._paused = {(tp.topic, tp.partition) for tp in owned}
 
     def resume(self) -> None:
         """Fetch again after `pause`."""
         self._consumer.resume(self._consumer.assignment())
+        self._paused = set()
 
     def assignment(self) -> set[tuple[Topic, int]]:
         """Partitions that this member owns now."""

@@ -64,6 +64,13 @@ class StreamSettings(Section):
     """Stable name of this worker among its peers (static membership): a restart within the session keeps its
     partitions. Empty: a new member at each start."""
 
+    accept_gaps: bool = False
+    """Read on where the log deleted records before this worker had read them; the loss is logged and counted. Else the
+    worker ends and says what is missing."""
+
+    buffer_records: int = Field(default=1000, ge=1)
+    """Records that wait in memory to be decided, of all partitions together; reading pauses while there are more."""
+
     stall_timeout_s: float = Field(default=60.0, ge=0)
     """The worker exits with an error when records wait and none was processed for this long, so that its supervisor
     starts a fresh one. 0: never."""

@@ -99,6 +99,7 @@ def faust_settings(kafka: KafkaSettings, stream: StreamSettings, partitions: int
         "producer_max_batch_size": 262_144,
         "producer_max_request_size": MAX_RECORD_BYTES,
         "store": "memory://",
+        "stream_buffer_maxsize": stream.buffer_records,
         "stream_wait_empty": False,
         "table_standby_replicas": 0,
         "topic_disable_leader": True,

@@ -1,4 +1,4 @@
-"""Faust's Kafka transport, corrected in three places.
+"""Faust's Kafka transport, corrected in four places.
 
 - Where to go on reading is what the state topic says, not the group's committed offsets: Faust may commit offsets of
   records whose state changes are still in its buffers (its flush gives up after 0.1 s), and a crash would lose them.
@@ -6,15 +6,22 @@
   of a partition outside of that fetch may wait.
 - Holes in the log are told from records that Faust drops between a fetch and the stream, as it does when the flow is
   stopped: a hole is what the fetcher itself steps over, since compaction removed the records in it.
+- Records that the log deleted before they were read are told from such holes by the first offset that the log keeps:
+  aiokafka would go on there without a word.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
+
+from tidemill.schemas.retention import RetentionGap
+
+LOG = logging.getLogger("tidemill.streams")
 
 
 class PositionError(RuntimeError):
@@ -27,23 +34,41 @@ class Holes:
     Noted in the consumer's thread and asked in the worker's; each hole is asked for once.
 
     Args:
-        topics: full names of the topics that may have holes; others are not looked at.
+        topics: full names of the topics that compaction may make holes in.
     """
 
     def __init__(self, topics: Collection[str]) -> None:
         self._topics = topics
         self._next: dict[TP, int] = {}
         self._found: dict[tuple[TP, int], int] = {}
+        self._deleted: dict[tuple[TP, int], int] = {}
 
-    def note(self, tp: TP, offsets: Iterable[int]) -> None:
-        """Offsets of one fetch, ascending. One that lies behind the fetch before begins anew: somebody sought."""
-        if tp.topic not in self._topics:
-            return
+    def expect(self, tp: TP, offset: int) -> None:
+        """The next fetch begins at `offset`."""
+        self._next[tp] = offset
+
+    def note(self, tp: TP, offsets: Iterable[int]) -> list[int]:
+        """Offsets of one fetch, ascending. One that lies behind the fetch before begins anew: somebody sought.
+
+        Returns the offsets that were expected where another one came.
+        """
+        stepped_over = []
         for offset in offsets:
             expected = self._next.get(tp, offset)
             if offset > expected:
-                self._found[tp, expected] = offset
+                stepped_over.append(expected)
+                if tp.topic in self._topics:
+                    self._found[tp, expected] = offset
             self._next[tp] = offset + 1
+        return stepped_over
+
+    def note_first(self, tp: TP, stepped_over: Iterable[int], first: int) -> None:
+        """The log keeps nothing before `first`, so that what was stepped over there was deleted."""
+        self._deleted.update({(tp, expected): first for expected in stepped_over if expected < first})
+
+    def first_kept(self, tp: TP, expected: int) -> int | None:
+        """The first offset that the log keeps, where it deleted the one that was expected."""
+        return self._deleted.pop((tp, expected), None)
 
     def take(self, tp: TP, expected: int, offset: int) -> bool:
         """Whether the log has nothing in [expected, offset)."""
@@ -53,6 +78,7 @@ class Holes:
         """Forget what was noted; the next record of a partition begins anew."""
         self._next.clear()
         self._found.clear()
+        self._deleted.clear()
 
 
 class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # faust is untyped here
@@ -62,10 +88,15 @@ class _ConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]  # f
         consumer._fetch_max_wait_ms = self.transport.fetch_wait_ms
         return consumer
 
-    async def _fetch_records(self, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - records by partition
-        found = await super()._fetch_records(*arguments, **options)
-        for tp, records in found.items():
-            self.transport.holes.note(TP(tp.topic, tp.partition), [record.offset for record in records])
+    async def _fetch_records(self, consumer: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - aiokafka's
+        found = await super()._fetch_records(consumer, *arguments, **options)
+        holes, inputs = self.transport.holes, self.transport.positions()
+        noted = {tp: holes.note(tp, [r.offset for r in found[tp]]) for tp in map(_own, found) if tp in inputs}
+        stepped_over = {tp: expected for tp, expected in noted.items() if expected}
+        if stepped_over:
+            first = await consumer.beginning_offsets(list(stepped_over))
+            for tp, expected in stepped_over.items():
+                holes.note_first(tp, expected, first[tp])
         return found
 
 
@@ -79,12 +110,27 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         assigned = self.assignment()
         wanted = {tp: offset for tp, offset in self.transport.positions().items() if tp in assigned}
         ends = await self.highwaters(*wanted) if wanted else {}
+        firsts = await self.earliest_offsets(*wanted) if wanted else {}
         for tp, offset in wanted.items():
             _check_position(tp, offset, ends.get(tp))
+            self._check_kept(tp, offset, firsts.get(tp, 0))
         if wanted:
             # In the consumer's own thread: its plain `seek` would touch aiokafka's futures from this one.
             await self.seek_wait(wanted)
         return {**found, **wanted}
+
+    def _check_kept(self, tp: TP, offset: int, first: int) -> None:
+        """Raises RetentionGap when records after the state's are gone and may not be."""
+        if offset == 0 and first > 0:
+            LOG.warning("%s[%d] is read from its beginning, which is offset %d by now", tp.topic, tp.partition, first)
+            return
+        self.transport.holes.expect(tp, offset)
+        if offset < first and not self.transport.accept_gaps:
+            raise RetentionGap(tp.topic, tp.partition, offset, first)
+
+
+def _own(tp: Any) -> TP:  # noqa: ANN401 - aiokafka's
+    return TP(tp.topic, tp.partition)
 
 
 def _check_position(tp: TP, offset: int, end: int | None) -> None:
@@ -102,6 +148,7 @@ class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is u
         positions: the next offset to read, by input partition; asked whenever Faust seeks.
         fetch_wait_ms: longest time that a fetch waits for records.
         may_have_holes: full names of the inputs from whose middle records may be gone.
+        accept_gaps: read on where the log has deleted what comes next.
     """
 
     Consumer = _Consumer
@@ -114,8 +161,10 @@ class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is u
         positions: Callable[[], Mapping[TP, int]],
         fetch_wait_ms: int,
         may_have_holes: Collection[str] = (),
+        accept_gaps: bool = False,
     ) -> None:
         super().__init__(url, app)
         self.positions = positions
         self.fetch_wait_ms = fetch_wait_ms
+        self.accept_gaps = accept_gaps
         self.holes = Holes(may_have_holes)

@@ -15,11 +15,11 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.progress import Place, Stillness
 
-Place = tuple[str, int]
-"""Full name of a topic, and a partition of it."""
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
+WORKER = "worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,14 @@ class ProgressRule:
     """Decides from successive looks whether the worker is stalled. Times are seconds of any monotonic clock."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._moved_at_s = now_s
-        self._last: Progress | None = None
+        self._still: Stillness[str] = Stillness(timeout_s)
+        self._still.observe(WORKER, None, False, now_s)
 
     def observe(self, now_s: float, progress: Progress, ends: Mapping[Place, int]) -> Stall | None:
         """One look, with the log's end by input partition; a partition without an end counts as read."""
         waiting = sum(max(0, ends[p] - position) for p, position in progress.positions.items() if p in ends)
-        idle = progress.ready and not waiting
-        if idle or progress != self._last:
-            self._moved_at_s = now_s
-        self._last = progress
-        still_s = now_s - self._moved_at_s
-        return Stall(still_s, waiting) if still_s >= self._timeout_s else None
+        still_s = self._still.observe(WORKER, progress, bool(waiting) or not progress.ready, now_s)
+        return None if still_s is None else Stall(still_s, waiting)
 
 
 class Watchdog:

@@ -23,11 +23,13 @@ from typing import Any
 import faust
 from faust.types import TP
 
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.located import Located
+from tidemill.schemas.progress import Place
+from tidemill.schemas.retention import RetentionGap
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.faust_app import (
     StreamFailure,
@@ -38,8 +40,8 @@ from tidemill.streams.faust_app import (
 )
 from tidemill.streams.faust_transport import PositionedTransport
 from tidemill.streams.machine import Machine, Output, Processor
-from tidemill.streams.watchdog import Place, Progress, Stall, Watchdog
-from tidemill.streams.writes import Write, Writes, is_compacted, state_steps
+from tidemill.streams.watchdog import Progress, Stall, Watchdog
+from tidemill.streams.writes import Write, Writes, state_steps
 
 STOP_TIMEOUT_S = 20.0
 EXIT_STALLED = 70
@@ -62,6 +64,7 @@ class StreamWorker:
         self._next: dict[TP, int] = {}
         self._reading: set[TP] = set()
         self._ticked_us: dict[TP, int] = {}
+        self._skipped = 0
         self._writing = asyncio.Lock()
         self._failure: BaseException | None = None
         self._ended = asyncio.Event()
@@ -75,6 +78,7 @@ class StreamWorker:
             positions=lambda: self._next,
             fetch_wait_ms=stream.fetch_wait_ms,
             may_have_holes={self._names.of(topic) for topic in processor.inputs if is_compacted(topic)},
+            accept_gaps=stream.accept_gaps,
         )
         self.app.transport = self._transport
         inputs = self.app.topic(
@@ -149,15 +153,26 @@ class StreamWorker:
         expected = self._next[tp]
         if offset < expected:
             return False
+        if offset > expected:
+            self._step_over(tp, expected, offset)
+        self._reading.add(tp)
+        self._next[tp] = offset + 1
+        return True
+
+    def _step_over(self, tp: TP, expected: int, offset: int) -> None:
+        first = self._transport.holes.first_kept(tp, expected)
+        if first is not None:
+            gap = RetentionGap(tp.topic, tp.partition, expected, first)
+            if not self._stream.accept_gaps:
+                raise StreamFailure(str(gap)) from gap
+            self._skipped += offset - expected
+            LOG.error("%s. It is accepted (`stream.accept_gaps`): %d offsets skipped so far", gap, self._skipped)
         # The first record after a seek is what the log still has. From there on only compaction leaves records out.
-        if offset > expected and tp in self._reading and not self._transport.holes.take(tp, expected, offset):
+        elif tp in self._reading and not self._transport.holes.take(tp, expected, offset):
             raise StreamFailure(
                 f"{tp.topic}[{tp.partition}] went from offset {expected} to {offset}: records were lost on the way, or "
                 "a transactional producer writes to this topic; start the worker again to read from its last position"
             )
-        self._reading.add(tp)
-        self._next[tp] = offset + 1
-        return True
 
     def _located(self, message: Any) -> Located:  # noqa: ANN401 - a faust message
         record, error = None, ""

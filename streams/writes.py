@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, tick_key
+from tidemill.schemas.catalogue import Names, Topic, is_compacted, tick_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.dead_letter import dead_letter_headers
 from tidemill.schemas.records import Tick
@@ -23,11 +23,6 @@ class Write:
     """None: the partition of the key, by murmur2."""
     headers: Mapping[str, bytes] | None = None
     timestamp_s: float | None = None
-
-
-def is_compacted(topic: Topic) -> bool:
-    """Whether records of a topic may be gone from its middle, and none may be without a key."""
-    return "compact" in CATALOGUE[topic].topic_config()["cleanup.policy"]
 
 
 @dataclass(frozen=True, slots=True)

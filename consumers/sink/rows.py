@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Record
 
@@ -53,7 +53,7 @@ def row_of(located: Located, names: Names, expected: tuple[type, ...]) -> Row:
     """The row of a record or a tombstone; of a dead letter when it cannot be read or is none of `expected`."""
     topic = names.of(located.topic)
     record: Record | DeadLetter | Tombstone | None = located.record
-    if located.value is None and "compact" in CATALOGUE[located.topic].topic_config()["cleanup.policy"]:
+    if located.value is None and is_compacted(located.topic):
         record = Tombstone(located.topic)
     elif record is None or not isinstance(record, expected):
         record = DeadLetter(

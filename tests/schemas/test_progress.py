@@ -1,0 +1,150 @@
+"""Who stands still although there is work, and a main loop that does not come round."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tidemill.schemas.liveness import EXIT_HUNG, Deadline
+from tidemill.schemas.progress import ReadingWatch, Stillness
+
+HERE = ("topic", 3)
+DEADLINE_S = 30.0
+
+
+def test_what_does_not_move_though_something_waits_is_told_once_a_timeout():
+    still: Stillness[str] = Stillness(10)
+    assert still.observe("a", 1, True, 0) is None
+    assert still.observe("a", 1, True, 9) is None
+    assert still.observe("b", 1, True, 9) is None
+    assert still.observe("a", 1, True, 10) == 10
+    assert still.observe("a", 1, True, 11) is None
+    assert still.observe("a", 1, True, 20) == 10
+
+
+def test_movement_and_waiting_for_nothing_are_no_standstill():
+    still: Stillness[str] = Stillness(10)
+    assert all(still.observe("a", n, True, n) is None for n in range(0, 100, 9))
+    assert all(still.observe("a", 99, False, n) is None for n in range(100, 200, 9))
+    assert still.observe("a", 99, True, 205) is None, "the clock starts when there is something to do"
+    still.forget()
+    assert still.observe("a", 99, True, 300) is None
+
+
+def polled(watch: ReadingWatch, begin: float, end: float) -> float:
+    """Poll ten times a second; the time of the last poll that was due."""
+    due = begin
+    for tenth in range(int(begin * 10), int(end * 10)):
+        if watch.due(tenth / 10):
+            due = tenth / 10
+    return due
+
+
+def test_a_stall_names_the_partition_its_position_and_its_end():
+    watch = ReadingWatch(20.0, 0.0)
+    assert watch.observe(HERE, 5, 9, polled(watch, 0, 6)) is None
+    assert watch.observe(HERE, 5, 9, polled(watch, 6, 24)) is None
+    stall = watch.observe(HERE, 5, 9, polled(watch, 24, 31))
+    assert stall is not None
+    assert (stall.place, stall.position, stall.end) == (HERE, 5, 9)
+    assert "topic[3] is stalled: 4 records wait at offset 5" in str(stall)
+
+
+def test_a_reader_that_is_not_polled_is_not_stalled():
+    watch = ReadingWatch(20.0, 0.0)
+    watch.observe(HERE, 5, 9, polled(watch, 0, 6))
+    assert watch.due(3600.0), "whoever polls was busy for an hour"
+    assert watch.observe(HERE, 5, 9, 3600.0) is None
+    assert watch.observe(HERE, 5, 9, polled(watch, 3600, 3619)) is None
+
+
+def test_a_log_that_does_not_answer_is_told_once_and_so_is_its_return():
+    watch = ReadingWatch(20.0, 0.0)
+    watch.observe(HERE, 5, 9, polled(watch, 0, 6))
+    assert watch.answered(6.0) is None
+    assert watch.unanswered(polled(watch, 6, 20)) is None
+    assert watch.unanswered(polled(watch, 20, 32)) == pytest.approx(24.0, abs=6.0)
+    assert watch.unanswered(polled(watch, 32, 60)) is None
+    assert watch.answered(60.0) == pytest.approx(54.0)
+    assert watch.observe(HERE, 5, 9, 60.0) is None, "nothing could be read meanwhile"
+    assert watch.answered(61.0) is None
+
+
+def test_no_timeout_looks_at_nothing():
+    watch = ReadingWatch(0.0, 0.0)
+    assert not any(watch.due(float(n)) for n in range(1000))
+
+
+def test_a_beat_is_overdue_after_the_timeout_or_what_was_asked_for():
+    deadline = Deadline(10.0, 1.0, 0.0)
+    assert [deadline.overdue(float(n)) for n in range(1, 10)] == [None] * 9
+    assert deadline.overdue(10.0) == 10.0
+    deadline.beat(10.0, 60.0)
+    assert all(deadline.overdue(float(n)) is None for n in range(11, 70))
+    assert deadline.overdue(70.0) == 60.0
+    deadline.beat(70.0, 0.5)
+    assert [deadline.overdue(float(n)) for n in range(71, 80)] == [None] * 9, "never less than the timeout"
+
+
+def test_a_process_that_slept_is_not_overdue():
+    deadline = Deadline(10.0, 1.0, 0.0)
+    assert deadline.overdue(3600.0) is None, "nobody looked for an hour: it was stopped as a whole"
+    assert [deadline.overdue(3600.0 + n) for n in range(1, 10)] == [None] * 9
+    assert deadline.overdue(3610.0) == 10.0
+
+
+ROLE = """
+import sys, threading, time
+from tidemill.schemas.liveness import Liveness
+with Liveness("the test role", float(sys.argv[1])) as liveness:
+    for n in range(10):
+        liveness.beat(f"round {n}")
+        time.sleep(0.05)
+    print("turning", flush=True)
+    exec(sys.argv[2])
+print("ended", flush=True)
+"""
+
+
+def start(timeout_s: float, then: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", ROLE, str(timeout_s), then]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_loop_that_hangs_ends_the_process_and_says_where():
+    hung = start(1.0, "lock = threading.Lock(); lock.acquire(); lock.acquire()")
+    _, said = hung.communicate(timeout=DEADLINE_S)
+    assert hung.returncode == EXIT_HUNG
+    assert "the test role hangs: no progress for" in said
+    assert "the last thing it did was: round 9" in said
+    assert "most recent call first" in said
+
+
+def test_native_code_that_keeps_the_interpreter_ends_the_process_too():
+    hung = start(0.5, "import ctypes; ctypes.PyDLL(None).sleep(60)")
+    began = time.monotonic()
+    _, said = hung.communicate(timeout=DEADLINE_S)
+    assert hung.returncode != 0
+    assert "most recent call first" in said
+    assert time.monotonic() - began < DEADLINE_S
+
+
+def test_a_process_that_was_stopped_and_goes_on_is_not_hung():
+    paused = start(2.0, "[(liveness.beat(), time.sleep(0.1)) for _ in range(15)]")
+    assert paused.stdout is not None
+    assert paused.stdout.readline() == "turning\n"
+    paused.send_signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    paused.send_signal(signal.SIGCONT)
+    out, said = paused.communicate(timeout=DEADLINE_S)
+    assert (paused.returncode, out) == (0, "ended\n"), said
+
+
+def test_no_timeout_watches_nothing():
+    free = start(0.0, "time.sleep(0.5)")
+    assert free.communicate(timeout=DEADLINE_S)[0] == "turning\nended\n"
+    assert free.returncode == 0

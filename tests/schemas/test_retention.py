@@ -1,0 +1,139 @@
+"""Records that the log deleted before they were read: told, and never passed in silence, by every reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Document
+from tidemill.schemas.retention import RetentionGap, TopicMadeAnew
+
+DEADLINE_S = 30.0
+HERE = (Topic.DOCUMENTS, 0)
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
+    create_topics(settings)
+    return settings
+
+
+def write(settings: KafkaSettings, numbers: range) -> None:
+    with RecordProducer(settings, "test-writer") as producer:
+        for number in numbers:
+            producer.send(Topic.DOCUMENTS, Document(f"d{number}", "test", "text"), key=f"d{number}", partition=0)
+
+
+def delete(settings: KafkaSettings, before: int, topic: Topic = Topic.DOCUMENTS) -> None:
+    admin = AdminClient({"bootstrap.servers": settings.address()})
+    place = TopicPartition(Names(settings.topic_prefix).of(topic), 0, before)
+    for future in admin.delete_records([place]).values():
+        future.result()
+
+
+def offsets(read: Callable[[], list[Located]], count: int) -> list[int]:
+    found: list[int] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found) < count:
+        assert time.monotonic() < deadline
+        found += [located.offset for located in read()]
+    return found
+
+
+def gap(read: Callable[[], list[Located]]) -> RetentionGap:
+    with pytest.raises(RetentionGap) as told:
+        offsets(read, 10**6)
+    return told.value
+
+
+def test_a_reader_that_falls_behind_the_log_is_told_and_may_go_on(settings: KafkaSettings):
+    write(settings, range(10))
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        assert offsets(reader.poll, 10) == list(range(10))
+        # A reader that is slower than retention.
+        here = [TopicPartition(Names(settings.topic_prefix).of(Topic.DOCUMENTS), 0)]
+        reader._consumer.pause(here)
+        write(settings, range(10, 16))
+        delete(settings, 13)
+        reader._consumer.resume(here)
+        told = gap(reader.poll)
+        assert (told.topic, told.partition, told.wanted, told.first) == (
+            Names(settings.topic_prefix).of(Topic.DOCUMENTS), 0, 10, 13
+        )  # fmt: skip
+        assert "stream.accept_gaps" in str(told)
+        assert reader.next_offsets()[HERE] == 13
+        assert offsets(reader.poll, 3) == [13, 14, 15]
+        write(settings, range(16, 18))
+        assert [located.offset for located in reader.read_to_end()] == [16, 17]
+        reader.seek(*HERE, 3)
+        assert offsets(reader.poll, 5) == [13, 14, 15, 16, 17], "who seeks sees from the offset what is gone"
+
+
+def test_a_start_that_is_gone_is_told_and_the_beginning_is_what_is_kept(settings: KafkaSettings):
+    write(settings, range(10))
+    with LogReader(settings, [Topic.DOCUMENTS]) as early:
+        delete(settings, 5)
+        assert offsets(early.poll, 5)[-5:] == [5, 6, 7, 8, 9], "nobody was promised what was there when it opened"
+    with pytest.raises(RetentionGap, match="the log begins at 5"):
+        LogReader(settings, [Topic.DOCUMENTS], start={HERE: 2})
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        assert [located.offset for located in reader.read_to_end()] == [5, 6, 7, 8, 9]
+
+
+def test_a_place_behind_the_end_is_told(settings: KafkaSettings):
+    write(settings, range(3))
+    with LogReader(settings, [Topic.DOCUMENTS], start={HERE: 50}) as reader:
+        with pytest.raises(TopicMadeAnew, match="stands at offset 50 and the log ends at 3"):
+            offsets(reader.poll, 1)
+        write(settings, range(3, 5))
+        assert offsets(reader.poll, 2) == [3, 4]
+
+
+def test_the_ends_of_transactions_are_no_gaps_and_are_read_past(settings: KafkaSettings):
+    full = Names(settings.topic_prefix).of(Topic.DOCUMENTS)
+    writer = Producer({"bootstrap.servers": settings.address(), "transactional.id": full})
+    writer.init_transactions(DEADLINE_S)
+    for number in range(6):
+        writer.begin_transaction()
+        writer.produce(full, Codec().encode(Document(f"d{number}", "test", "text")), key=b"k", partition=0)
+        writer.flush(DEADLINE_S)
+        writer.abort_transaction(DEADLINE_S) if number % 3 == 2 else writer.commit_transaction(DEADLINE_S)
+    with LogReader(settings, [Topic.DOCUMENTS]) as reader:
+        found = [located.offset for located in reader.read_to_end()]
+        ends = reader.end_offsets()
+        # An aborted record takes an offset, and the end of each transaction takes another.
+        assert found == [0, 2, 6, 8]
+        assert reader.next_offsets() == ends == {HERE: 12}
+    with LogReader(settings, [Topic.DOCUMENTS], start=ends) as reader:
+        assert list(reader.read_to_end()) == []
+
+
+def test_a_group_goes_on_from_its_commit_or_is_told_that_it_is_gone(settings: KafkaSettings):
+    write(settings, range(10))
+    delete(settings, 2)
+    first = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
+    assert offsets(first.poll, 8) == list(range(2, 10)), "a group that committed nothing begins at the beginning"
+    first.commit({HERE: 4})
+    first.close()
+    second = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
+    assert offsets(second.poll, 6) == list(range(4, 10))
+    second.close()
+    delete(settings, 8)
+    third = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
+    told = gap(third.poll)
+    assert (told.wanted, told.first) == (4, 8)
+    assert offsets(third.poll, 2) == [8, 9]
+    third.close()

@@ -1,0 +1,68 @@
+"""A broker that stops answering: the reader says so and goes on when it is back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Document
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def stack(tmp_path) -> Iterator[tuple[KafkaSettings, int]]:
+    """A broker of its own, and its process."""
+    own = LocalStack(StackSettings(data_dir=tmp_path / "stack", heap_mb=256))
+    try:
+        status = own.up()
+        assert status.nodes[0].pid is not None
+        yield KafkaSettings(bootstrap=status.bootstrap, stall_timeout_s=4.0), status.nodes[0].pid
+    finally:
+        if (pid := own.status().nodes[0].pid) is not None:
+            os.kill(pid, signal.SIGCONT)
+        own.down()
+
+
+def write(settings: KafkaSettings, numbers: range) -> None:
+    with RecordProducer(settings, "test-writer") as producer:
+        for number in numbers:
+            producer.send(Topic.DOCUMENTS, Document(f"d{number}", "test", "text"), key=f"d{number}")
+
+
+def test_a_broker_that_is_stopped_is_named_and_nothing_is_lost_when_it_goes_on(stack, caplog):
+    settings, broker = stack
+    create_topics(settings)
+    write(settings, range(20))
+    found: list[str] = []
+
+    def read_until(condition) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, caplog.text
+            found.extend(located.record.document_id for located in reader.poll(0.1))
+
+    caplog.set_level(logging.WARNING, logger="tidemill.schemas")
+    with LogReader(settings, [Topic.DOCUMENTS], client_id="test-reader") as reader:
+        read_until(lambda: len(found) == 20)
+        os.kill(broker, signal.SIGSTOP)
+        read_until(lambda: "the log does not answer" in caplog.text)
+        assert "test-reader: no progress for" in caplog.text
+        assert "tidemill.documents[0] at " in caplog.text
+        os.kill(broker, signal.SIGCONT)
+        read_until(lambda: "the log answers again" in caplog.text)
+        write(settings, range(20, 30))
+        read_until(lambda: len(found) == 30)
+    assert sorted(found) == sorted(f"d{n}" for n in range(30))
