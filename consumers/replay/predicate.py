@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
-from simpleeval import AttributeDoesNotExist, FeatureNotAvailable, InvalidExpression, SimpleEval
+from simpleeval import AttributeDoesNotExist, EvalWithCompoundTypes, FeatureNotAvailable, InvalidExpression
 
 from tidemill.consumers.replay.raw import RawRecord, topic_of
 from tidemill.schemas import records
@@ -45,7 +45,7 @@ class Filter:
     def __init__(self, expression: str, topics: Iterable[str]) -> None:
         self._expression = expression
         self._parsed = _parsed(expression, _record_fields(topics))
-        self._evaluator = SimpleEval(functions=FUNCTIONS, allowed_attrs=_ALLOWED)
+        self._evaluator = EvalWithCompoundTypes(functions=dict(FUNCTIONS), allowed_attrs=_ALLOWED)
 
     def keeps(self, raw: RawRecord, record: Record | None) -> bool:
         """Whether the expression holds of a record, None where it cannot be read.
@@ -130,5 +130,5 @@ def _problem(node: ast.AST, known: dict[str, list[str]]) -> str:
 
 _PARTS = (
     ast.Expr, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.IfExp, ast.Call, ast.Attribute, ast.Subscript,
-    ast.Slice, ast.Name, ast.Constant, ast.Load, ast.boolop, ast.unaryop, ast.operator, ast.cmpop,
+    ast.Slice, ast.List, ast.Tuple, ast.Name, ast.Constant, ast.Load, ast.boolop, ast.unaryop, ast.operator, ast.cmpop,
 )  # fmt: skip

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -40,9 +40,12 @@ class LogSource:
 
     def __init__(self, kafka: KafkaSettings, isolation: str = READ_COMMITTED) -> None:
         self._prefix = kafka.topic_prefix
-        settings = consumer_settings(kafka, CLIENT_ID, f"{CLIENT_ID}-groupless") | {"isolation.level": isolation}
-        own = {"partition.assignment.strategy": "range", "enable.partition.eof": True}
-        self._consumer = Consumer({**settings, **own})
+        self._settings = consumer_settings(kafka, CLIENT_ID, f"{CLIENT_ID}-groupless") | {
+            "isolation.level": isolation,
+            "partition.assignment.strategy": "range",
+            "enable.partition.eof": True,
+        }
+        self._consumer = Consumer(self._settings)
 
     def partitions(self, topic: str) -> int:
         """How many partitions a topic has; 0 when it does not exist."""
@@ -79,7 +82,7 @@ class LogSource:
 
         Raises TimeoutError when the broker delivers nothing for a minute.
         """
-        with _Reading(self._consumer, self._prefix, ranges) as reading:
+        with _Reading(self._settings, self._prefix, ranges) as reading:
             while reading.left:
                 yield from reading.poll()
 
@@ -89,7 +92,7 @@ class LogSource:
         Raises like `scan`.
         """
         merge = Merge(ranges)
-        with _Reading(self._consumer, self._prefix, ranges) as reading:
+        with _Reading(self._settings, self._prefix, ranges) as reading:
             open_lanes = set(ranges)
             while open_lanes:
                 for record in reading.poll():
@@ -117,10 +120,13 @@ class LogSource:
 
 
 class _Reading:
-    """One pass of a consumer over some ranges."""
+    """One pass over some ranges.
 
-    def __init__(self, consumer: Consumer, prefix: str, ranges: Mapping[Lane, Range]) -> None:
-        self._consumer, self._prefix = consumer, prefix
+    It has a consumer of its own: pauses and positions outlive the assignment that they were made in.
+    """
+
+    def __init__(self, settings: dict[str, Any], prefix: str, ranges: Mapping[Lane, Range]) -> None:
+        self._consumer, self._prefix = Consumer(settings), prefix
         self._ends = {lane: r.end for lane, r in ranges.items()}
         self.left = {lane for lane, r in ranges.items() if r.start < r.end}
         self._held_back: set[Lane] = set()
@@ -132,7 +138,7 @@ class _Reading:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._consumer.unassign()
+        self._consumer.close()
 
     def poll(self) -> list[RawRecord]:
         """The next records; partitions that have been read to their end are no longer `left`."""
@@ -146,7 +152,9 @@ class _Reading:
                     ended.add(((message.topic() or "").removeprefix(self._prefix), message.partition() or 0))
                 continue
             record = raw_record(message, self._prefix)
-            if record.lane in self.left and record.offset < self._ends[record.lane]:
+            if record.offset >= self._ends[record.lane]:
+                ended.add(record.lane)
+            elif record.lane in self.left:
                 found.append(record)
         before = len(self.left)
         self._settle(found, ended)
