@@ -1,0 +1,189 @@
+"""One run under one storm, from an empty log to a verdict: what happened, what it cost, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.chaos.execute import READ, Endured, Execution
+from tests.chaos.sink_tables import SinkTables
+from tests.chaos.site import Site, make_model, role_names, settings_for, site_of
+from tests.chaos.storm import FaultKind, Share, Storm, counted, draw
+from tests.chaos.undisturbed import Chains, train_undisturbed
+from tests.chaos.verdict import Answer, audit, steps_again
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.processes import Supervisor
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.schemas.reader import LogReader
+
+Say = Callable[[str], None]
+
+BROKER_FAULTS = frozenset({FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
+CALM_STEPS = 2
+"""Steps of a run after the last fault's, in which what the storm left must be made good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to let loose on what."""
+
+    directory: Path
+    seed: int
+    steps: int
+    model: Path | None
+    counts: dict[FaultKind, int]
+    roles: Sequence[str] = ()
+    """Whom the faults of roles fall on; empty: every role."""
+    brokers: int = 1
+    gap_s: float = 6.0
+    plan: Path | None = None
+    """A storm that was recorded, instead of one drawn from the seed."""
+    changes: Sequence[str] = ()
+    in_order: bool = False
+    """The deterministic mode: the weights are a function of the log, and are compared with an undisturbed trainer's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run under a storm came to."""
+
+    storm: Storm
+    endured: Endured
+    audit: Answer
+    again: Answer
+    chains: Chains | None
+    """None where the run was not in the deterministic mode."""
+    sink_rows_twice: int
+    brokers: int
+    directory: Path
+
+    @property
+    def clean(self) -> bool:
+        """Nothing lost, nothing twice, and every step made again gives the recorded weights."""
+        tally = self.endured.tally
+        wrong = tally.lost() or tally.twice() or tally.repeated.groups_changed or self.sink_rows_twice
+        equal = self.again.clean and (self.chains is None or self.chains.equal)
+        return self.audit.clean and equal and not wrong
+
+
+def storm_of(order: Order, settings: TidemillSettings) -> Storm:
+    """The storm to let loose. Raises ValueError for targets that the run does not have."""
+    names = role_names(settings)
+    nodes = [f"broker-{node + 1}" for node in range(order.brokers)]
+    if order.plan is not None:
+        storm = Storm.load(order.plan)
+    else:
+        chosen = list(order.roles) or names
+        shares = [Share(kind, n, _targets(kind, chosen, nodes)) for kind, n in order.counts.items() if n]
+        storm = draw(order.seed, shares, last_step=max(0, order.steps - CALM_STEPS - 1), gap_s=order.gap_s)
+    if unknown := sorted({fault.target for fault in storm.faults} - {*names, *nodes}):
+        raise ValueError(f"the run has no {unknown[0]}; it has {', '.join([*names, *nodes])}")
+    return storm
+
+
+def _targets(kind: FaultKind, chosen: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
+    if kind in BROKER_FAULTS:
+        return nodes
+    # Only these keep anything on a disk.
+    return [name for name in chosen if name in ("train", "sink")] if kind is FaultKind.DISK else chosen
+
+
+def endure(order: Order, say: Say) -> Verdict:
+    """Run it to its end and judge it. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
+    settings = settings_for(
+        order.directory, steps=order.steps, seed=order.seed, model=order.model, changes=order.changes,
+        in_order=order.in_order,
+    )  # fmt: skip
+    storm = storm_of(order, settings)
+    with site_of(settings, order.brokers, say) as site:
+        storm.save(site.plan.directory / "storm.json")
+        say(f"seed {storm.seed}, {len(storm.faults)} faults; everything is in {site.plan.directory}")
+        with Supervisor(site.plan.log_directory) as supervisor:
+            make_model(site, supervisor, say)
+            endured, sink_rows_twice = _weather(site, supervisor, storm, say)
+        say("auditing")
+        found = audit(site.config)
+        say("audit clean" if found.clean else f"audit: {found.text}")
+        say("making every step again")
+        again = steps_again(site.config, endured.tally.step)
+        say("every step made again gave its recorded weights" if again.clean else f"replay: {again.text}")
+        chains = None
+        if order.in_order:
+            chains = train_undisturbed(site.settings, site.config, endured.tally.fingerprints, say)
+            say("an undisturbed trainer made the same versions" if chains.equal else f"undisturbed: {chains.said}")
+        return Verdict(storm, endured, found, again, chains, sink_rows_twice, order.brokers, site.plan.directory)
+
+
+def _weather(site: Site, supervisor: Supervisor, storm: Storm, say: Say) -> tuple[Endured, int]:
+    with LogReader(site.settings.kafka, READ, client_id="chaos") as reader:
+        execution = Execution(site, supervisor, reader, storm, say)
+        endured = execution.run()
+        say("the run is over; waiting for the sink")
+        sink = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
+        sink.drain(site.settings, execution.keep)
+        twice = sink.rows_twice()
+        execution.stop()
+        for located in reader.read_to_end():
+            endured.tally.observe(located)
+    return endured, twice
+
+
+def figures(verdict: Verdict) -> list[dict[str, Any]]:
+    """One document a figure."""
+    endured, tally = verdict.endured, verdict.endured.tally
+    repeated = {
+        "tasks": tally.repeated.tasks,
+        "rollouts_begun_again": dict(tally.repeated.dispatched),
+        "of_these_from_a_recorded_turn": dict(tally.repeated.resumed),
+        "rollouts_written_again": dict(tally.repeated.rollouts),
+        "rollout_tokens_sampled_again": tally.repeated.rollout_tokens,
+        "groups_written_again": tally.repeated.groups,
+        "groups_changed": tally.repeated.groups_changed,
+        "steps_begun_again": tally.repeated.steps_begun,
+        "steps_recorded_again": tally.repeated.steps,
+        "manifests_written_again": tally.repeated.manifests,
+        "versions_loaded_whole_again": dict(tally.repeated.joins),
+        "sink_rows_twice": verdict.sink_rows_twice,
+    }
+    written = {"tasks": tally.written["feed"], "rollouts": len(tally.rollouts), "groups": len(tally.groups)}
+    return [
+        {"figure": "storm", "seed": verdict.storm.seed, "brokers": verdict.brokers, "faults": len(endured.struck),
+         "by_target": {kind.value: dict(targets) for kind, targets in counted(verdict.storm).items()},
+         "met_a_running_process": sum(struck.hit for struck in endured.struck), "steps": tally.step, **written,
+         "seconds": round(endured.seconds, 1), "directory": str(verdict.directory)},
+        {"figure": "audit", "clean": verdict.audit.clean, "lost": len(tally.lost()), "twice": len(tally.twice()),
+         **_audited(verdict.audit)},
+        {"figure": "bit_equality", "every_step_made_again_is_equal": verdict.again.clean, "steps": tally.step,
+         "equal_to_an_undisturbed_trainer": verdict.chains.equal if verdict.chains else None,
+         "final_fingerprint": tally.fingerprints.get(tally.step, ""),
+         "said": "" if verdict.again.clean else verdict.again.text},
+        {"figure": "recovery_s", "by_fault_and_role": recovery(endured)},
+        {"figure": "repeated_work", **repeated},
+        {"figure": "ended_by_themselves", "lives": [asdict(ended) for ended in endured.by_itself()]},
+        {"figure": "verdict", "clean": verdict.clean},
+    ]  # fmt: skip
+
+
+def _audited(answer: Answer) -> dict[str, Any]:
+    """What the audit counted, and the checks that did not pass."""
+    if answer.document is None:
+        return {"said": answer.text}
+    kept = {name: answer.document[name] for name in ("states", "open", "repeated", "records")}
+    return {**kept, "failed": [check for check in answer.document["checks"] if not check["passed"]]}
+
+
+def recovery(endured: Endured) -> dict[str, dict[str, dict[str, Any]]]:
+    """Seconds from a fault (its end, where it lasts) to the role's first progress, by kind of fault and role."""
+    found = endured.tally.recoveries
+    by_kind: dict[str, dict[str, dict[str, Any]]] = {}
+    for (kind, role), seconds in sorted(found.seconds.items()):
+        p50, p95 = (round(float(np.percentile(seconds, q)), 1) for q in (50, 95))
+        by_kind.setdefault(kind, {})[role] = {
+            "n": len(seconds), "p50": p50, "p95": p95, "cut_short": found.cut_short[kind, role],
+            "seconds": [round(each, 2) for each in seconds],
+        }  # fmt: skip
+    return by_kind

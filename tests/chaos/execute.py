@@ -1,0 +1,236 @@
+"""Lets a storm loose on a run and sees the run to its end.
+
+One loop on one thread: it reads the log, starts again what ended, takes back what has lasted long enough, and lets the
+next fault come when its step is in the log and its delay is over. It waits for nothing else, and gives up when the run
+makes no step for too long.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from tests.chaos.keeper import Ended, Keeper
+from tests.chaos.sink_tables import SinkTables
+from tests.chaos.site import Site
+from tests.chaos.storm import Fault, FaultKind, Storm
+from tests.chaos.tally import FEED, SINK, TRAIN, Tally
+from tidemill.compose.processes import Supervisor
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.reader import LogReader
+
+READ = (Topic.TASKS, Topic.ROLLOUTS, Topic.PROGRESS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
+POLL_S = 0.1
+STALL_S = 420.0
+"""A run that makes no step for so long, although no fault comes, is wedged."""
+ITSELF = "itself"
+"""Kind of recovery of a role that ended by itself."""
+DISK_HIT_S = 60.0
+"""A full disk that no role has run into by then is emptied again."""
+SINK_ASKED_EVERY_S = 1.0
+
+
+class Wedged(RuntimeError):
+    """The run stopped making steps; the message says who did what last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A fault that came, and what was seen of it."""
+
+    fault: Fault
+    at_s: float
+    """When it came, in seconds since the epoch."""
+    step: int
+    """Steps in the log by then."""
+    hit: bool
+    """Whether it met a running process; a full disk also has to be run into."""
+
+
+@dataclass(slots=True)
+class Endured:
+    """A run that went through a storm to its end."""
+
+    struck: list[Struck] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    seconds: float = 0.0
+
+    def by_itself(self) -> list[Ended]:
+        """Lives that ended although nobody killed them, but for roles that were done."""
+        return [ended for ended in self.ended if ended.by_itself and ended.status != 0]
+
+
+class Execution:
+    """One storm on one site."""
+
+    def __init__(
+        self, site: Site, supervisor: Supervisor, reader: LogReader, storm: Storm, say: Callable[[str], None]
+    ) -> None:
+        self._site, self._reader, self._say = site, reader, say
+        self._keeper = Keeper(supervisor, site.specs, may_end=(FEED, TRAIN))
+        self._left = list(storm.faults)
+        self._earliest = 0.0
+        self._undo: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = count()
+        self._cut: set[str] = set()
+        self._full: dict[str, int] = {}
+        """Roles whose disk is full, with the place of the fault in what struck."""
+        self._tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
+        self._sink_asked = 0.0
+        self._moved = time.monotonic()
+        self.result = Endured()
+
+    def run(self) -> Endured:
+        """Go on until the storm is over and the run has ended. Raises Wedged, CrashLoop, StackError."""
+        began = time.monotonic()
+        while not self._over():
+            self._listen()
+            self._mend()
+            self._take_back(time.monotonic())
+            self._strike(time.monotonic())
+            self._site.brokers.check()
+            self._look_for_progress()
+        self._site.brokers.settle()
+        self.result.seconds = time.monotonic() - began
+        return self.result
+
+    def keep(self) -> None:
+        """Keep the roles that are left alive while something is waited for."""
+        self._mend()
+
+    def stop(self) -> None:
+        """Ask every role to end."""
+        self._keeper.stop()
+
+    def _over(self) -> bool:
+        waiting = self._left or self._undo or self._full
+        return not waiting and {FEED, TRAIN} <= self._keeper.done
+
+    def _listen(self) -> None:
+        tally = self.result.tally
+        before = tally.step
+        for located in self._reader.poll(POLL_S):
+            if (back := tally.observe(located)) is not None:
+                self._back(*back)
+        self._ask_sink()
+        if tally.step != before:
+            self._moved = time.monotonic()
+            self._say(f"step {tally.step}, {len(self.result.struck)} faults, {len(self._left)} to come")
+
+    def _back(self, name: str, seconds: float) -> None:
+        self._say(f"  {name} is back after {seconds:.1f} s")
+
+    def _ask_sink(self) -> None:
+        """The sink's progress is not in the log but in its tables."""
+        waits = SINK in self.result.tally.recoveries.under_way()
+        if not waits or time.monotonic() < self._sink_asked + SINK_ASKED_EVERY_S:
+            return
+        self._sink_asked = time.monotonic()
+        took = self.result.tally.recoveries.progress(SINK, self._tables.written_at(self._keeper.pid(SINK)))
+        if took is not None:
+            self._back(SINK, took)
+
+    def _mend(self) -> None:
+        for ended in self._keeper.mend(excused=self._cut):
+            self.result.ended.append(replace(ended, during=self._under(ended.name)))
+            if ended.name in self._keeper.done:
+                self._moved = time.monotonic()
+                self._say(f"  {ended.name} is done")
+            elif ended.by_itself:
+                self._say(f"  {ended.name} ended by itself with status {ended.status}: {ended.last_words}")
+                self._fallen(ended.name, ITSELF)
+            if ended.name in self._full:
+                place = self._full.pop(ended.name)
+                self.result.struck[place] = replace(self.result.struck[place], hit=ended.by_itself)
+                self._fallen(ended.name, FaultKind.DISK)
+
+    def _under(self, name: str) -> str:
+        """The kind of fault that a role is under now; of several the one that came last."""
+        kinds = [struck.fault.kind for struck in self.result.struck if struck.fault.target == name]
+        under = name in self._cut or name in self._full
+        return kinds[-1].value if kinds and under else ""
+
+    def _take_back(self, now: float) -> None:
+        while self._undo and self._undo[0][0] <= now:
+            heapq.heappop(self._undo)[2]()
+
+    def _strike(self, now: float) -> None:
+        if not self._left or self.result.tally.step < self._left[0].after_step:
+            return
+        fault = self._left[0]
+        if not self._earliest:
+            self._earliest = now + fault.delay_s
+        if now < self._earliest:
+            return
+        self._left.pop(0)
+        self._earliest, self._moved = 0.0, now
+        at_s, step = time.time(), self.result.tally.step
+        self._say(f"  {fault.kind} {fault.target}" + (f" for {fault.lasts_s:.1f} s" if fault.lasts_s else ""))
+        self.result.struck.append(Struck(fault, at_s, step, hit=self._apply(fault, now)))
+
+    def _apply(self, fault: Fault, now: float) -> bool:
+        target = fault.target
+        match fault.kind:
+            case FaultKind.KILL:
+                self._fallen(target, FaultKind.KILL)
+                return self._keeper.kill(target)
+            case FaultKind.PAUSE:
+                self._later(now + fault.lasts_s, lambda: self._resume(target))
+                return self._keeper.pause(target)
+            case FaultKind.PARTITION:
+                self._site.links.cut(target)
+                self._cut.add(target)
+                self._later(now + fault.lasts_s, lambda: self._heal(target))
+                return self._keeper.pid(target) is not None
+            case FaultKind.DISK:
+                if self._keeper.fill_disk(target):
+                    self._full[target] = len(self.result.struck)
+                    self._later(now + DISK_HIT_S, lambda: self._empty_disk(target))
+                return False
+            case FaultKind.BROKER_KILL:
+                node = int(target.removeprefix("broker-"))
+                self._later(now + fault.lasts_s, self._site.brokers.bring_back)
+                self._site.brokers.kill(node)
+                return True
+            case FaultKind.BROKER_PAUSE:
+                node = int(target.removeprefix("broker-"))
+                self._later(now + fault.lasts_s, lambda: self._site.brokers.go_on(node))
+                self._site.brokers.pause(node)
+                return True
+
+    def _fallen(self, name: str, kind: str) -> None:
+        """Measure how long a role takes to come back, if it had begun: before, it may only have had nothing to do."""
+        if name == SINK or self.result.tally.written[name]:
+            self.result.tally.recoveries.begin(name, kind, time.time())
+
+    def _resume(self, target: str) -> None:
+        self._keeper.go_on(target)
+        self._fallen(target, FaultKind.PAUSE)
+
+    def _heal(self, target: str) -> None:
+        self._site.links.heal(target)
+        self._cut.discard(target)
+        self._fallen(target, FaultKind.PARTITION)
+
+    def _empty_disk(self, target: str) -> None:
+        if self._full.pop(target, None) is not None:
+            self._keeper.free_disk(target)
+
+    def _later(self, at: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._undo, (at, next(self._ids), what))
+
+    def _look_for_progress(self) -> None:
+        silent = time.monotonic() - self._moved
+        if silent < STALL_S:
+            return
+        now, tally = time.time(), self.result.tally
+        last = ", ".join(f"{name} {now - at:.0f} s ago" for name, at in sorted(tally.last_s.items()))
+        raise Wedged(
+            f"nothing came after step {tally.step} for {silent:.0f} s; last written by: {last}; not back: "
+            f"{sorted(tally.recoveries.under_way())}; the roles' logs are in {self._site.plan.log_directory}"
+        )

@@ -1,0 +1,179 @@
+"""The roles of a run as a process manager would keep them, and what can be done to each.
+
+A role that ends without having been asked to is started again at once, whatever the reason; one that keeps ending by
+itself soon after is a crash loop, which is an error. What a killed role leaves of its
+process group is taken along before the next life begins. Each life has a log file of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidemill.compose.processes import Role, Supervisor
+
+MOST_CRASHES = 6
+"""Short lives of a role, each ended by itself, that make a crash loop."""
+HEALTHY_S = 45.0
+"""A longer life is none of them."""
+BACKOFF_S = 1.0
+"""A role that ended by itself waits so long for its next life, and longer with each further end."""
+DISK_MARGIN = 16 * 1024
+"""Bytes that a role may still write to its own log when its disk is full: it is to say what is wrong."""
+
+
+class CrashLoop(RuntimeError):
+    """A role ends again and again by itself; the message holds the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """How a role is started."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A life of a role that ended."""
+
+    name: str
+    status: int
+    """As the system says it: below 0 for a signal."""
+    by_itself: bool
+    """Nobody killed it."""
+    last_words: str
+    """The last line of its log."""
+    during: str = ""
+    """The kind of fault that lasted when it ended; empty when none did."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    spec: RoleSpec
+    life: int = 0
+    role: Role | None = None
+    doomed: bool = False
+    """It was killed by us and not yet seen to have ended."""
+    crashes: int = 0
+    not_before: float = 0.0
+    began: float = 0.0
+
+
+class Keeper:
+    """Keeps roles alive over a supervisor.
+
+    Args:
+        may_end: roles that are done when they end with status 0.
+    """
+
+    def __init__(self, supervisor: Supervisor, specs: Sequence[RoleSpec], may_end: Collection[str]) -> None:
+        self._supervisor = supervisor
+        self._kept = {spec.name: _Kept(spec) for spec in specs}
+        self._may_end = frozenset(may_end)
+        self.done: set[str] = set()
+        """Roles that ended because their work was done."""
+        self.lives: Counter[str] = Counter()
+
+    def mend(self, excused: Collection[str] = ()) -> list[Ended]:
+        """Start what does not run; what ended since the last call.
+
+        Raises CrashLoop, but for roles in `excused`, which have a reason to end by themselves.
+        """
+        found = [ended for kept in self._kept.values() if (ended := self._reap(kept)) is not None]
+        for ended in found:
+            kept = self._kept[ended.name]
+            if kept.crashes > MOST_CRASHES and ended.name not in excused:
+                raise CrashLoop(f"{ended.name} ended {kept.crashes} times by itself; last: {ended.last_words}")
+        for name, kept in self._kept.items():
+            if kept.role is None and name not in self.done and time.monotonic() >= kept.not_before:
+                self._start(kept)
+        return found
+
+    def kill(self, name: str) -> bool:
+        """SIGKILL to the role's process; whether one ran."""
+        kept = self._kept[name]
+        sent = self._signal(kept, signal.SIGKILL)
+        kept.doomed |= sent
+        return sent
+
+    def pause(self, name: str) -> bool:
+        """SIGSTOP; whether a process ran."""
+        return self._signal(self._kept[name], signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """SIGCONT."""
+        self._signal(self._kept[name], signal.SIGCONT)
+
+    def fill_disk(self, name: str) -> bool:
+        """No file of the role's may grow beyond what its log needs for last words; whether a process ran."""
+        role = self._kept[name].role
+        if role is None or role.process.poll() is not None:
+            return False
+        room = role.log.stat().st_size + DISK_MARGIN
+        _, hard = resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE, (room, hard))
+        return True
+
+    def free_disk(self, name: str) -> None:
+        """Take `fill_disk` back from a role that did not end of it."""
+        role = self._kept[name].role
+        if role is not None and role.process.poll() is None:
+            _, hard = resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+    def pid(self, name: str) -> int | None:
+        """The process of a role; None while it has none."""
+        role = self._kept[name].role
+        return role.process.pid if role is not None else None
+
+    def stop(self) -> None:
+        """Ask every role to end, and start none again."""
+        for kept in reversed(self._kept.values()):
+            if kept.role is not None:
+                self._supervisor.stop(kept.role.name)
+                kept.role = None
+        self.done.update(self._kept)
+
+    def _signal(self, kept: _Kept, number: signal.Signals) -> bool:
+        if kept.role is None or kept.role.process.poll() is not None:
+            return False
+        os.kill(kept.role.process.pid, number)
+        return True
+
+    def _start(self, kept: _Kept) -> None:
+        kept.life += 1
+        kept.began = time.monotonic()
+        self.lives[kept.spec.name] = kept.life
+        name = f"{kept.spec.name}.{kept.life:03d}"
+        kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment)
+
+    def _reap(self, kept: _Kept) -> Ended | None:
+        role = kept.role
+        if role is None or (status := role.process.poll()) is None:
+            return None
+        # Stopping what has ended takes its orphans along.
+        self._supervisor.stop(role.name, grace_s=0)
+        kept.role, doomed, kept.doomed = None, kept.doomed, False
+        name = kept.spec.name
+        ended = Ended(name, status, not doomed, _last_words(role.log))
+        if status == 0 and not doomed and name in self._may_end:
+            self.done.add(name)
+        elif not doomed:
+            healthy = time.monotonic() - kept.began > HEALTHY_S
+            kept.crashes = 1 if healthy else kept.crashes + 1
+            kept.not_before = time.monotonic() + BACKOFF_S * (kept.crashes - 1)
+        return ended
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if any(map(str.isalnum, line))]
+    return lines[-1].strip()[-300:] if lines else ""

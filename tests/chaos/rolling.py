@@ -1,0 +1,294 @@
+"""Each broker of a stack killed and returned in turn, while a producer, a consumer group and group assembly work.
+
+Every record is acknowledged by the log (`acks=all`, two replicas at least) before the next is sent, so that the longest
+gap between two acknowledgements is the stall that a writer sees. Then the log is read: what was acknowledged must be
+there, once; the consumer must have seen it; every group must have been assembled whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from confluent_kafka import KafkaException
+
+from tests.chaos.site import Brokers, brokers_in
+from tests.streams.stream_support import RUN_ID, rollout
+from tidemill.compose.processes import Supervisor
+from tidemill.producers.intake import REBALANCING
+from tidemill.schemas.admin import admin_client, create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import CloseReason, Group, Rollout
+
+GROUP_SIZE = 4
+PARTITIONS = 6
+STEADY_S = 4.0
+"""Undisturbed time before each kill."""
+DOWN_S = 15.0
+"""How long each broker is gone."""
+IN_SYNC_S = 90.0
+ASSEMBLED_S = 120.0
+POLL_S = 0.2
+QUIET = {"log_level": "0"}
+"""Clients whose broker is killed on purpose need not tell."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Load:
+    """A producer and a consumer at work on threads of their own."""
+
+    kafka: KafkaSettings
+    acked: list[tuple[float, str]] = field(default_factory=list)
+    """When each group's rollouts were acknowledged, in seconds of the monotonic clock, and the group."""
+    consumed: set[str] = field(default_factory=set)
+    heard: list[float] = field(default_factory=list)
+    commits_refused: int = 0
+    errors: list[BaseException] = field(default_factory=list)
+    _stop_writing: threading.Event = field(default_factory=threading.Event)
+    _stop_reading: threading.Event = field(default_factory=threading.Event)
+    _threads: dict[str, threading.Thread] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """Begin."""
+        for name, work in (("writer", self._write), ("reader", self._read)):
+            self._threads[name] = threading.Thread(target=self._guarded, args=(work,), name=f"chaos-{name}")
+            self._threads[name].start()
+
+    def stop_writing(self) -> None:
+        """End the producer after the group under way."""
+        self._stop_writing.set()
+        self._threads["writer"].join()
+
+    def stop(self) -> None:
+        """End both."""
+        self.stop_writing()
+        self._stop_reading.set()
+        self._threads["reader"].join()
+
+    def check(self) -> None:
+        """Raise what ended a thread."""
+        if self.errors:
+            raise self.errors[0]
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the main thread raises whatever it was
+            self.errors.append(error)
+
+    def _write(self) -> None:
+        producer = RecordProducer(self.kafka, "chaos-writer")
+        while not self._stop_writing.is_set():
+            group = f"g{len(self.acked):06d}"
+            records = [rollout(group, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)]
+            producer.send_acked(Topic.ROLLOUTS, [(group, record) for record in records])
+            self.acked.append((time.monotonic(), group))
+
+    def _read(self) -> None:
+        member = GroupConsumer(self.kafka, "chaos", [Topic.ROLLOUTS], client_id="chaos-reader")
+        try:
+            while not self._stop_reading.is_set():
+                found = member.poll(0.1, 500)
+                self.consumed.update(each.record.rollout_id for each in found if isinstance(each.record, Rollout))
+                if found:
+                    self.heard.append(time.monotonic())
+                    self._commit(member, {(each.topic, each.partition): each.offset + 1 for each in found})
+        finally:
+            member.close()
+
+    def _commit(self, member: GroupConsumer, offsets: dict[tuple[Topic, int], int]) -> None:
+        try:
+            member.commit(offsets)
+        except KafkaException as error:
+            # As a rollout worker: while its group moves to another broker, a later commit says more than this one.
+            if error.args[0].code() not in REBALANCING:
+                raise
+            self.commits_refused += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One broker, killed and returned."""
+
+    node: int
+    write_stall_s: float
+    """Longest gap between acknowledgements, from the kill until it was in sync again."""
+    read_stall_s: float
+    """Longest time that the consumer heard nothing in that time."""
+    in_sync_s: float
+    """From its start until every partition had all replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """What came of it."""
+
+    brokers: int
+    turns: list[Turn]
+    acknowledged: int
+    """Rollouts."""
+    lost: list[str]
+    twice: list[str]
+    not_consumed: list[str]
+    groups: int
+    groups_missing: list[str]
+    groups_wrong: list[str]
+    groups_written_again: int
+    commits_refused: int
+
+    @property
+    def clean(self) -> bool:
+        """Nothing lost and nothing wrong."""
+        return not (self.lost or self.twice or self.not_consumed or self.groups_missing or self.groups_wrong)
+
+
+def roll(directory: Path, count: int, say: Say, turns: int | None = None, down_s: float = DOWN_S) -> Rolled:
+    """Kill and return the first `turns` brokers of `count` (all of them when None), one after the other."""
+    home = directory / f"brokers-{time.strftime('%Y%m%d-%H%M%S')}"
+    home.mkdir(parents=True)
+    with brokers_in(home / "kafka", count, say) as brokers:
+        kafka = KafkaSettings(bootstrap=brokers.bootstrap, replication_factor=count, partitions=PARTITIONS)
+        create_topics(kafka)
+        _wait_for(lambda: _in_sync(kafka), IN_SYNC_S, "the topics did not get their replicas")
+        with Supervisor(home / "logs") as supervisor:
+            _start_assembly(supervisor, kafka, home)
+            load = Load(kafka.model_copy(update={"client_options": QUIET}))
+            load.start()
+            try:
+                taken = [_turn(brokers, load, supervisor, n + 1, down_s, say) for n in range(turns or count)]
+                load.stop_writing()
+                say(f"{len(load.acked)} groups acknowledged; waiting for consumer and assembly")
+                return _judge(kafka, load, supervisor, taken, count)
+            finally:
+                load.stop()
+
+
+def rolled_figures(rolled: Rolled) -> list[dict[str, Any]]:
+    """One document a figure."""
+    return [
+        *(
+            {"figure": "broker_killed_and_returned", "brokers": rolled.brokers, "broker": turn.node,
+             "write_stall_s": turn.write_stall_s, "read_stall_s": turn.read_stall_s, "in_sync_again_s": turn.in_sync_s}
+            for turn in rolled.turns
+        ),
+        {"figure": "brokers_in_turn", "brokers": rolled.brokers, "acknowledged": rolled.acknowledged,
+         "lost": len(rolled.lost), "twice": len(rolled.twice), "not_consumed": len(rolled.not_consumed),
+         "groups": rolled.groups, "groups_missing": len(rolled.groups_missing),
+         "groups_wrong": len(rolled.groups_wrong), "groups_written_again": rolled.groups_written_again,
+         "commits_refused": rolled.commits_refused,
+         "worst_write_stall_s": max((turn.write_stall_s for turn in rolled.turns), default=0.0)},
+    ]  # fmt: skip
+
+
+def _start_assembly(supervisor: Supervisor, kafka: KafkaSettings, home: Path) -> None:
+    config = home / "settings.toml"
+    stream = {"instance": "stream", "data_dir": str(home / "stream")}
+    document = {"kafka": kafka.model_dump(exclude_none=True), "run": {"run_id": RUN_ID}, "stream": stream}
+    config.write_text(tomli_w.dumps(document), "utf-8")
+    supervisor.start("stream", ["stream", "--config", str(config)])
+
+
+def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, node: int, down_s: float, say: Say) -> Turn:
+    _wait(lambda: bool(load.heard), load, supervisor, IN_SYNC_S, "the consumer heard nothing")
+    begun = len(load.acked)
+    steady = time.monotonic() + STEADY_S
+    _wait(lambda: time.monotonic() > steady and len(load.acked) > begun, load, supervisor, IN_SYNC_S, "nothing acked")
+    killed = time.monotonic()
+    brokers.kill(node)
+    say(f"broker {node} killed")
+    _wait(lambda: time.monotonic() > killed + down_s, load, supervisor, IN_SYNC_S, "")
+    returned = time.monotonic()
+    brokers.bring_back()
+    brokers.settle()
+    _wait(lambda: _in_sync(load.kafka), load, supervisor, IN_SYNC_S, f"broker {node} did not get in sync")
+    end = time.monotonic()
+    turn = Turn(
+        node,
+        write_stall_s=_longest_gap([at for at, _ in list(load.acked)], killed, end),
+        read_stall_s=_longest_gap(list(load.heard), killed, end),
+        in_sync_s=round(end - returned, 2),
+    )
+    say(f"broker {node} returned: longest gap between acknowledgements {turn.write_stall_s:.2f} s")
+    return turn
+
+
+def _longest_gap(moments: list[float], begin: float, end: float) -> float:
+    before = [at for at in moments if at < begin][-1:]
+    return round(
+        max((b - a for a, b in pairwise([*before, *(at for at in moments if at >= begin), end])), default=0.0), 3
+    )
+
+
+def _in_sync(kafka: KafkaSettings) -> bool:
+    topics = admin_client(kafka).list_topics(timeout=20).topics.values()
+    return all(len(part.isrs) == len(part.replicas) for topic in topics for part in topic.partitions.values())
+
+
+def _judge(kafka: KafkaSettings, load: Load, supervisor: Supervisor, turns: list[Turn], count: int) -> Rolled:
+    wanted = {group for _, group in load.acked}
+    ids = {f"{group}/{index:03d}" for group in wanted for index in range(GROUP_SIZE)}
+    groups: dict[str, Group] = {}
+    again = 0
+    with LogReader(kafka, [Topic.GROUPS], client_id="chaos-groups") as reader:
+
+        def assembled() -> bool:
+            nonlocal again
+            found = [each.record for each in reader.poll(POLL_S) if isinstance(each.record, Group)]
+            for group in (each for each in found if each.closed_by is not CloseReason.LATE):
+                again += group.group_id in groups
+                groups.setdefault(group.group_id, group)
+            return wanted <= groups.keys() and ids <= load.consumed
+
+        # What is missing in the end is in the verdict.
+        with suppress(TimeoutError):
+            _wait(assembled, load, supervisor, ASSEMBLED_S, "")
+    with LogReader(kafka, [Topic.ROLLOUTS], client_id="chaos-rollouts") as reader:
+        seen = Counter(each.record.rollout_id for each in reader.read_to_end() if isinstance(each.record, Rollout))
+    return Rolled(
+        brokers=count,
+        turns=turns,
+        acknowledged=len(ids),
+        lost=sorted(ids - seen.keys()),
+        twice=sorted(each for each in ids if seen[each] > 1),
+        not_consumed=sorted(ids - load.consumed),
+        groups=len(groups),
+        groups_missing=sorted(wanted - groups.keys()),
+        groups_wrong=sorted(name for name in wanted & groups.keys() if not _whole(groups[name])),
+        groups_written_again=again,
+        commits_refused=load.commits_refused,
+    )
+
+
+def _whole(group: Group) -> bool:
+    return [m.rollout_id for m in group.members] == [f"{group.group_id}/{i:03d}" for i in range(GROUP_SIZE)]
+
+
+def _wait(done: Callable[[], bool], load: Load, supervisor: Supervisor, timeout_s: float, what: str) -> None:
+    def checked() -> bool:
+        load.check()
+        supervisor.check()
+        return done()
+
+    _wait_for(checked, timeout_s, what)
+
+
+def _wait_for(done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(POLL_S / 4)

@@ -1,0 +1,81 @@
+"""Lets a storm of faults loose on the whole loop, then audits what it left. One JSON line a figure.
+
+    python -m tests.chaos.run --seed 7 --kills 100 --steps 40
+    python -m tests.chaos.run --seed 3 --kills 20 --pauses 7 --partitions 7 --disks 2 --json storm-3.json
+    python -m tests.chaos.run --brokers 3 --kills 20 --broker-kills 3
+    python -m tests.chaos.run --plan data/chaos/.../storm.json
+    python -m tests.chaos.run brokers --brokers 3
+
+The first word may be `storm` (the default) or `brokers`: each broker of a stack killed and returned in turn under
+acknowledged load. Progress goes to standard error. Exit status 1 when anything was lost, done twice or is not equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.campaign import Order, endure, figures
+from tests.chaos.rolling import roll, rolled_figures
+from tests.chaos.storm import FaultKind
+
+
+def main() -> int:
+    """Entry point."""
+    options = _parser().parse_args()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    options.data_dir.mkdir(parents=True, exist_ok=True)
+    if options.what == "brokers":
+        rolled = roll(options.data_dir, options.brokers, say)
+        found, clean = rolled_figures(rolled), rolled.clean
+    else:
+        verdict = endure(_order(options), say)
+        found, clean = figures(verdict), verdict.clean
+    for figure in found:
+        print(json.dumps(figure), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    return 0 if clean else 1
+
+
+def _order(options: argparse.Namespace) -> Order:
+    counts: dict[FaultKind, int] = {kind: getattr(options, _flag(kind)) for kind in FaultKind}
+    return Order(
+        options.data_dir, options.seed, options.steps, options.model, counts, tuple(options.roles), options.brokers,
+        options.gap, options.plan, tuple(options.set), options.in_order,
+    )  # fmt: skip
+
+
+def _flag(kind: FaultKind) -> str:
+    return f"{kind.value}s".replace("-", "_")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("storm", "brokers"), default="storm")
+    parser.add_argument("--seed", type=int, default=0, help="of the storm and of the run")
+    for kind in FaultKind:
+        parser.add_argument(f"--{kind.value}s", dest=_flag(kind), type=int, default=0, help=f"faults: {kind.value}")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of the run")
+    parser.add_argument("--roles", nargs="+", default=[], help="whom faults fall on; default: every role")
+    parser.add_argument("--brokers", type=int, choices=(1, 3), default=1)
+    parser.add_argument("--gap", type=float, default=6.0, help="longest delay of a fault, in seconds")
+    parser.add_argument("--model", type=Path, help="start from this checkpoint instead of mid-training one")
+    parser.add_argument("--plan", type=Path, help="a storm.json of an earlier run, to repeat it")
+    parser.add_argument("--in-order", action="store_true", help="deterministic mode, compared with a calm run")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of the run's settings")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-chaos")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

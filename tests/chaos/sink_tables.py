@@ -1,0 +1,74 @@
+"""What the running sink has in its tables, asked over HTTP alone: opening its directory would be a fault of our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import httpx
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.tables import WATERMARKS, tables
+from tidemill.schemas.catalogue import CATALOGUE, Names
+from tidemill.schemas.reader import LogReader
+
+ANSWER_S = 10.0
+DRAIN_S = 180.0
+POLL_S = 0.5
+INSERTED = (
+    "SELECT toUnixTimestamp(max(modification_time)) FROM system.parts "
+    "WHERE database = currentDatabase() AND active AND level = 0"
+)
+
+
+class SinkTables:
+    """The tables of the sink whose directory this is."""
+
+    def __init__(self, sink: SinkSettings) -> None:
+        self._directory = sink.directory
+
+    def written_at(self, pid: int | None) -> float:
+        """When the sink of that process wrote last, in seconds since the epoch, rounded up; 0 when it has not, or does
+        not answer."""
+        state = read_state(self._directory)
+        rows = self._rows(INSERTED) if state is not None and state.pid == pid else None
+        return float(rows[0][0]) + 1.0 if rows else 0.0
+
+    def rows_twice(self) -> int:
+        """Rows of any table that are there more than once. Raises ConnectionError when the sink does not answer."""
+        position = "uniqExact(_topic, _partition, _offset)"
+        counts = [f"SELECT count() - {position} AS n FROM {table.name}" for table in tables().values()]
+        rows = self._rows(f"SELECT sum(n) FROM ({' UNION ALL '.join(counts)})")
+        if rows is None:
+            raise ConnectionError("the sink does not answer")
+        return int(rows[0][0])
+
+    def drain(self, settings: TidemillSettings, alive: Callable[[], object]) -> None:
+        """Wait until the log is written to its end as it is now; `alive` is called meanwhile. Raises TimeoutError."""
+        names = Names(settings.kafka.topic_prefix)
+        with LogReader(settings.kafka, CATALOGUE, start="end", client_id="chaos-ends") as reader:
+            ends = {(names.of(topic), str(partition)): end for (topic, partition), end in reader.end_offsets().items()}
+        deadline = time.monotonic() + DRAIN_S
+        while late := [place for place, end in ends.items() if self._watermarks().get(place, 0) < end]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the sink did not reach the end of {'/'.join(late[0])} within {DRAIN_S:.0f} s")
+            alive()
+            time.sleep(POLL_S)
+
+    def _watermarks(self) -> dict[tuple[str, str], int]:
+        rows = self._rows(f"SELECT _topic, _partition, max(next_offset) FROM {WATERMARKS} GROUP BY _topic, _partition")
+        return {(topic, partition): int(offset) for topic, partition, offset in rows or []}
+
+    def _rows(self, sql: str) -> list[list[str]] | None:
+        """Rows of text; None when nobody answers, as between two lives of the sink."""
+        state = read_state(self._directory)
+        if state is None:
+            return None
+        try:
+            address, database = state.url, {"database": state.database}
+            answer = httpx.post(address, params=database, content=f"{sql} FORMAT TabSeparated", timeout=ANSWER_S)
+        except httpx.HTTPError:
+            return None
+        return [line.split("\t") for line in answer.text.splitlines()] if answer.is_success else None

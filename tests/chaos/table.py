@@ -1,0 +1,233 @@
+"""The table of the faults that were tried and what came of them, made from the results of test runs.
+
+    python -m tests.chaos.table RESULT.json... > tests/chaos/FAULTS.md
+
+The results are what `python -m tests.chaos.run --json` writes. The second table needs no results: each fault that the
+audit has to find is planted in a small sound log here and now, and audited.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.chaos.storm import FaultKind
+from tests.consumers.ledger_support import PLANTED_FAULTS, sound_log
+
+Result = Sequence[Mapping[str, Any]]
+"""The figures of one run."""
+
+MEANT = {
+    FaultKind.KILL: "SIGKILL",
+    FaultKind.PAUSE: "SIGSTOP, SIGCONT later",
+    FaultKind.PARTITION: "cut off from every broker, healed later",
+    FaultKind.DISK: "disk quota used up (no file may grow)",
+    FaultKind.BROKER_KILL: "SIGKILL of a broker, started again later",
+    FaultKind.BROKER_PAUSE: "SIGSTOP of a broker, SIGCONT later",
+}
+NOTICED = {
+    FaultKind.KILL: {
+        "feed": "process manager; no new tasks",
+        "rollout": "process manager; its lease runs out, a static member comes back to its tasks",
+        "stream": "process manager; groups stay open until their deadline",
+        "train": "process manager; the step planned in `train.steps` has no record",
+        "replica": "process manager; requests fail and are tried again, no acks",
+        "sink": "process manager; its tables stop at their watermarks",
+    },
+    FaultKind.PAUSE: {"": "nobody, when short; else consumer session, HTTP time-out, the role's own watchdog"},
+    FaultKind.PARTITION: {"": "consumer session; delivery time-out; the role's watchdog: the log does not answer"},
+    FaultKind.DISK: {"": "the role ends with the system's error, and its process manager sees it"},
+    FaultKind.BROKER_KILL: {"": "controller: its session ends, other replicas lead"},
+    FaultKind.BROKER_PAUSE: {"": "controller: its session ends, other replicas lead"},
+}
+
+
+@dataclass(slots=True)
+class Row:
+    """One kind of fault on one kind of target, over all results."""
+
+    times: int = 0
+    clean: int = 0
+    """Of these, in runs whose verdict was clean."""
+    ended: int = 0
+    """Lives that ended by themselves, for want of what the fault took away."""
+    seconds: list[float] = field(default_factory=list)
+    repeated: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def document(results: Iterable[Result]) -> str:
+    """The whole document."""
+    results = list(results)
+    storms = [result for result in results if _find(result, "storm")]
+    rolled = [result for result in results if _find(result, "brokers_in_turn")]
+    parts = [
+        "# Faults tried and their outcome",
+        "Made by `python -m tests.chaos.table` from the results of `python -m tests.chaos.run`; not written by hand. "
+        "A role is everything that one process does; recovery is from the fault (its end, where it lasts) to the "
+        "first record, ack or row that the role writes afterwards, in seconds.",
+        _runs(storms),
+        _faults(storms),
+        *([_brokers(rolled)] if rolled else []),
+        _planted(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def kind_of(target: str) -> str:
+    """`rollout` of `rollout-1`, `broker` of `broker-3`."""
+    return target.rpartition("-")[0] if target[-1:].isdigit() else target
+
+
+def _runs(results: Sequence[Result]) -> str:
+    head = (
+        "| seed | brokers | faults | steps | rollouts | audit | lost | twice | steps made again | calm run | minutes |"
+    )
+    lines = [head, "|" + " --- |" * 11]
+    for result in results:
+        storm, audit, bits = (_need(result, name) for name in ("storm", "audit", "bit_equality"))
+        calm = bits["equal_to_an_undisturbed_trainer"]
+        cells = [
+            storm["seed"], storm["brokers"], storm["faults"], storm["steps"], storm["rollouts"],
+            "clean" if audit["clean"] else "**not clean**", audit["lost"], audit["twice"],
+            "bit-equal" if bits["every_step_made_again_is_equal"] else "**not equal**",
+            "-" if calm is None else "bit-equal" if calm else "**not equal**", round(storm["seconds"] / 60, 1),
+        ]  # fmt: skip
+        lines.append(_line(cells))
+    return "## Runs\n\n" + "\n".join(lines)
+
+
+def _faults(results: Sequence[Result]) -> str:
+    rows: dict[tuple[FaultKind, str], Row] = defaultdict(Row)
+    for result in results:
+        _add(rows, result)
+    head = "| fault | target | times | outcome | how it is noticed | back after, p50 / p95 (s) | repeated work |"
+    lines = [head, "|" + " --- |" * 7]
+    for (kind, target), row in sorted(rows.items(), key=lambda item: (list(FaultKind).index(item[0][0]), item[0][1])):
+        outcome = "nothing lost, nothing twice" if row.clean == row.times else f"**clean in {row.clean}**"
+        noticed = NOTICED[kind].get(target) or NOTICED[kind].get("") or ""
+        if row.ended:
+            outcome += f"; the role ended by itself {row.ended} times and was started again"
+        lines.append(_line([MEANT[kind], target, row.times, outcome, noticed, _times(row.seconds), _work(row)]))
+    return "## Faults\n\n" + "\n".join(lines) + "\n\nRepeated work is the role's of the whole run, on its first row."
+
+
+def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
+    storm, repeated = _need(result, "storm"), _need(result, "repeated_work")
+    clean = bool(_need(result, "verdict")["clean"])
+    first: dict[str, FaultKind] = {}
+    for name, targets in storm["by_target"].items():
+        for target, times in targets.items():
+            row = rows[FaultKind(name), kind_of(target)]
+            row.times += times
+            row.clean += times * clean
+            first.setdefault(kind_of(target), FaultKind(name))
+    for name, roles in _need(result, "recovery_s")["by_fault_and_role"].items():
+        for role, found in roles.items():
+            if name in FaultKind:
+                rows[FaultKind(name), kind_of(role)].seconds += found["seconds"]
+    for target, kind in first.items():
+        for what, count in _repeated_by(target, repeated).items():
+            rows[kind, target].repeated[what] += count
+    for life in _need(result, "ended_by_themselves")["lives"]:
+        target = kind_of(life["name"])
+        if life.get("during") in FaultKind:
+            rows[FaultKind(life["during"]), target].ended += 1
+
+
+def _repeated_by(target: str, repeated: Mapping[str, Any]) -> dict[str, int]:
+    match target:
+        case "feed":
+            return {"tasks issued twice": repeated["tasks"]}
+        case "rollout":
+            return {
+                "rollouts begun again": sum(repeated["rollouts_begun_again"].values()),
+                "of them from a recorded turn": sum(repeated["of_these_from_a_recorded_turn"].values()),
+                "written again": sum(repeated["rollouts_written_again"].values()),
+            }
+        case "stream":
+            return {"groups written again, all the same bytes": repeated["groups_written_again"]}
+        case "train":
+            return {
+                "steps begun again": repeated["steps_begun_again"],
+                "recorded twice": repeated["steps_recorded_again"],
+            }
+        case "replica":
+            return {"versions loaded whole again": sum(repeated["versions_loaded_whole_again"].values())}
+        case "sink":
+            return {"rows twice": repeated["sink_rows_twice"]}
+        case _:
+            return {}
+
+
+def _brokers(results: Sequence[Result]) -> str:
+    head = "| broker killed and returned | longest gap between acknowledged writes (s) | for a consumer (s) | in sync again after (s) |"  # fmt: skip # noqa: E501
+    lines = [head, "|" + " --- |" * 4]
+    after = []
+    for result in results:
+        for turn in (figure for figure in result if figure["figure"] == "broker_killed_and_returned"):
+            lines.append(
+                _line([f"{turn['broker']} of {turn['brokers']}", turn["write_stall_s"], turn["read_stall_s"],
+                       turn["in_sync_again_s"]])
+            )  # fmt: skip
+        total = _need(result, "brokers_in_turn")
+        after.append(
+            f"{total['acknowledged']} rollouts acknowledged meanwhile: {total['lost']} lost, {total['twice']} twice, "
+            f"{total['not_consumed']} not consumed; {total['groups']} groups assembled, {total['groups_missing']} "
+            f"missing, {total['groups_wrong']} wrong, {total['groups_written_again']} written again."
+        )
+    return "## Brokers in turn\n\n" + "\n".join(lines) + "\n\n" + "\n".join(after)
+
+
+def _planted() -> str:
+    lines = ["| planted in a sound log | found by the check | first offender named |", "| --- | --- | --- |"]
+    for fault in PLANTED_FAULTS:
+        log = sound_log()
+        fault.plant(log)
+        failed = log.audit().failed
+        names = ", ".join(check.name for check in failed) or "**nothing**"
+        lines.append(_line([fault.name, names, f"`{failed[0].first}`" if failed else "-"]))
+    return "## Faults that `tidemill audit` has to find\n\n" + "\n".join(lines)
+
+
+def _times(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    p50, p95 = np.percentile(seconds, [50, 95])
+    return f"{p50:.1f} / {p95:.1f} ({len(seconds)})"
+
+
+def _work(row: Row) -> str:
+    return ", ".join(f"{count} {what}" for what, count in row.repeated.items()) or "-"
+
+
+def _line(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _find(result: Result, figure: str) -> Mapping[str, Any] | None:
+    return next((each for each in result if each["figure"] == figure), None)
+
+
+def _need(result: Result, figure: str) -> Mapping[str, Any]:
+    found = _find(result, figure)
+    if found is None:
+        raise ValueError(f"a result without the figure {figure!r}: is it one of `tests.chaos.run --json`?")
+    return found
+
+
+def main() -> None:
+    """Entry point."""
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
+    sys.stdout.write(document(json.loads(Path(name).read_text("utf-8")) for name in sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What a run's log says of the faults it went through: who came back when, and what was done twice. A pure fold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.located import Located
+from tidemill.schemas.records import (
+    CloseReason,
+    Dispatch,
+    Feedback,
+    GateDecision,
+    Group,
+    Interaction,
+    Manifest,
+    OnlineBatch,
+    Outcome,
+    Record,
+    Rollout,
+    StepPlan,
+    Task,
+    Tick,
+    TrainStep,
+    Turn,
+    WeightAck,
+)
+
+FEED, TRAIN, STREAM, SINK = "feed", "train", "stream", "sink"
+
+
+def author(topic: Topic, record: Record | None) -> str | None:
+    """The role that wrote a record; None when the record does not tell."""
+    match record:
+        case Tick():
+            return STREAM if topic is Topic.ROLLOUTS else None
+        case Task():
+            return FEED
+        case Rollout() | Dispatch() | Turn():
+            return record.worker_id
+        case Group():
+            return STREAM
+        case StepPlan() | TrainStep() | Manifest():
+            return TRAIN
+        case WeightAck():
+            return record.replica_id
+        case Interaction():
+            return "route"
+        case Feedback():
+            return "users"
+        case Outcome():
+            return "join"
+        case OnlineBatch():
+            return "batches"
+        case GateDecision():
+            return "gate"
+        case _:
+            return None
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """From each fault of a role to the first thing that it did afterwards."""
+
+    seconds: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """By kind of fault and role: one number a fault that the role came back from."""
+    cut_short: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By kind and role: faults before whose end another one came; not measured."""
+    _since: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def begin(self, role: str, kind: str, at_s: float) -> None:
+        """A role was hit, or was let go on, at `at_s`."""
+        if role in self._since:
+            self.cut_short[self._since[role][1], role] += 1
+        self._since[role] = (at_s, kind)
+
+    def progress(self, role: str, at_s: float) -> float | None:
+        """A role did something at `at_s`; how many seconds the recovery took that this ended, None if it ended none."""
+        since, kind = self._since.get(role, (at_s, ""))
+        if at_s <= since:
+            return None
+        del self._since[role]
+        self.seconds.setdefault((kind, role), []).append(at_s - since)
+        return at_s - since
+
+    def under_way(self) -> set[str]:
+        """Roles that are not back."""
+        return set(self._since)
+
+
+@dataclass(slots=True)
+class Repeated:
+    """Work that the log holds twice."""
+
+    tasks: int = 0
+    dispatched: Counter[str] = field(default_factory=Counter)
+    """Rollouts begun again, by the worker that did."""
+    resumed: Counter[str] = field(default_factory=Counter)
+    """Of these, those that went on from a recorded turn."""
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """Rollouts written again, by the worker that did."""
+    rollout_tokens: int = 0
+    groups: int = 0
+    groups_changed: int = 0
+    """Groups written again with another content."""
+    steps_begun: int = 0
+    """Steps that another trainer process began again."""
+    steps: int = 0
+    manifests: int = 0
+    joins: Counter[str] = field(default_factory=Counter)
+    """Times that a replica loaded a whole version after its first, by replica."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The run as its log tells it."""
+
+    recoveries: Recoveries = field(default_factory=Recoveries)
+    repeated: Repeated = field(default_factory=Repeated)
+    written: Counter[str] = field(default_factory=Counter)
+    """Records by author."""
+    last_s: dict[str, float] = field(default_factory=dict)
+    """When each author wrote last, in seconds since the epoch."""
+    step: int = 0
+    step_at_s: float = 0.0
+    fingerprints: dict[int, str] = field(default_factory=dict)
+    """Of the weights after each step."""
+    rollouts: set[str] = field(default_factory=set)
+    groups: dict[str, bytes] = field(default_factory=dict)
+    trained: Counter[str] = field(default_factory=Counter)
+    """How often each group was the input of a step."""
+    _tasks: dict[str, int] = field(default_factory=dict)
+    _played: set[tuple[str, int]] = field(default_factory=set)
+    _dispatched: set[tuple[str, int]] = field(default_factory=set)
+    _plans: set[int] = field(default_factory=set)
+    _manifests: set[int] = field(default_factory=set)
+    _lives: dict[str, set[str]] = field(default_factory=dict)
+
+    def observe(self, located: Located) -> tuple[str, float] | None:
+        """Take one record; the role that it shows to be back, if it does, and after how many seconds."""
+        record, at_s = located.record, located.timestamp_ms / 1e3
+        name = author(located.topic, record)
+        if name is None or record is None:
+            return None
+        self.written[name] += 1
+        self.last_s[name] = max(at_s, self.last_s.get(name, 0.0))
+        self._count(record, located, at_s)
+        took = self.recoveries.progress(name, at_s)
+        return None if took is None else (name, took)
+
+    def lost(self) -> list[tuple[str, int]]:
+        """Rollouts, by task and place in the group, that were asked for and have no record, not even of a failure."""
+        asked = ((task, index) for task, size in self._tasks.items() for index in range(size))
+        return [each for each in asked if each not in self._played]
+
+    def twice(self) -> list[str]:
+        """Groups that more than one step trained on."""
+        return [group for group, times in self.trained.items() if times > 1]
+
+    def _count(self, record: Record, located: Located, at_s: float) -> None:
+        match record:
+            case Task():
+                self.repeated.tasks += record.task_id in self._tasks
+                self._tasks[record.task_id] = record.group_size
+            case Dispatch():
+                self._dispatch(record)
+            case Rollout():
+                self._rollout(record)
+            case Group() if record.closed_by is not CloseReason.LATE:
+                self._group(record, located.value or b"")
+            case StepPlan():
+                self.repeated.steps_begun += record.step in self._plans
+                self._plans.add(record.step)
+            case TrainStep():
+                self._step(record, at_s)
+            case Manifest():
+                self.repeated.manifests += record.version in self._manifests
+                self._manifests.add(record.version)
+            case WeightAck():
+                self._ack(record)
+            case _:
+                pass
+
+    def _dispatch(self, record: Dispatch) -> None:
+        for index, turns in zip(record.indexes, record.resumed_turns, strict=True):
+            again = (record.task_id, index) in self._dispatched
+            self.repeated.dispatched[record.worker_id] += again
+            self.repeated.resumed[record.worker_id] += again and turns > 0
+            self._dispatched.add((record.task_id, index))
+
+    def _rollout(self, record: Rollout) -> None:
+        if record.rollout_id in self.rollouts:
+            self.repeated.rollouts[record.worker_id] += 1
+            self.repeated.rollout_tokens += record.sampled_tokens
+        self.rollouts.add(record.rollout_id)
+        self._played.add((record.task_id, record.index))
+
+    def _group(self, record: Group, value: bytes) -> None:
+        self.repeated.groups += record.group_id in self.groups
+        self.repeated.groups_changed += self.groups.setdefault(record.group_id, value) != value
+
+    def _step(self, record: TrainStep, at_s: float) -> None:
+        if record.step not in self.fingerprints:
+            self.trained.update(place.group_id for place in record.inputs)
+        self.repeated.steps += record.step in self.fingerprints
+        self.fingerprints.setdefault(record.step, record.fingerprint)
+        if record.step > self.step:
+            self.step, self.step_at_s = record.step, at_s
+
+    def _ack(self, record: WeightAck) -> None:
+        lives = self._lives.setdefault(record.replica_id, set())
+        self.repeated.joins[record.replica_id] += bool(lives) and record.incarnation not in lives
+        lives.add(record.incarnation)

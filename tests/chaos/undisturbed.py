@@ -1,0 +1,100 @@
+"""The same log without the storm: a trainer that nobody disturbs, over a copy of the groups and their rollouts.
+
+In the deterministic mode (`trainer.in_order`, one partition) the weights are a function of these two topics, so that
+this trainer must make the chain of versions that the disturbed one made, whatever befell it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from tests.chaos.verdict import tidemill
+from tidemill.compose.config import TidemillSettings
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import TrainStep
+
+PREFIX = "undisturbed."
+COPIED = (Topic.ROLLOUTS, Topic.GROUPS)
+POLL_S = 1.0
+SETTLED_S = 60.0
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """Fingerprints of the weights after each step."""
+
+    disturbed: dict[int, str]
+    undisturbed: dict[int, str]
+    said: str
+    """The end of what the undisturbed trainer printed."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both made the same versions, bit for bit, and there were any."""
+        return bool(self.disturbed) and self.disturbed == self.undisturbed
+
+
+def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int, str], say: Say) -> Chains:
+    """Train over a copy of what the run trained on, to the same last step.
+
+    Args:
+        config: the settings file of the run.
+        steps: fingerprints that the run's own trainer recorded, by step.
+    """
+    copy = settings.kafka.model_copy(update={"topic_prefix": PREFIX})
+    create_topics(copy)
+    for topic in COPIED:
+        say(f"copied {_copy(settings.kafka, copy, topic)} records of {topic}")
+    store = str(config.parent / "store-undisturbed")
+    done = tidemill(
+        "train", "--config", str(config), "--topic-prefix", PREFIX, "--max-steps", str(max(steps)),
+        "--set", f"store.root={store}",
+    )  # fmt: skip
+    with LogReader(copy, [Topic.STEPS], client_id="chaos-undisturbed") as reader:
+        found = {each.record.step: each.record.fingerprint for each in reader.read_to_end()
+                 if isinstance(each.record, TrainStep)}  # fmt: skip
+    return Chains(steps, found, done.text)
+
+
+def _copy(source: KafkaSettings, target: KafkaSettings, topic: Topic) -> int:
+    """Copy a topic byte by byte to the same offsets, which groups name their rollouts by. Raises RuntimeError where
+    the source has gaps."""
+    names, copies = Names(source.topic_prefix), Names(target.topic_prefix)
+    consumer = Consumer(consumer_settings(source, "chaos-copy", "chaos-copy"))
+    producer = Producer(producer_settings(target, "chaos-copy"))
+    copied = 0
+    try:
+        for partition in range(len(consumer.list_topics(names.of(topic)).topics[names.of(topic)].partitions)):
+            place = TopicPartition(names.of(topic), partition, 0)
+            _, end = consumer.get_watermark_offsets(place, timeout=POLL_S * 10)
+            consumer.assign([place])
+            expected = 0
+            while expected < end:
+                message = consumer.poll(POLL_S)
+                if message is None or message.error():
+                    continue
+                if message.offset() != expected:
+                    raise RuntimeError(f"{place.topic}[{partition}] has no offset {expected}")
+                _, at_ms = message.timestamp()
+                producer.produce(
+                    copies.of(topic), message.value(), message.key(), partition, timestamp=at_ms,
+                    headers=message.headers() or [],
+                )  # fmt: skip
+                producer.poll(0)
+                expected += 1
+            copied += expected
+            if producer.flush(SETTLED_S):
+                raise RuntimeError(f"the copy of {place.topic}[{partition}] was not acknowledged")
+    finally:
+        consumer.close()
+    return copied
