@@ -7,13 +7,20 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings, raise_lasting
+from tidemill.schemas.client_settings import (
+    METADATA_TIMEOUT_S,
+    RETRY_S,
+    TRANSIENT,
+    consumer_settings,
+    raise_lasting,
+)
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, locate
+from tidemill.schemas.reading_guard import watermarks
 
 POLL_S = 0.1
 BATCH = 500
@@ -44,18 +51,31 @@ class Lookback:
 
         Raises TimeoutError when the end is not reached within `deadline_s`, KafkaException when the log refuses.
         """
-        place = TopicPartition(self._names.of(topic), partition, max(since_ms, 0))
-        (first,) = self._consumer.offsets_for_times([place], timeout=METADATA_TIMEOUT_S)
-        if first.error is not None:
-            raise_lasting(first.error)
+        deadline = time.monotonic() + deadline_s
+        full = self._names.of(topic)
+        first = self._first(TopicPartition(full, partition, max(since_ms, 0)), deadline)
         if first.offset < 0:
             return
-        end = self._consumer.get_watermark_offsets(place, timeout=METADATA_TIMEOUT_S)[1]
+        end = watermarks(self._consumer, (full, partition))[1]
         self._consumer.assign([first])
         try:
-            yield from self._up_to(first, end, time.monotonic() + deadline_s)
+            yield from self._up_to(first, end, deadline)
         finally:
             self._consumer.unassign()
+
+    def _first(self, since: TopicPartition, deadline: float) -> TopicPartition:
+        # A partition that was created a moment ago, or whose leader moves, answers with a retriable error first.
+        while True:
+            try:
+                (first,) = self._consumer.offsets_for_times([since], timeout=METADATA_TIMEOUT_S)
+                if first.error is not None:
+                    raise KafkaException(first.error)
+            except KafkaException as error:
+                if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
+                    raise
+                time.sleep(RETRY_S)
+            else:
+                return first
 
     def _up_to(self, first: TopicPartition, end: int, deadline: float) -> Iterator[Located]:
         seen = first.offset

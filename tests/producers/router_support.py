@@ -88,7 +88,7 @@ class FakeReplica:
     def whole(self, chat: bool) -> web.Response:
         logprobs = logprobs_of(chat, [-0.5] * 3)
         choice = {"index": 0, "logprobs": logprobs, "token_ids": TOKENS, "finish_reason": "stop",
-                  "weight_versions": [[4, 0, 2], [5, 2, 3]]}  # fmt: skip
+                  "weight_versions": [[4, 0, 2], [5, 2, 3]], "weight_incarnation": "life"}  # fmt: skip
         said = {"message": {"role": "assistant", "content": "abc"}} if chat else {"text": "abc"}
         return self.json({"id": "x", "choices": [{**choice, **said, **({} if chat else {"prompt_token_ids": PROMPT})}],
                           **({"prompt_token_ids": PROMPT} if chat else {})})  # fmt: skip
@@ -138,7 +138,7 @@ def chunks(chat: bool) -> list[dict]:
         if not chat and place == 0:
             choice["prompt_token_ids"] = PROMPT
         if spans[place]:
-            choice["weight_versions"] = spans[place]
+            choice |= {"weight_versions": spans[place], "weight_incarnation": "life"}
         found.append({"id": "x", "choices": [choice]})
     return found if chat else found[1:]
 

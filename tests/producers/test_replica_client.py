@@ -35,7 +35,11 @@ def test_a_completion_is_read(bodies):
     found = parsed(bodies([5, 6, 7], [-1.5, 0.0, -0.25], [[3, 0, 2], [4, 2, 3]], "length"))
     assert found.token_ids == [5, 6, 7] and found.logprobs == [-1.5, 0.0, -0.25]
     assert found.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
-    assert found.finish_reason == "length"
+    assert found.finish_reason == "length" and found.incarnation == ""
+
+
+def test_a_completion_names_the_incarnation_of_its_versions(bodies):
+    assert parsed(changed(bodies, weight_incarnation="life")).incarnation == "life"
 
 
 def test_an_aborted_request_is_not_a_completion(bodies):
@@ -75,6 +79,9 @@ def test_an_aborted_request_is_not_a_completion(bodies):
         {"weight_versions": [["0", 0, 3]]},
         {"weight_versions": [[True, 0, 3]]},
         {"weight_versions": [[0, 0]]},
+        {"weight_incarnation": None},
+        {"weight_incarnation": 3},
+        {"weight_incarnation": "x" * 257},
         {"finish_reason": None},
         {"finish_reason": ["stop"]},
     ],
@@ -97,7 +104,12 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(["token_ids", "logprobs", "weight_versions", "finish_reason"]), json_values))
+@given(
+    st.dictionaries(
+        st.sampled_from(["token_ids", "logprobs", "weight_versions", "finish_reason", "weight_incarnation"]),
+        json_values,
+    )
+)
 def test_hostile_choices_are_refused_or_consistent(changes):
     choice = {
         "token_ids": [1, 2],

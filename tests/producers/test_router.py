@@ -44,7 +44,7 @@ def check_recorded(made, interaction_id):
     assert segment.spans == [VersionSpan(4, 3, 5), VersionSpan(5, 5, 6)]
     assert (made.prompt_tokens, made.sampled_tokens, made.version_min, made.version_max) == (3, 3, 4, 5)
     assert (made.user_id, made.arm, made.propensity, made.finish_reason) == (ZOE, "stable", 1.0, "stop")
-    assert (made.replica_id, made.region) == ("s0", "here")
+    assert (made.replica_id, made.region, made.incarnation) == ("s0", "here", "life")
     assert 0 < made.first_token_ms <= made.latency_ms and made.served_at > 1.7e15
 
 
@@ -425,6 +425,7 @@ def test_too_many_requests_at_once_are_turned_away():
         {"weight_versions": None},
         {"weight_versions": [[4, 0, 1], [5, 2, 3]]},
         {"weight_versions": [[4, 0, 2]]},
+        {"weight_incarnation": 5},
         {"finish_reason": None},
     ],
 )

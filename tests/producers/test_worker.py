@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import Counter
@@ -340,7 +341,8 @@ class Bench:
         def body():
             try:
                 worker.run(self.log, RUN, self.store, settings, stop)
-            except Exception as error:  # noqa: BLE001 - raised again by the test's own thread
+            except Exception as error:  # raised again by the test's own thread
+                logging.getLogger(__name__).exception("the worker ended")
                 raised.append(error)
 
         thread = threading.Thread(target=body)
