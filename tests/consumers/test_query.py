@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +43,21 @@ def filled(path: Path, records: list[Any]) -> SinkSettings:
     return sink
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    sink = filled(tmp_path_factory.mktemp("run"), small_run())
-    yield {name: table(ask(sink, name)) for name in named_queries()}
+def answers_over(path: Path, records: list[Any]) -> dict[str, list[dict[str, Any]]]:
+    sink = filled(path, records)
+    # While a client is open, the engine is not started again for each query.
+    with closing(connect(sink)):
+        return {name: table(ask(sink, name)) for name in named_queries()}
 
 
 @pytest.fixture(scope="module")
-def product(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
-    sink = filled(tmp_path_factory.mktemp("product"), product_run())
-    yield {name: table(ask(sink, name)) for name in named_queries()}
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return answers_over(tmp_path_factory.mktemp("run"), small_run())
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return answers_over(tmp_path_factory.mktemp("product"), product_run())
 
 
 def table(answer: Answer) -> list[dict[str, Any]]:
