@@ -4,7 +4,8 @@ A pure state machine: `observe` takes the records of the log in any order that e
 issue now. What holds:
 
 - the state is a function of the records observed, so a restarted feeder that reads the log to its end goes on where it
-  stopped: a set of held-out tasks of which some were issued is completed under the same version;
+  stopped: a set of held-out tasks of which some were issued is completed under the same version, and a training task
+  that a killed feeder did not get to the log, while later ones did, is issued first;
 - no training task is issued while the evaluation before is open, and the evaluation after begins when the last version
   is served;
 - a held-out group that never closes stops being waited for once it is overdue.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import NamedTuple
 
 from tidemill.producers.admission import AdmissionController, AdmissionPolicy, Expired
@@ -65,7 +67,10 @@ class FeederState:
         self._run = run
         self._feed = feed
         self._admission = AdmissionController(admission_policy(run, feed))
-        self._next_train = 0
+        self._unissued = 0
+        """Every training task before this one was issued."""
+        self._issued_ahead: set[int] = set()
+        """Training tasks issued after it."""
         self._eval_issued: dict[_EvalSet, set[int]] = {}
         self._eval_open: dict[str, int] = {}
         self._eval_closed: set[str] = set()
@@ -127,11 +132,18 @@ class FeederState:
         if name is None:
             return
         if name.stage is Stage.TRAIN:
-            self._next_train = max(self._next_train, name.index + 1)
+            self._observe_training(name.index)
             return
         self._eval_issued.setdefault(_EvalSet(name.stage, name.version), set()).add(name.index)
         if task.group_id not in self._eval_closed:
             self._eval_open[task.group_id] = task.deadline_at
+
+    def _observe_training(self, index: int) -> None:
+        if index >= self._unissued:
+            self._issued_ahead.add(index)
+        while self._unissued in self._issued_ahead:
+            self._issued_ahead.remove(self._unissued)
+            self._unissued += 1
 
     def _expire_evaluations(self, now_us: int) -> list[str]:
         limit = now_us - to_us(self._feed.overdue_s)
@@ -144,7 +156,8 @@ class FeederState:
     def _training(self) -> Iterator[TaskName]:
         if self._before_pending():
             return
-        for index in range(self._next_train, self._next_train + self._admission.capacity()):
+        unissued = (index for index in count(self._unissued) if index not in self._issued_ahead)
+        for index in islice(unissued, self._admission.capacity()):
             yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
 
     def _evaluations(self) -> Iterator[TaskName]:

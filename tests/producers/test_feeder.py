@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
 
 import pytest
+from confluent_kafka import Producer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +27,7 @@ from tidemill.producers.watchdog import Watchdog
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
@@ -33,6 +40,7 @@ from tidemill.schemas.records import (
     Mode,
     RolloutStatus,
     StepInput,
+    StepPlan,
     Task,
     TrainStep,
     WeightAck,
@@ -67,6 +75,11 @@ def closed(task: Task, reason=CloseReason.SIZE) -> Group:
 def step(number, groups) -> TrainStep:
     inputs = [StepInput(name, "groups", 0, 0) for name in groups]
     return TrainStep("run", number, number, number - 1, inputs, [], 0, "", "", 0.1, {}, [], 8, 40, "", "", 0, 0)
+
+
+def plan(number, groups) -> StepPlan:
+    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
+    return StepPlan("run", number, number - 1, inputs, [], 0, "", {}, "", "trainer", 0)
 
 
 def manifest(version) -> Manifest:
@@ -226,6 +239,27 @@ def test_a_restart_never_issues_a_prompt_again():
     assert len({task.seed for task in tasks}) == 12
 
 
+@given(st.lists(st.integers(0, 2**6 - 1), min_size=1, max_size=5))
+def test_a_feeder_killed_between_its_sends_forgets_no_task_and_issues_none_twice(arrived):
+    """Each number says by its bits which tasks of a decision got to the log before the feeder was killed."""
+    feed = FEED.model_copy(update={"eval_before": False, "eval_every": 0})
+    run = RUN.model_copy(update={"max_policy_lag": 9, "max_steps": 10})
+    world, undisturbed = World(feed, run), World(feed, run)
+    for one in (world, undisturbed):
+        one.write(manifest(0), ack(0))
+    for bits in arrived:
+        decision = world.state.decide(world.now)
+        tasks = [world.source.task(name, world.now, 0) for name in decision.names]
+        world.log += [task for place, task in enumerate(tasks) if bits >> place & 1]
+        world.restart()
+    world.issue()
+    issued = {task.task_id: task for task in world.log if isinstance(task, Task)}
+    assert len(issued) == sum(isinstance(record, Task) for record in world.log)
+    assert issued == {task.task_id: task for task in undisturbed.issue()}, (
+        "and each is the task that it would have been"
+    )
+
+
 @given(st.randoms(use_true_random=False))
 def test_the_state_is_a_function_of_the_records(rng):
     world = World()
@@ -233,6 +267,7 @@ def test_the_state_is_a_function_of_the_records(rng):
     world.write(*map(closed, world.issue()))
     first = world.issue()
     world.write(*map(closed, first))
+    world.write(plan(1, [task.group_id for task in first[:2]]))
     world.train(1, first[:2])
     decided = world.state.decide(world.now)
     rng.shuffle(world.log)
@@ -339,10 +374,12 @@ def test_unknown_environments_and_options_are_refused():
 class Loop:
     """The rest of the loop on a real Kafka: closes every group, trains in order, acknowledges every version."""
 
-    def __init__(self, kafka: KafkaSettings):
-        self.kafka, self.tasks, self.waiting, self.steps = kafka, [], [], 0
+    def __init__(self, kafka: KafkaSettings, run=RUN):
+        self.kafka, self.run, self.tasks, self.waiting, self.steps = kafka, run, [], [], 0
+        self._trainer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": kafka.topic_prefix + "run"})
 
     def serve(self, stop: threading.Event) -> None:
+        self._trainer.init_transactions()
         with RecordProducer(self.kafka, "test-loop") as producer, LogReader(self.kafka, [Topic.TASKS]) as reader:
             producer.send_acked(Topic.MANIFESTS, [("main", manifest(0))])
             producer.send_acked(Topic.ACKS, [("a", ack(0))])
@@ -358,10 +395,18 @@ class Loop:
             self.waiting.append(task.group_id)
         if len(self.waiting) == 2:
             self.steps += 1
-            producer.send_acked(Topic.STEPS, [("run", step(self.steps, self.waiting))])
+            self._write_step(plan(self.steps, self.waiting))
+            self._write_step(step(self.steps, self.waiting))
             producer.send_acked(Topic.MANIFESTS, [("main", manifest(self.steps))])
             producer.send_acked(Topic.ACKS, [("a", ack(self.steps, at=now_us()))])
             self.waiting = []
+
+    def _write_step(self, record) -> None:
+        """As a trainer does: in a transaction, whose marker takes an offset of its own."""
+        self._trainer.begin_transaction()
+        topic = Names(self.kafka.topic_prefix).of(Topic.STEPS)
+        self._trainer.produce(topic, Codec().encode(record), key=b"run")
+        self._trainer.commit_transaction()
 
 
 @pytest.fixture
@@ -404,3 +449,46 @@ def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
     assert issued[:3] == [f"eval-before/v0/{i}" for i in range(3)]
     assert issued[-3:] == [f"eval-after/v3/{i}" for i in range(3)]
     assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 6
+
+
+PROCESS = """
+import json, sys
+from tidemill.producers import feeder
+from tidemill.producers.config import FeedSettings
+from tidemill.schemas.config import KafkaSettings, RunSettings
+sections = zip((KafkaSettings, RunSettings, FeedSettings), json.loads(sys.argv[1]))
+sys.exit(0 if feeder.run(*[section(**values) for section, values in sections]) else 1)
+"""
+
+
+def feeder_process(*sections) -> subprocess.Popen:
+    document = json.dumps([section.model_dump(mode="json") for section in sections])
+    return subprocess.Popen([sys.executable, "-c", PROCESS, document])
+
+
+def test_a_feeder_killed_anywhere_issues_every_task_once(log):
+    run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
+    loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)
+    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
+    other_side.start()
+    running = None
+    try:
+        for _ in range(3):
+            running = feeder_process(log, run, FEED)
+            wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 40
+            while len(loop.tasks) < wanted:
+                assert time.monotonic() < deadline and running.poll() is None
+                time.sleep(0.002)
+            running.send_signal(signal.SIGKILL)
+            running.wait(20)
+        running = feeder_process(log, run, FEED)
+        assert running.wait(60) == 0, "the run is over"
+    finally:
+        running.kill()
+        running.wait(20)
+        loop_stop.set()
+        other_side.join(30)
+    issued = stages(loop.tasks)
+    assert len(issued) == len(set(issued))
+    assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}
+    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 16
