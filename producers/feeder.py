@@ -18,6 +18,7 @@ from tidemill.producers.watchdog import WRITERS, Watchdog
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
@@ -83,11 +84,17 @@ def run(kafka: KafkaSettings, run: RunSettings, feed: FeedSettings, stop: thread
     Raises TaskError when the environment has no such tasks, DeliveryError when the log refuses them.
     """
     stop = stop or stop_on_signals()
-    with RecordProducer(kafka, CLIENT_ID) as producer, LogReader(kafka, TOPICS, client_id=CLIENT_ID) as reader:
+    with (
+        RecordProducer(kafka, CLIENT_ID) as producer,
+        LogReader(kafka, TOPICS, client_id=CLIENT_ID) as reader,
+        Liveness("the feeder", kafka.stall_timeout_s) as liveness,
+    ):
         feeder = Feeder(run, feed, producer)
         for located in reader.read_to_end():
+            liveness.beat("reading the log to its end")
             feeder.observe(located)
         while not stop.is_set():
+            liveness.beat("following the log")
             if feeder.advance():
                 return True
             for located in reader.poll(POLL_S):

@@ -20,6 +20,7 @@ from tidemill.consumers.gate.standing import GENERATION
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located, Position
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
@@ -133,9 +134,11 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     with (
         RecordProducer(kafka, CLIENT_ID) as producer,
         LogReader(kafka, TOPICS, start=rebuilt.next_offsets, client_id=CLIENT_ID) as reader,
+        Liveness("the gate", kafka.stall_timeout_s) as liveness,
     ):
         following = Gate(rebuilt, producer)
         while not stop.is_set():
+            liveness.beat("following the log")
             following.decide()
             for located in reader.poll(POLL_S):
                 following.observe(located)

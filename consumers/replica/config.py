@@ -78,6 +78,8 @@ class ReplicaSettings(Section):
     """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
     fetch_timeout_s: float = Field(default=30.0, gt=0)
     """How long a chunk that a manifest names may take after the last one that came, before the version is refused."""
+    move_timeout_s: float = Field(default=1800.0, gt=0)
+    """How long a move to another version may take in all, before the process is taken for hung and ends."""
     fetch_connections: int = Field(default=4, ge=1)
     """Connections to the log over which the shards of a delta come side by side: one alone is slow over a long way."""
     decode_threads: int = Field(default=2, ge=1)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tidemill.consumers.replica.state import Said
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
@@ -46,11 +47,20 @@ class Follower:
         log: manifests, skip-deltas and gate decisions; read by this object only.
         bury: puts a record aside that cannot be used, with the reason.
         poll_interval_s: how long one poll waits for a record.
+        acting: is told when a move begins and ends.
+        move_timeout_s: how long a move may take.
     """
 
     def __init__(
-        self, subscriber: Acting, log: RecordLog, bury: Callable[[Located, str], None], poll_interval_s: float
+        self,
+        subscriber: Acting,
+        log: RecordLog,
+        bury: Callable[[Located, str], None],
+        poll_interval_s: float,
+        acting: Liveness | None = None,
+        move_timeout_s: float = 0.0,
     ) -> None:
+        self._acting, self._move_timeout_s = acting or Liveness("", 0.0), move_timeout_s
         self._subscriber, self._log, self._bury = subscriber, log, bury
         self._poll_interval_s = poll_interval_s
         self._news = asyncio.Event()
@@ -79,7 +89,9 @@ class Follower:
     async def _act(self, stop: asyncio.Event) -> None:
         while not (self._ended or stop.is_set()):
             self._news.clear()
+            self._acting.beat("a move to another version", self._move_timeout_s)
             await self._subscriber.advance()
+            self._acting.beat("waiting for records")
             try:
                 await asyncio.wait_for(self._news.wait(), IDLE_S)
             except TimeoutError:

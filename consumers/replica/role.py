@@ -30,6 +30,7 @@ from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
@@ -74,11 +75,21 @@ class Replica:
             async with replica as running:
                 producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
                 records = stack.enter_context(self._reader(FOLLOWED, joined.offsets))
-                follower = Follower(running.subscriber, records, self._bury(producer), settings.poll_interval_s)
                 host, port = listener.getsockname()[:2]
                 logger.warning("serving version %d on http://%s:%d", joined.manifest.version, host, port)
-                following = follower.run(self._stop, partial(_check_engine, running))
+                following = self._follow(running, records, self._bury(producer))
                 await self._until_stopped(running.server, listener, following)
+
+    async def _follow(self, running: Running, records: LogReader, bury: Callable[[Located, str], None]) -> None:
+        settings, timeout_s = self._settings, self._kafka.stall_timeout_s
+        with (
+            Liveness(f"replica {settings.replica_id}, following the log", timeout_s) as reading,
+            Liveness(f"replica {settings.replica_id}, applying versions", timeout_s) as acting,
+        ):
+            follower = Follower(
+                running.subscriber, records, bury, settings.poll_interval_s, acting, settings.move_timeout_s
+            )
+            await follower.run(self._stop, partial(_check_engine, running, reading))
 
     def _surroundings(self, stack: ExitStack) -> Surroundings:
         producer = stack.enter_context(RecordProducer(self._kafka, self._settings.replica_id))
@@ -117,6 +128,7 @@ class Replica:
         return LogReader(self._kafka, topics, start=start, client_id=f"{self._settings.replica_id}-{topics[0].value}")
 
 
-def _check_engine(running: Running) -> None:
+def _check_engine(running: Running, reading: Liveness) -> None:
+    reading.beat("polling the log")
     if running.engine.errored:
         raise ReplicaFault("the engine core died: see its log above; the replica must be started again")

@@ -26,6 +26,7 @@ from tidemill.producers.router.replicas import open_replicas
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision
@@ -74,7 +75,8 @@ async def _serve(
         replicas = await stack.enter_async_context(open_replicas(settings))
         router = Router(run, settings, signer, pseudonyms, canary, replicas, recorder, metrics)
         LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
-        await _until_stopped(Application(router), listener, _follow(canary, decisions, metrics, stop), stop)
+        following = _follow(canary, decisions, metrics, stop, kafka.stall_timeout_s)
+        await _until_stopped(Application(router), listener, following, stop)
 
 
 async def _until_stopped(
@@ -96,9 +98,13 @@ async def _until_stopped(
             raise result
 
 
-async def _follow(canary: CanaryShare, decisions: LogReader, metrics: Metrics, stop: threading.Event) -> None:
-    while not stop.is_set():
-        _observe(canary, await asyncio.to_thread(decisions.poll, POLL_S), metrics)
+async def _follow(
+    canary: CanaryShare, decisions: LogReader, metrics: Metrics, stop: threading.Event, stall_timeout_s: float
+) -> None:
+    with Liveness("the router", stall_timeout_s) as liveness:
+        while not stop.is_set():
+            liveness.beat("following the gate's decisions")
+            _observe(canary, await asyncio.to_thread(decisions.poll, POLL_S), metrics)
 
 
 def _observe(canary: CanaryShare, found: Iterable[Located], metrics: Metrics) -> None:
