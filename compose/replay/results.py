@@ -1,7 +1,8 @@
 """Writing the results of a replayed stage beside the live log.
 
-They go to topics under a prefix of their own, which must be empty, and carry the headers of a replay. Their timestamps
-are those of the records by which they were decided, so that two replays write the same.
+They go to topics under a prefix of their own, which must be empty and read by nobody, and carry the headers of a
+replay. Their timestamps are those of the records by which they were decided, so that two replays write the same; and
+the topics keep them whatever their age.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-from tidemill.schemas.admin import create_topics
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
+
+from tidemill.consumers.replay.target import Target
+from tidemill.schemas.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.replayed import replay_headers
-from tidemill.streams.offline_log import Emitted
+from tidemill.streams.offline_log import CLIENT, Emitted
 
-CLIENT = "tidemill-replay"
+KEPT = {"cleanup.policy": "delete", "retention.ms": "-1"}
 
 
-def write_results(kafka: KafkaSettings, emitted: Sequence[Emitted], prefix: str) -> str:
-    """Write results under `prefix`, whose topics are made where they are missing; the id of the replay.
+def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
+    """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
 
-    Raises ValueError for the prefix of the live topics, and for topics that hold records.
+    Raises Refused when the prefix is that of live topics, when records lie under it, or a consumer group reads there.
     """
-    target = target_of(kafka, prefix)
-    create_topics(target)
-    topics = sorted({one.emit.topic for one in emitted})
-    _require_empty(target, topics)
+    Target(kafka, prefix).check(None)
+    target = kafka.model_copy(update={"topic_prefix": prefix})
+    _create(kafka, target, topic)
     replay_id, names = uuid.uuid4().hex[:12], Names(kafka.topic_prefix)
     with RecordProducer(target, CLIENT) as producer:
         for one in emitted:
@@ -44,25 +47,12 @@ def write_results(kafka: KafkaSettings, emitted: Sequence[Emitted], prefix: str)
     return replay_id
 
 
-def target_of(kafka: KafkaSettings, prefix: str) -> KafkaSettings:
-    """The settings of a log under another prefix, with as many partitions. Raises ValueError for the live prefix."""
-    if prefix == kafka.topic_prefix:
-        raise ValueError(f"--into {prefix!r} is the prefix of the live topics, which a replay never writes to")
-    sections = {**kafka.model_dump(), "topic_prefix": prefix, "partitions": _partitions(kafka)}
-    return KafkaSettings(**sections)
-
-
-def _partitions(kafka: KafkaSettings) -> int | None:
-    """The partition count of the live keyed topics, where it is not the catalogue's."""
-    with LogReader(kafka, [Topic.GROUPS], client_id=CLIENT) as reader:
-        count = len(reader.partitions(Topic.GROUPS))
-    return None if count == CATALOGUE[Topic.GROUPS].partitions else count
-
-
-def _require_empty(kafka: KafkaSettings, topics: Sequence[Topic]) -> None:
-    if not topics:
+def _create(kafka: KafkaSettings, target: KafkaSettings, topic: Topic) -> None:
+    with LogReader(kafka, [topic], client_id=CLIENT) as reader:
+        partitions = len(reader.partitions(topic))
+    client, full = admin_client(target), Names(target.topic_prefix).of(topic)
+    if full in client.list_topics(timeout=REQUEST_TIMEOUT_S).topics:
         return
-    with LogReader(kafka, topics, client_id=CLIENT) as reader:
-        filled = sorted({topic.value for (topic, _), end in reader.end_offsets().items() if end})
-    if filled:
-        raise ValueError(f"{', '.join(filled)} under {kafka.topic_prefix!r} hold records: give --into a new prefix")
+    new = NewTopic(full, partitions, replication_factor=target.replication_factor, config=KEPT)
+    client.create_topics([new], request_timeout=REQUEST_TIMEOUT_S)[full].result()
+    wait_until_led(client, {full})

@@ -17,7 +17,7 @@ from tidemill.compose.replay.differences import Comparison, Item, Place, Window,
 from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
-from tidemill.schemas.catalogue import Names
+from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
@@ -98,8 +98,12 @@ def stage(
     what_if = WhatIf(deadline, _weights(reward or []), reward_version)
     _check(processor, what_if)
     settings = with_reachable_log(settings_of({}))
+    if into is not None:
+        from tidemill.consumers.replay.target import check_prefix
+
+        check_prefix(settings.kafka.topic_prefix, into)
     done = _run(settings, processor, what_if, window, timeout_s)
-    replay_id = _write(settings.kafka, done.replayed, into) if into is not None else ""
+    replay_id = _write(settings.kafka, done, into) if into is not None else ""
     if as_json:
         typer.echo(json.dumps(_document(processor, done, show, into, replay_id), indent=2))
     else:
@@ -111,6 +115,7 @@ def stage(
 class _Done:
     """A stage that was replayed."""
 
+    topic: Topic
     replayed: Replayed
     comparison: Comparison
 
@@ -136,7 +141,8 @@ def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, windo
     names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
     there = [located_item(names, located) for located in recorded]
     here = [_emitted_item(names, codec, emitted) for emitted in replayed.emitted]
-    return _Done(replayed, compare(there, here, window))
+    (topic,) = processor.outputs
+    return _Done(topic, replayed, compare(there, here, window))
 
 
 def _change(what_if: WhatIf, reweighted: Reweighted | None) -> Change:
@@ -182,11 +188,11 @@ def _emitted_item(names: Names, codec: Codec, emitted: Emitted) -> Item:
     return Item(emit.key.encode(), codec.encode(emit.record), emit.record, place, emitted.at_ms)
 
 
-def _write(kafka: KafkaSettings, replayed: Replayed, prefix: str) -> str:
+def _write(kafka: KafkaSettings, done: _Done, prefix: str) -> str:
     from tidemill.compose.replay.results import write_results
 
     with working(f"writing under {prefix}"):
-        return write_results(kafka, replayed.emitted, prefix)
+        return write_results(kafka, done.topic, done.replayed.emitted, prefix)
 
 
 def _lines(done: _Done, show: int, into: str | None, replay_id: str) -> list[str]:
