@@ -50,6 +50,10 @@ class SinkSettings(Section):
     """Loopback port where the embedded engine answers ClickHouse's HTTP protocol, read-only. 0: a free one, named in
     the log line and in the state file. Unused with a server, which answers for itself."""
 
+    accept_gaps: bool = False
+    """Go on where the log deleted records before the sink had read them, and enter what is missing in the table
+    `sink_gaps`. Else the sink ends and says so."""
+
     flush_rows: int = Field(default=4000, ge=1)
     """Rows that one flush holds at most; ClickHouse wants few large inserts."""
 

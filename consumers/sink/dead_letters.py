@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self, cast
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
 from tidemill.consumers.sink.rows import DeadLetter, Place, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, TRANSIENT, consumer_settings
+from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import (
     HEADER_APPLICATION,
@@ -21,6 +21,9 @@ from tidemill.schemas.dead_letter import (
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
+from tidemill.schemas.reading_guard import ReadingGuard
+
+CLIENT_ID = "tidemill-sink-dlq"
 
 
 def _number(text: str, otherwise: int) -> int:
@@ -56,8 +59,10 @@ class DeadLetterReader:
     def __init__(
         self, kafka: KafkaSettings, start: Mapping[Place, int], topics: Iterable[Topic] = tuple(CATALOGUE)
     ) -> None:
-        settings = consumer_settings(kafka, "tidemill-sink-dlq", "tidemill-sink-dlq-groupless")
-        self._consumer = Consumer({**settings, "partition.assignment.strategy": "range"})
+        settings = consumer_settings(kafka, CLIENT_ID, f"{CLIENT_ID}-groupless")
+        own = {"partition.assignment.strategy": "range", "auto.offset.reset": "error"}
+        self._consumer = Consumer({**settings, **own})
+        self._guard = ReadingGuard(self._consumer, CLIENT_ID, kafka.stall_timeout_s)
         names = Names(kafka.topic_prefix)
         wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
         known = self._consumer.list_topics(timeout=METADATA_TIMEOUT_S).topics
@@ -66,18 +71,33 @@ class DeadLetterReader:
             for topic in sorted(wanted & set(known))
             for partition in known[topic].partitions
         ]
+        self._next = {(tp.topic, tp.partition): tp.offset for tp in self._assignment if tp.offset != OFFSET_BEGINNING}
         self._consumer.assign(self._assignment)
 
     def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
-        """The next dead letters, in offset order within each partition."""
-        rows = []
-        for message in self._consumer.consume(max_records, timeout_s):
-            error = message.error()
-            if error is None:
-                rows.append(dead_letter_row(message))
-            elif error.code() not in TRANSIENT:
-                raise KafkaException(error)
+        """The next dead letters, in offset order within each partition. Raises as `LogReader.poll`."""
+        self._guard.check()
+        found = (self._row(message) for message in self._consumer.consume(max_records, timeout_s))
+        rows = [row for row in found if row is not None]
+        if not rows:
+            self._guard.check()
+        self._guard.look(self._next, set())
         return rows
+
+    def _row(self, message: Message) -> Row | None:
+        place = (message.topic() or "", message.partition() or 0)
+        error = message.error()
+        if error is None:
+            self._next[place] = (message.offset() or 0) + 1
+            return dead_letter_row(message)
+        onward = self._guard.take(error, place, self._next.get(place))
+        if onward is not None:
+            self._next[place] = onward
+        return None
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._consumer.close()
 
     def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Row]:
         """Every dead letter up to the end of each topic as it is now. Raises TimeoutError past the deadline."""
@@ -102,4 +122,4 @@ class DeadLetterReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._consumer.close()
+        self.close()

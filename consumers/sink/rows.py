@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.sink.misfit import misfit
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import Record
@@ -49,19 +50,25 @@ class Row:
     """Size of the value, for bounding a flush."""
 
 
+def _objection(record: object, expected: tuple[type, ...], topic: str) -> str:
+    if not isinstance(record, expected):
+        return f"a {type(record).__name__} has no place in {topic}"
+    return misfit(record)
+
+
 def row_of(located: Located, names: Names, expected: tuple[type, ...]) -> Row:
-    """The row of a record or a tombstone; of a dead letter when it cannot be read or is none of `expected`."""
+    """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
     topic = names.of(located.topic)
     record: Record | DeadLetter | Tombstone | None = located.record
     if located.value is None and is_compacted(located.topic):
         record = Tombstone(located.topic)
-    elif record is None or not isinstance(record, expected):
+    elif record is None or (reason := _objection(record, expected, topic)):
         record = DeadLetter(
             source_topic=topic,
             source_partition=located.partition,
             source_offset=located.offset,
             source_timestamp_ms=located.timestamp_ms,
-            reason=located.error or f"a {type(record).__name__} has no place in {topic}",
+            reason=located.error if record is None else reason,
             found_by=APPLICATION,
             value=located.value or b"",
         )

@@ -6,25 +6,26 @@ import logging
 import os
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from tidemill.consumers.sink.batch import Batch
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasure import Erasures
-from tidemill.consumers.sink.rows import Row, row_of
 from tidemill.consumers.sink.server import QueryServer
+from tidemill.consumers.sink.source import Source
 from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
+FLUSH_S = 900.0
+"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
 
 
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
@@ -35,7 +36,7 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     Raises:
         EngineBusy: another process has the embedded engine's directory open.
         PortTaken: the HTTP port cannot be bound.
-        LookupError: a topic does not exist, or the log no longer holds the place to go on from.
+        LookupError: a topic does not exist, or the log no longer holds the place to go on from (`sink.accept_gaps`).
     """
     serve_until(stop_on_signals(), kafka, run, sink)
 
@@ -71,30 +72,20 @@ def known_erasures(kafka: KafkaSettings) -> Erasures:
 
 
 def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:
-    names = Names(kafka.topic_prefix)
-    places = writer.next_offsets
-    full = {names.of(topic): topic for topic in CATALOGUE}
-    start = {(full[name], partition): offset for (name, partition), offset in places.items() if name in full}
-    with (
-        LogReader(kafka, list(CATALOGUE), start=start, client_id="tidemill-sink") as reader,
-        DeadLetterReader(kafka, places) as letters,
-    ):
+    with ExitStack() as stack, Liveness("the sink", kafka.stall_timeout_s) as liveness:
+        source = stack.enter_context(closing(Source(kafka, sink, writer)))
         batch = Batch(sink)
         while not stop.is_set():
-            batch.add(_read(reader, letters, names, sink.flush_rows), time.monotonic())
-            if batch.due(time.monotonic()):
-                _flush(writer, batch)
-        _flush(writer, batch)
+            liveness.beat("reading")
+            batch.add(source.read(sink.flush_rows), time.monotonic())
+            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
+                _flush(writer, batch, source, liveness)
+        _flush(writer, batch, source, liveness)
 
 
-def _read(reader: LogReader, letters: DeadLetterReader, names: Names, limit: int) -> list[Row]:
-    found = reader.poll(POLL_S, limit)
-    rows = [row_of(located, names, CATALOGUE[located.topic].values) for located in found]
-    return rows + letters.poll(0)
-
-
-def _flush(writer: Writer, batch: Batch) -> None:
-    written = writer.write(batch.rows, batch.next_offsets())
+def _flush(writer: Writer, batch: Batch, source: Source, liveness: Liveness) -> None:
+    liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
+    written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
     if written:
         log.debug("wrote %d rows", written)
     batch.clear()

@@ -16,6 +16,7 @@ from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import schema_file_name
 
 WATERMARKS = "sink_watermarks"
+GAPS = "sink_gaps"
 DEDUPLICATION_WINDOW = 1000
 """Insert tokens that a table remembers: a retry of one of its last blocks writes nothing."""
 
@@ -71,4 +72,14 @@ def create_watermarks(database: str) -> str:
         f"CREATE TABLE IF NOT EXISTS `{database}`.`{WATERMARKS}`\n"
         "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `next_offset` Int64\n)\n"
         "ENGINE = ReplacingMergeTree(next_offset)\nORDER BY (_topic, _partition)"
+    )
+
+
+def create_gaps(database: str) -> str:
+    """CREATE TABLE for what the log deleted before it was read: offsets from `first_offset` to before `end_offset`."""
+    return (
+        f"CREATE TABLE IF NOT EXISTS `{database}`.`{GAPS}`\n"
+        "(\n    `_topic` LowCardinality(String),\n    `_partition` Int32,\n    `first_offset` Int64,\n"
+        "    `end_offset` Int64,\n    `found_at` DateTime64(3, 'UTC') DEFAULT now64(3)\n)\n"
+        "ENGINE = ReplacingMergeTree\nORDER BY (_topic, _partition, first_offset)"
     )

@@ -23,7 +23,8 @@ from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_tabl
 from tidemill.consumers.sink.config import TableEngine
 from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
 from tidemill.consumers.sink.rows import Place, Row, Tombstone
-from tidemill.consumers.sink.tables import WATERMARKS, Table, create_watermarks, tables
+from tidemill.consumers.sink.tables import GAPS, WATERMARKS, Table, create_gaps, create_watermarks, tables
+from tidemill.schemas.retention import RetentionGap
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -102,6 +103,17 @@ class Writer:
         self._mark(next_offsets)
         return written
 
+    def enter_gap(self, gap: RetentionGap) -> None:
+        """Enter records that no table will hold; the same gap twice is one."""
+        columns = [
+            NAME.array([gap.topic]),
+            PARTITION.array([gap.partition]),
+            INTEGER.array([gap.wanted]),
+            INTEGER.array([gap.first]),
+        ]
+        data = pa.Table.from_arrays(columns, names=["_topic", "_partition", "first_offset", "end_offset"])
+        self._insert_arrow(GAPS, data, "")
+
     def _erase(self, rows: Sequence[Row]) -> None:
         for request in requested(rows):
             # Each partition has a copy of the request; the first one that is read has it carried out.
@@ -149,6 +161,7 @@ class Writer:
     def _create(self, engine: TableEngine) -> None:
         self._client.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
         self._client.command(create_watermarks(self._database))
+        self._client.command(create_gaps(self._database))
         for table in tables().values():
             self._client.command(table.create(self._database, engine))
             self._migrate(table)

@@ -13,13 +13,16 @@ from typing import Any
 
 import httpx
 import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 
-from tests.consumers.sink_support import START_US, group, rollout, small_run, topic_of
+from tests.consumers.sink_support import START_US, group, rollout, small_run, step, topic_of
 from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import STATE_FILE, read_state
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.producer import RecordProducer
@@ -52,6 +55,7 @@ class Sink:
 
     def __init__(self, kafka: KafkaSettings, options: dict[str, Any]) -> None:
         self.settings = SinkSettings(**options)
+        self.options = options
         self._arguments = json.dumps([kafka.model_dump(), options])
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -139,7 +143,7 @@ def stored(sink: SinkSettings) -> dict[tuple[str, int], int]:
 
 def rows_by_place(sink: SinkSettings) -> list[list[Any]]:
     tables = ask(sink, "SHOW TABLES").rows
-    parts = [f"SELECT _topic, _partition, _offset FROM {name}" for (name,) in tables if name != "sink_watermarks"]
+    parts = [f"SELECT _topic, _partition, _offset FROM {name}" for (name,) in tables if not name.startswith("sink_")]
     inner = " UNION ALL ".join(parts)
     grouped = f"SELECT _topic, _partition, count(), uniqExact(_offset), max(_offset) FROM ({inner}) GROUP BY ALL"
     return ask(sink, grouped).rows
@@ -189,3 +193,62 @@ def test_a_missing_topic_and_a_second_sink_are_clear_errors(settings: KafkaSetti
         [sys.executable, "-c", SINK, absent._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert "create the topics with" in refused.stderr
+
+
+def delete(settings: KafkaSettings, full_topic: str, before: int) -> None:
+    admin = AdminClient({"bootstrap.servers": settings.address()})
+    for future in admin.delete_records([TopicPartition(full_topic, 0, before)]).values():
+        future.result()
+
+
+def send(settings: KafkaSettings, numbers: range) -> None:
+    """Rollouts and dead letters, into partition 0 of their topics."""
+    names = Names(settings.topic_prefix)
+    with RecordProducer(settings, "test-writer") as producer:
+        for n in numbers:
+            producer.send(Topic.ROLLOUTS, rollout(f"r{n}", "g"), key="g", partition=0)
+            producer.send_bytes(names.dead_letter(Topic.GROUPS), b"letter", key=b"k", partition=0)
+
+
+def test_what_the_log_deleted_ends_the_sink_or_is_entered_in_a_table(settings: KafkaSettings, sink: Sink):
+    names = Names(settings.topic_prefix)
+    rollouts, letters = names.of(Topic.ROLLOUTS), names.dead_letter(Topic.GROUPS)
+    send(settings, range(10))
+    sink.start()
+    wait_for(lambda: sink.rows() == 10)
+    wait_for(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 10)
+    assert sink.end(signal.SIGTERM) == 0
+    send(settings, range(10, 20))
+    delete(settings, rollouts, 13)
+    delete(settings, letters, 15)
+    refused = subprocess.run(
+        [sys.executable, "-c", SINK, sink._arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert refused.returncode != 0
+    assert f"{rollouts}[0]: the log no longer keeps offset 10, the log begins at 13" in refused.stderr
+    accepting = Sink(settings, {**sink.options, "accept_gaps": True})
+    accepting.start()
+    wait_for(lambda: accepting.rows() == 17)
+    wait_for(lambda: len(ask(sink.settings, "SELECT 1 FROM dead_letters").rows) == 15)
+    gaps = ask(sink.settings, "SELECT _topic, _partition, first_offset, end_offset FROM sink_gaps ORDER BY 1").rows
+    assert sorted(gaps) == sorted([[rollouts, 0, 10, 13], [letters, 0, 10, 15]])
+    assert accepting.end(signal.SIGTERM) == 0
+    # What was entered once is no gap any more.
+    sink.start()
+    wait_for(lambda: sink.rows() == 17)
+
+
+def test_steps_that_were_written_in_transactions_are_read_to_the_end(settings: KafkaSettings, sink: Sink):
+    full = Names(settings.topic_prefix).of(Topic.STEPS)
+    writer = Producer({"bootstrap.servers": settings.address(), "transactional.id": full})
+    writer.init_transactions(DEADLINE_S)
+    for number in range(1, 4):
+        writer.begin_transaction()
+        writer.produce(full, Codec().encode(step(number, [], [])), key=b"run")
+        writer.commit_transaction(DEADLINE_S)
+    sink.start()
+    wait_for(lambda: ask(sink.settings, "SELECT step FROM train_steps ORDER BY 1").rows == [[1], [2], [3]])
+    mark = f"SELECT max(next_offset) FROM sink_watermarks WHERE _topic = '{full}'"
+    # Three records, and the ends of three transactions.
+    wait_for(lambda: ask(sink.settings, mark).rows == [[6]])
+    assert sink.end(signal.SIGTERM) == 0

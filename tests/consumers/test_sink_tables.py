@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.consumers.sink_support import PREFIX, generated, rows_of, small_run, topic_of
+from tests.consumers.sink_support import PACKED, PREFIX, generated, rows_of, small_run, topic_of
 from tidemill.consumers.sink.arrays import list_array, packed_array
 from tidemill.consumers.sink.columns import Column, Schema, record_columns
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
@@ -26,7 +27,6 @@ from tidemill.schemas.records import Document, Rollout
 
 PLACES = count()
 """A partition of its own for every example."""
-PACKED = {"token_ids": "<u4", "loss_mask": "u1", "logprobs": "<f4"}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def expected(record: Any, column: Column) -> Any:
     if first == "payload" and column.name == "payload_bytes":
         return len(value)
     if not rest:
-        return value
+        return np.frombuffer(value, PACKED[first]).tolist() if first in PACKED else value
     if not isinstance(value, list):
         return None if value is None else getattr(value, rest[0])
     if column.name in PACKED:
@@ -188,3 +188,20 @@ def test_what_has_no_place_in_a_topic_becomes_a_dead_letter(record: Document | N
     assert isinstance(row.record, DeadLetter)
     assert (row.record.source_topic, row.record.source_offset, row.record.value) == ("tidemill.tasks", 5, b"\xff")
     assert row.record.reason == (error or "a Document has no place in tidemill.tasks")
+
+
+@pytest.mark.parametrize("field", ["token_ids", "loss_mask", "logprobs"])
+def test_a_record_that_no_column_can_hold_is_a_dead_letter(field: str):
+    whole = next(record for record in small_run() if isinstance(record, Rollout) and record.segments)
+    names, expected_types = Names(PREFIX), CATALOGUE[Topic.ROLLOUTS].values
+
+    def row(record: Rollout) -> Any:
+        return row_of(Located(Topic.ROLLOUTS, 0, 0, 0, b"k", b"v", record), names, expected_types).record
+
+    assert row(whole) == whole
+    torn = replace(whole, segments=[replace(whole.segments[0], **{field: b"\x00\x00\x00"})])
+    if field == "loss_mask":
+        assert row(torn) == torn
+    else:
+        assert isinstance(row(torn), DeadLetter)
+        assert row(torn).reason == f"segments.{field} has 3 bytes, which is no whole number of elements of 4"
