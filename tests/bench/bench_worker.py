@@ -2,13 +2,15 @@
 
 - requests: CPU microseconds of one completion request with aiohttp and with httpx, same loopback server, same run;
 - episodes: episodes for each second of the worker's own processor time and of wall time, five turns an episode, against
-  a replica that answers after `--turn-ms` and samples nothing. The replica is a process of its own.
+  a replica that answers after `--turn-ms` and samples nothing, with each turn recorded and without. The replica is a
+  process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import tempfile
@@ -134,7 +136,7 @@ def issue(kafka: KafkaSettings, count: int) -> None:
             producer.send(Topic.TASKS, task, key=name)
 
 
-def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int) -> dict[str, float]:
+def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int, record_turns: bool) -> dict[str, float]:
     create_topics(kafka)
     issue(kafka, groups)
     stop, spent = threading.Event(), {}
@@ -152,11 +154,14 @@ def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int) -> d
     watcher.start()
     with tempfile.TemporaryDirectory() as folder:
         byte_tokenizer().save(str(Path(folder) / "tokenizer.json"))
-        settings = RolloutSettings(replicas=[address], tokenizer=folder, max_concurrent_episodes=at_once)
+        settings = RolloutSettings(
+            replicas=[address], tokenizer=folder, max_concurrent_episodes=at_once, record_turns=record_turns
+        )
         worker.run(kafka, RunSettings(run_id="run"), StoreSettings(root=folder), settings, stop)
     watcher.join()
     count, wall_s, cpu_s = (b - a for a, b in zip(spent["first"], spent["last"], strict=True))
-    return {"per_cpu_s": round(count / cpu_s, 1), "per_wall_s": round(count / wall_s, 1), "at_once": at_once}
+    return {"per_cpu_s": round(count / cpu_s, 1), "per_wall_s": round(count / wall_s, 1), "at_once": at_once,
+            "record_turns": record_turns}  # fmt: skip
 
 
 def main() -> None:
@@ -172,9 +177,10 @@ def main() -> None:
         replica.join(0.01)
     address = f"http://127.0.0.1:{port.value}"
     print(json.dumps({"figure": "requests", **asyncio.run(requests(address))}))
-    for at_once in (16, 64):
+    for at_once, record_turns in itertools.product((16, 64), (True, False)):
         kafka = KafkaSettings(bootstrap=arguments.bootstrap, topic_prefix=f"bench{uuid.uuid4().hex[:8]}.")
-        print(json.dumps({"figure": "episodes", **episodes(kafka, address, arguments.groups, at_once)}))
+        figures = episodes(kafka, address, arguments.groups, at_once, record_turns)
+        print(json.dumps({"figure": "episodes", **figures}), flush=True)
     replica.terminate()
     replica.join()
 
