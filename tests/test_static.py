@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def test_ruff_finds_nothing():
 
 def test_types_are_checked():
     run("mypy", "-p", "tidemill")
+
+
+def test_every_package_is_installed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    modules = (path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+    assert set(listed) == {"tidemill." + ".".join(path.parent.relative_to(ROOT).parts) for path in modules}
 
 
 def imports_of(source: str) -> Iterator[str]:
