@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class Order:
     """Whom the faults of roles fall on; empty: every role."""
     brokers: int = 1
     gap_s: float = 6.0
+    longest_s: float = math.inf
+    """No fault comes later; the run still goes on to its end."""
+    stall_s: float = 420.0
+    """A run in which for so long no step is made and no fault comes is wedged."""
     plan: Path | None = None
     """A storm that was recorded, instead of one drawn from the seed."""
     changes: Sequence[str] = ()
@@ -104,7 +109,7 @@ def endure(order: Order, say: Say) -> Verdict:
         say(f"seed {storm.seed}, {len(storm.faults)} faults; everything is in {site.plan.directory}")
         with Supervisor(site.plan.log_directory) as supervisor:
             make_model(site, supervisor, say)
-            endured, sink_rows_twice = _weather(site, supervisor, storm, say)
+            endured, sink_rows_twice = _weather(site, supervisor, storm, order, say)
         say("auditing")
         found = audit(site.config)
         say("audit clean" if found.clean else f"audit: {found.text}")
@@ -118,9 +123,9 @@ def endure(order: Order, say: Say) -> Verdict:
         return Verdict(storm, endured, found, again, chains, sink_rows_twice, order.brokers, site.plan.directory)
 
 
-def _weather(site: Site, supervisor: Supervisor, storm: Storm, say: Say) -> tuple[Endured, int]:
+def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say: Say) -> tuple[Endured, int]:
     with LogReader(site.settings.kafka, READ, client_id="chaos") as reader:
-        execution = Execution(site, supervisor, reader, storm, say)
+        execution = Execution(site, supervisor, reader, storm, say, longest_s=order.longest_s, stall_s=order.stall_s)
         endured = execution.run()
         say("the run is over; waiting for the sink")
         sink = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
@@ -152,8 +157,10 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
     written = {"tasks": tally.written["feed"], "rollouts": len(tally.rollouts), "groups": len(tally.groups)}
     return [
         {"figure": "storm", "seed": verdict.storm.seed, "brokers": verdict.brokers, "faults": len(endured.struck),
-         "by_target": {kind.value: dict(targets) for kind, targets in counted(verdict.storm).items()},
-         "met_a_running_process": sum(struck.hit for struck in endured.struck), "steps": tally.step, **written,
+         "left_out": endured.left_out,
+         "by_target": {kind.value: dict(targets) for kind, targets in _came(endured).items()},
+         "met_a_running_process": sum(struck.hit for struck in endured.struck),
+         "met_a_role_at_work": sum(struck.at_work for struck in endured.struck), "steps": tally.step, **written,
          "seconds": round(endured.seconds, 1), "directory": str(verdict.directory)},
         {"figure": "audit", "clean": verdict.audit.clean, "lost": len(tally.lost()), "twice": len(tally.twice()),
          **_audited(verdict.audit)},
@@ -166,6 +173,10 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
         {"figure": "ended_by_themselves", "lives": [asdict(ended) for ended in endured.by_itself()]},
         {"figure": "verdict", "clean": verdict.clean},
     ]  # fmt: skip
+
+
+def _came(endured: Endured) -> Mapping[FaultKind, Mapping[str, int]]:
+    return counted(Storm(0, tuple(struck.fault for struck in endured.struck)))
 
 
 def _audited(answer: Answer) -> dict[str, Any]:

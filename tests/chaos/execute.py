@@ -25,8 +25,6 @@ from tidemill.schemas.reader import LogReader
 
 READ = (Topic.TASKS, Topic.ROLLOUTS, Topic.PROGRESS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
 POLL_S = 0.1
-STALL_S = 420.0
-"""A run that makes no step for so long, although no fault comes, is wedged."""
 ITSELF = "itself"
 """Kind of recovery of a role that ended by itself."""
 DISK_HIT_S = 60.0
@@ -49,6 +47,8 @@ class Struck:
     """Steps in the log by then."""
     hit: bool
     """Whether it met a running process; a full disk also has to be run into."""
+    at_work: bool
+    """Whether the role had written anything in this life; False while it starts, and for brokers and the sink."""
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ class Endured:
     """A run that went through a storm to its end."""
 
     struck: list[Struck] = field(default_factory=list)
+    left_out: int = 0
+    """Faults of the storm that did not come, because it had lasted long enough."""
     ended: list[Ended] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
@@ -66,14 +68,29 @@ class Endured:
 
 
 class Execution:
-    """One storm on one site."""
+    """One storm on one site.
+
+    Args:
+        longest_s: no fault comes later; the run still goes on to its end.
+        stall_s: a run in which for so long no step is made and no fault comes is wedged.
+    """
 
     def __init__(
-        self, site: Site, supervisor: Supervisor, reader: LogReader, storm: Storm, say: Callable[[str], None]
+        self,
+        site: Site,
+        supervisor: Supervisor,
+        reader: LogReader,
+        storm: Storm,
+        say: Callable[[str], None],
+        *,
+        longest_s: float,
+        stall_s: float,
     ) -> None:
         self._site, self._reader, self._say = site, reader, say
         self._keeper = Keeper(supervisor, site.specs, may_end=(FEED, TRAIN))
         self._left = list(storm.faults)
+        self._calm_at = time.monotonic() + longest_s
+        self._stall_s = stall_s
         self._earliest = 0.0
         self._undo: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
@@ -160,6 +177,9 @@ class Execution:
             heapq.heappop(self._undo)[2]()
 
     def _strike(self, now: float) -> None:
+        if self._left and now > self._calm_at:
+            self._say(f"the storm has lasted long enough: {len(self._left)} faults are left out")
+            self.result.left_out, self._left = len(self._left), []
         if not self._left or self.result.tally.step < self._left[0].after_step:
             return
         fault = self._left[0]
@@ -171,7 +191,8 @@ class Execution:
         self._earliest, self._moved = 0.0, now
         at_s, step = time.time(), self.result.tally.step
         self._say(f"  {fault.kind} {fault.target}" + (f" for {fault.lasts_s:.1f} s" if fault.lasts_s else ""))
-        self.result.struck.append(Struck(fault, at_s, step, hit=self._apply(fault, now)))
+        at_work = self.result.tally.last_s.get(fault.target, 0.0) > self._keeper.began_s(fault.target)
+        self.result.struck.append(Struck(fault, at_s, step, hit=self._apply(fault, now), at_work=at_work))
 
     def _apply(self, fault: Fault, now: float) -> bool:
         target = fault.target
@@ -226,7 +247,7 @@ class Execution:
 
     def _look_for_progress(self) -> None:
         silent = time.monotonic() - self._moved
-        if silent < STALL_S:
+        if silent < self._stall_s:
             return
         now, tally = time.time(), self.result.tally
         last = ", ".join(f"{name} {now - at:.0f} s ago" for name, at in sorted(tally.last_s.items()))

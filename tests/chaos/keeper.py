@@ -7,6 +7,7 @@ process group is taken along before the next life begins. Each life has a log fi
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -66,6 +67,7 @@ class _Kept:
     crashes: int = 0
     not_before: float = 0.0
     began: float = 0.0
+    began_s: float = 0.0
 
 
 class Keeper:
@@ -135,6 +137,10 @@ class Keeper:
         role = self._kept[name].role
         return role.process.pid if role is not None else None
 
+    def began_s(self, name: str) -> float:
+        """When the role's last life began, in seconds since the epoch; infinite for what is no role."""
+        return self._kept[name].began_s if name in self._kept else math.inf
+
     def stop(self) -> None:
         """Ask every role to end, and start none again."""
         for kept in reversed(self._kept.values()):
@@ -151,7 +157,7 @@ class Keeper:
 
     def _start(self, kept: _Kept) -> None:
         kept.life += 1
-        kept.began = time.monotonic()
+        kept.began, kept.began_s = time.monotonic(), time.time()
         self.lives[kept.spec.name] = kept.life
         name = f"{kept.spec.name}.{kept.life:03d}"
         kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment)

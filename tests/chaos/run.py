@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -49,9 +50,20 @@ def main() -> int:
 def _order(options: argparse.Namespace) -> Order:
     counts: dict[FaultKind, int] = {kind: getattr(options, _flag(kind)) for kind in FaultKind}
     return Order(
-        options.data_dir, options.seed, options.steps, options.model, counts, tuple(options.roles), options.brokers,
-        options.gap, options.plan, tuple(options.set), options.in_order,
-    )  # fmt: skip
+        directory=options.data_dir,
+        seed=options.seed,
+        steps=options.steps,
+        model=options.model,
+        counts=counts,
+        roles=tuple(options.roles),
+        brokers=options.brokers,
+        gap_s=options.gap,
+        longest_s=60 * options.minutes,
+        stall_s=60 * options.stall_minutes,
+        plan=options.plan,
+        changes=tuple(options.set),
+        in_order=options.in_order,
+    )
 
 
 def _flag(kind: FaultKind) -> str:
@@ -68,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--roles", nargs="+", default=[], help="whom faults fall on; default: every role")
     parser.add_argument("--brokers", type=int, choices=(1, 3), default=1)
     parser.add_argument("--gap", type=float, default=6.0, help="longest delay of a fault, in seconds")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no fault comes after so long")
+    parser.add_argument("--stall-minutes", type=float, default=7.0, help="a run without a step or a fault is wedged")
     parser.add_argument("--model", type=Path, help="start from this checkpoint instead of mid-training one")
     parser.add_argument("--plan", type=Path, help="a storm.json of an earlier run, to repeat it")
     parser.add_argument("--in-order", action="store_true", help="deterministic mode, compared with a calm run")
