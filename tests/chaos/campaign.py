@@ -84,7 +84,7 @@ def storm_of(order: Order, settings: TidemillSettings) -> Storm:
     else:
         chosen = list(order.roles) or names
         shares = [Share(kind, n, _targets(kind, chosen, nodes)) for kind, n in order.counts.items() if n]
-        storm = draw(order.seed, shares, last_step=max(0, order.steps - CALM_STEPS - 1), gap_s=order.gap_s)
+        storm = draw(order.seed, shares, last_step=max(1, order.steps - CALM_STEPS), gap_s=order.gap_s)
     if unknown := sorted({fault.target for fault in storm.faults} - {*names, *nodes}):
         raise ValueError(f"the run has no {unknown[0]}; it has {', '.join([*names, *nodes])}")
     return storm

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
+
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.link import Links
 from tests.chaos.tally import SINK, STREAM
@@ -25,7 +27,9 @@ from tidemill.compose.local_log import with_address
 from tidemill.compose.options import given, settings_from
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, StackSettings
-from tidemill.schemas.admin import create_topics
+from tidemill.schemas.admin import admin_client, create_topics
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.config import KafkaSettings
 
 WORKERS = 2
 PARTITIONS = 2
@@ -179,9 +183,22 @@ def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None]
     with brokers_in(plan.directory / "kafka", brokers, say) as stack, Links(stack.ports, names) as links:
         kafka = with_address(settings.kafka, stack.bootstrap).model_copy(update={"replication_factor": brokers})
         plan = plan.with_log_of(settings.model_copy(update={"kafka": kafka}))
+        _share_tasks(kafka)
         create_topics(kafka)
         plan.write_config()
         yield Site(plan, stack, links, tuple(_spec(plan, links, name) for name in names))
+
+
+def _share_tasks(kafka: KafkaSettings) -> None:
+    """Tasks, and what became of them, in several partitions whatever the others have: every worker is to have some."""
+    names = Names(kafka.topic_prefix)
+    new = [
+        NewTopic(names.of(topic), PARTITIONS, replication_factor=kafka.replication_factor,
+                 config=CATALOGUE[topic].topic_config())
+        for topic in (Topic.TASKS, Topic.PROGRESS)
+    ]  # fmt: skip
+    for created in admin_client(kafka).create_topics(new).values():
+        created.result()
 
 
 def _spec(plan: DemoPlan, links: Links, name: str) -> RoleSpec:

@@ -47,7 +47,7 @@ class Fault:
     target: str
     """Name of a role, or `broker-N`."""
     after_step: int
-    """It waits for this optimizer step in the log; 0: for nothing."""
+    """It waits for this optimizer step in the log."""
     delay_s: float
     """Seconds after that, and after the fault before it."""
     lasts_s: float
@@ -94,7 +94,8 @@ def draw(seed: int, shares: Sequence[Share], *, last_step: int, gap_s: float) ->
     """The storm of a seed.
 
     Args:
-        last_step: the faults are spread over the steps from 0 to this one, evenly.
+        last_step: the faults are spread over the steps from 1 to this one, evenly. Each waits for its step: before the
+            first there is nothing to lose.
         gap_s: longest delay of a fault after its step and after the fault before it, in seconds.
 
     Raises ValueError for a share with faults and nobody to bear them.
@@ -107,7 +108,7 @@ def draw(seed: int, shares: Sequence[Share], *, last_step: int, gap_s: float) ->
             number=number,
             kind=share.kind,
             target=target,
-            after_step=number * (last_step + 1) // len(drawn),
+            after_step=1 + number * last_step // len(drawn),
             delay_s=round(chance.uniform(0.0, gap_s), 3),
             lasts_s=round(chance.uniform(*share.seconds), 3) if share.kind in LASTING else 0.0,
         )
