@@ -94,6 +94,7 @@ class FencedProducer:
         # A record that was not delivered makes the commit fail, and the transaction is begun again.
         self._producer.flush(CALL_TIMEOUT_S)
         self._call(self._producer.commit_transaction, deadline)
+        self._producer.poll(0)
         return [positions[place] for place in range(len(values))]
 
     def _abort(self, deadline: float) -> None:

@@ -27,6 +27,7 @@ from tidemill.schemas.records import (
     StepInput,
     TrainStep,
 )
+from tidemill.schemas.replayed import replay_headers
 from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
@@ -156,6 +157,52 @@ def test_groups_of_a_version_that_was_given_up_are_excluded(good) -> None:
     builder.abandon({3})
     assert not feed(builder, good("comes", version=3), 1, version=2)
     assert reasons(builder, good, version=2) == {"waits": "rejected_version", "comes": "rejected_version"}
+
+
+def accept(builder: BatchBuilder, group: Group, offset: int, rollouts=(), replays=(), replay_id: str = "") -> None:
+    """Read one group with its rollouts, written by replays or not."""
+    here = place(group, offset)
+    if builder.wants(here, group, 0, replay_id):
+        builder.accept(TrainableGroup(here, group, tuple(rollouts), frozenset(replays)))
+
+
+def test_groups_whose_lag_is_undefined_are_excluded(good, make_rollout) -> None:
+    """Of another life of the version numbers, or of a version that this trainer has not made."""
+    builder = BatchBuilder(RULES, incarnation="mine")
+    accept(builder, good("mine"), 0, [make_rollout("mine", 0, 1.0, incarnation="mine")])
+    accept(builder, good("unsaid"), 1, [make_rollout("unsaid", 0, 1.0)])
+    mixed = [make_rollout("other", 0, 1.0, incarnation="mine"), make_rollout("other", 1, 0.0, incarnation="theirs")]
+    assert builder.waiting == 2
+    accept(builder, good("other"), 2, mixed)
+    assert not feed(builder, good("ahead", version=1), 3, version=0)
+    batch = builder.close(0)
+    assert [g.group.group_id for g in batch.groups] == ["mine", "unsaid"]
+    assert {e.group_id: e.reason for e in batch.exclusions} == {"other": "undefined_lag", "ahead": "undefined_lag"}
+
+
+def test_what_a_replay_wrote_is_trained_only_when_told(good) -> None:
+    """A refused copy is not the group's ending: the group itself is trained when it comes."""
+    builder = BatchBuilder(replace(RULES, accept_replays=frozenset({"known"})))
+    accept(builder, good("a"), 0, replay_id="unknown")
+    accept(builder, good("a"), 1)
+    accept(builder, good("b"), 2, replays=["unknown", "known"])
+    accept(builder, good("c"), 3, replays=["known"], replay_id="known")
+    batch = builder.close(0)
+    assert [g.group.group_id for g in batch.groups] == ["a", "c"]
+    assert [(e.group_id, e.offset, e.reason) for e in batch.exclusions] == [("a", 0, "replayed"), ("b", 2, "replayed")]
+    restarted = BatchBuilder(RULES)
+    restarted.observe_step(replace(recorded(batch), inputs=[]))
+    assert feed(restarted, good("b"), 4), "nor is it one in a step that was recorded"
+
+
+def test_groups_wait_up_to_a_bound(good) -> None:
+    builder = BatchBuilder(replace(RULES, max_waiting=3))
+    for offset in range(3):
+        assert not builder.full
+        feed(builder, good(f"g{offset}"), offset)
+    assert builder.full
+    builder.close(0)
+    assert (builder.waiting, builder.full) == (1, False)
 
 
 def recorded(batch, step: int = 1) -> TrainStep:
@@ -355,3 +402,56 @@ def test_reading_goes_on_after_the_checkpointed_offsets(log, make_rollout, make_
     assert len(set(trained)) == 4
     with LogReader(log, [Topic.GROUPS]) as reader:
         assert len(list(reader.read_to_end())) == 5
+
+
+def test_a_burst_waits_in_the_log_and_not_in_memory(log, make_rollout, make_member, make_group) -> None:
+    """Ten times what may wait: groups beyond the bound are not decided, their rollouts not fetched, none is lost."""
+    producer = RecordProducer(log, "test")
+    bound, number = 2, 20
+    for group in range(number):
+        rollouts = [make_rollout(f"g{group}", i, float(i)) for i in range(2)]
+        write_group(producer, rollouts, make_member, make_group, closed_at=group)
+    builder = BatchBuilder(replace(RULES, max_waiting=bound))
+    limit = 2_000
+    trained, most = [], 0
+    with LogInput(log, builder, producer, limit_bytes=limit, vocab_size=64) as source:
+        deadline = time.monotonic() + 60
+        while len(trained) < number and time.monotonic() < deadline:
+            for _ in range(3):
+                source.poll(0.01, 0)
+                most = max(most, builder.waiting)
+                assert source._rollouts._held._bytes <= limit
+            batch = builder.close(0)
+            trained += [g.group.group_id for g in batch.groups] if batch else []
+    assert sorted(trained) == sorted(f"g{group}" for group in range(number))
+    assert most == bound
+
+
+def test_what_a_replay_wrote_is_told_by_its_headers(log, make_rollout, make_member, make_group) -> None:
+    producer, names = RecordProducer(log, "test"), Names(log.topic_prefix)
+    headers = replay_headers("again", names.of(Topic.GROUPS), 0, 7)
+    for name, replayed in {"group": Topic.GROUPS, "rollout": Topic.ROLLOUTS, "plain": None}.items():
+        rollouts = [make_rollout(name, i, float(i)) for i in range(2)]
+        before = ends(log, Topic.ROLLOUTS)
+        for record in rollouts:
+            said = headers if replayed is Topic.ROLLOUTS else None
+            producer.send(Topic.ROLLOUTS, record, key=name, partition=0, headers=said)
+        producer.flush()
+        members = [make_member(record, 0, before + i) for i, record in enumerate(rollouts)]
+        said = headers if replayed is Topic.GROUPS else None
+        producer.send(Topic.GROUPS, make_group(name, members), key=name, partition=0, headers=said)
+        producer.flush()
+    for accepted in ((), ("again",)):
+        rules = replace(RULES, accept_replays=frozenset(accepted), groups_per_step=3 if accepted else 1)
+        builder = BatchBuilder(rules)
+        with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
+            batch = read_batch(source, builder)
+        assert {g.group.group_id for g in batch.groups} == ({"group", "rollout", "plain"} if accepted else {"plain"})
+        assert {e.group_id: e.reason for e in batch.exclusions} == (
+            {} if accepted else {"group": "replayed", "rollout": "replayed"}
+        )
+
+
+def ends(log: KafkaSettings, topic: Topic) -> int:
+    with LogReader(log, [topic]) as reader:
+        return reader.end_offsets()[topic, 0]

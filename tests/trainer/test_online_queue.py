@@ -99,6 +99,42 @@ def test_an_interaction_that_contradicts_its_batch_or_has_no_consent_is_left_out
     }
 
 
+def test_an_interaction_of_other_versions_has_no_lag_and_is_left_out(made) -> None:
+    """Of another life of the version numbers; or a correction of an answer of a version that was not made."""
+    queue = OnlineQueue(RULES, line_to(0), incarnation="mine")
+    mine, theirs = (replace(made.interactions[0], incarnation=name) for name in ("mine", "theirs"))
+    assert reasons(settled(queue, made, found={(0, 0): mine, (0, 1): replace(theirs, **ids_of(made, 1))})) == {
+        "b-1": "undefined_lag"
+    }
+    members = (replace(made.members[0], correction=True), *made.members[1:])
+    ahead = replace(made.interactions[0], version_min=4, version_max=5)
+    left = settled(OnlineQueue(RULES, line_to(3)), of_version(replace(made, members=members), 3),
+                   current=3, found={(0, 0): ahead})  # fmt: skip
+    assert reasons(left) == {"b-0": "undefined_lag"}
+
+
+def ids_of(made: TrainableBatch, index: int) -> dict[str, str]:
+    own = made.interactions[index]
+    return {"interaction_id": own.interaction_id, "user_id": own.user_id}
+
+
+def of_version(made: TrainableBatch, version: int) -> TrainableBatch:
+    served = tuple(replace(i, version_min=version, version_max=version) for i in made.interactions)
+    return replace(made, batch=replace(made.batch, version=version), interactions=served)
+
+
+def test_what_a_replay_wrote_is_refused_unless_told(made) -> None:
+    """A refused copy is not the batch's ending: the batch itself is trained when it comes."""
+    queue = OnlineQueue(RULES, line_to(0))
+    queue.read(replace(made.place, offset=0), made.batch, "replay")
+    left = settled(queue, made, found={(0, 0): Exclusion.REPLAYED})
+    assert reasons(left) == {"b-0": "replayed"}
+    assert [(e.offset, e.reason) for e in queue.take(left)] == [(0, "replayed"), (0, "replayed")]
+    told = OnlineQueue(replace(RULES, accept_replays=frozenset({"replay"})), line_to(0))
+    told.read(made.place, made.batch, "replay")
+    assert told.next(0) is not None
+
+
 def test_a_reward_that_is_no_number_is_left_out(made) -> None:
     members = (replace(made.members[0], reward=float("nan")), *made.members[1:])
     left = settled(OnlineQueue(RULES, line_to(0)), replace(made, members=members))

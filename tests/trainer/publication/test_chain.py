@@ -47,6 +47,15 @@ def test_others_are_left_alone_and_only_the_newest_keeps_its_tensors():
     assert held.get(7) is held.get(9) is None
 
 
+def test_a_chain_is_one_life_of_the_version_numbers():
+    assert VersionChain("run", "main").incarnation == ""
+    held = VersionChain(
+        "run", "main", [manifest(0, anchor=1, incarnation="first"), manifest(1, 0, incarnation="first")]
+    )
+    assert held.incarnation == "first"
+    assert VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0)]).incarnation == ""
+
+
 def test_the_same_record_again_changes_nothing_and_other_weights_are_refused():
     held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(0, anchor=1)])
     assert held.newest.version == 1

@@ -1,0 +1,146 @@
+"""The trainer role, process after process, each stopped by a signal at a point of a step that no product code knows of.
+
+    python interrupted_trainer.py JOBS    JOBS: a list of {"arguments": of `tidemill train`, "actions": [...],
+                                                "logs": DIRECTORY}
+
+The actions of a job, one after the other: ["kill", POINT, STEP] runs a trainer until SIGKILL takes it at a point;
+["stop", POINT, STEP] until SIGSTOP halts it there, and leaves it so; ["run"] to its end; ["continue"] lets the halted
+one go on to its end. Prints the outcomes of each job as a line of JSON: "killed", "stopped", or the exit status. Every
+trainer is a process of its own, forked after the libraries are loaded and before any client, thread or tensor is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tidemill.trainer.begun
+import tidemill.trainer.run  # noqa: F401 - loaded before the processes are made
+from tidemill.compose import cli
+from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.publication.commit import VersionLog
+from tidemill.trainer.session import Session
+from tidemill.trainer.step import Learner
+
+Strike = Callable[[], None]
+
+
+def before(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
+    """The point before a method is called for a step."""
+
+    def arm(step: int, strike: Strike) -> None:
+        method = getattr(owner, name)
+
+        def struck(*arguments: Any, **named: Any) -> Any:
+            if step_of(*arguments, **named) == step:
+                strike()
+            return method(*arguments, **named)
+
+        setattr(owner, name, struck)
+
+    return arm
+
+
+def after(owner: type, name: str, step_of: Callable[..., int]) -> Callable[[int, Strike], None]:
+    """The point after a method has been called for a step."""
+
+    def arm(step: int, strike: Strike) -> None:
+        method = getattr(owner, name)
+
+        def struck(*arguments: Any, **named: Any) -> Any:
+            reached = step_of(*arguments, **named) == step
+            made = method(*arguments, **named)
+            if reached:
+                strike()
+            return made
+
+        setattr(owner, name, struck)
+
+    return arm
+
+
+def within_checkpoint(step: int, strike: Strike) -> None:
+    """The point where a checkpoint's bytes are stored and its name is not there yet."""
+    write = CheckpointStore.write
+
+    def struck(self: CheckpointStore, state: Any, *rest: Any) -> str:
+        if state.step == step:
+            self._filesystem.mv = lambda *_names: strike()
+        return write(self, state, *rest)
+
+    CheckpointStore.write = struck
+
+
+POINTS: dict[str, Callable[[int, Strike], None]] = {
+    "before_plan": before(Session, "begin", lambda session, *_rest: session.place.step + 1),
+    "after_plan": after(Session, "begin", lambda session, *_rest: session.place.step + 1),
+    "after_compute": after(Learner, "train", lambda _learner, _groups, step, *_rest: step),
+    "after_record": before(Session, "_finish", lambda _session, record, *_rest: record.step),
+    "before_manifest": before(VersionLog, "commit", lambda _log, mark, *_rest: mark.version),
+    "within_checkpoint": within_checkpoint,
+}
+
+
+def start(job: dict[str, Any], number: int, action: list[Any]) -> int:
+    """Start one trainer; its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    log = os.open(Path(job["logs"]) / f"{number}-{'-'.join(map(str, action))}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if action[0] != "run":
+        sent = signal.SIGKILL if action[0] == "kill" else signal.SIGSTOP
+        POINTS[action[1]](action[2], lambda: os.kill(os.getpid(), sent))
+    sys.argv = ["tidemill", "train", *job["arguments"]]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        os._exit(ended.code if isinstance(ended.code, int) else 0)
+    os._exit(70)
+
+
+def outcome(pid: int) -> str | int:
+    """Wait until a trainer ends or is halted."""
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    if os.WIFSTOPPED(status):
+        return "stopped"
+    if os.WIFSIGNALED(status):
+        return "killed" if os.WTERMSIG(status) == signal.SIGKILL else f"signal {os.WTERMSIG(status)}"
+    return os.WEXITSTATUS(status)
+
+
+def outcomes(job: dict[str, Any]) -> list[str | int]:
+    """Carry one list of actions out."""
+    halted, running, said = 0, 0, []
+    try:
+        for number, action in enumerate(job["actions"]):
+            if action[0] == "continue":
+                running, halted = halted, 0
+                os.kill(running, signal.SIGCONT)
+            else:
+                running = start(job, number, action)
+            ended = outcome(running)
+            if ended == "stopped":
+                halted = running
+            running = 0
+            said.append(ended)
+    finally:
+        for pid in filter(None, (running, halted)):
+            os.kill(pid, signal.SIGKILL)
+    return said
+
+
+def main() -> None:
+    """Carry all lists out."""
+    for job in json.loads(Path(sys.argv[1]).read_text("utf-8")):
+        print(json.dumps(outcomes(job)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

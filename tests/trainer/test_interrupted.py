@@ -1,0 +1,193 @@
+"""The trainer process killed at each point of a step, and halted while another one takes over.
+
+A control run trains the same groups undisturbed: whatever the stops, the steps, the versions and the policy lags are
+its own to the bit.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import uuid
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import interrupted_trainer
+from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Manifest, StepPlan, TrainStep
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.publish import PublishSettings
+from tidemill.trainer.run import run
+
+STEPS = 6
+GROUPS_PER_STEP = 2
+RUNS = ("undisturbed", "killed", "halted")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> TrainerSettings:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().bfloat16().save_pretrained(directory)
+    return TrainerSettings(
+        model=str(directory),
+        kl=KlSettings(coefficient=0.0),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        row_tokens=128,
+        checkpoint_every=2,
+        publish=PublishSettings(anchor_every=3, skips=()),
+    )
+
+
+@pytest.fixture(scope="module")
+def log(kafka) -> KafkaSettings:
+    """Groups for every run, in one partition so that every run reads them in one order; some cannot be trained."""
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
+    create_topics(settings)
+    producer = RecordProducer(settings, "test")
+    for number in range(STEPS * GROUPS_PER_STEP + 2):
+        equal = number in (3, 8)
+        rollouts = [rollout(f"g{number}", i, 0.5 if equal else float(i % 2)) for i in range(4)]
+        places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
+        groups = [group_of(f"g{number}", members, run_id=run_id, closed_at=number) for run_id in RUNS]
+        producer.send_acked(Topic.GROUPS, [(group.group_id, group) for group in groups])
+    return settings
+
+
+@pytest.fixture(scope="module")
+def undisturbed(log, settings, tmp_path_factory) -> list[TrainStep]:
+    store = StoreSettings(root=str(tmp_path_factory.mktemp("store")))
+    run_of = RunSettings(
+        run_id="undisturbed", seed=7, groups_per_step=GROUPS_PER_STEP, max_policy_lag=10, max_steps=STEPS
+    )
+    run(log, run_of, store, settings, threading.Event())
+    return records(log, Topic.STEPS, TrainStep, "undisturbed")
+
+
+def records(log: KafkaSettings, topic: Topic, kind: type, run_id: str) -> list:
+    with LogReader(log, [topic]) as reader:
+        found = [located.record for located in reader.read_to_end()]
+    return [r for r in found if isinstance(r, kind) and r.run_id == run_id]
+
+
+KILLS = [
+    ["kill", "before_plan", 1],
+    ["kill", "after_plan", 1],
+    ["kill", "after_compute", 2],
+    ["kill", "after_record", 3],
+    ["kill", "before_manifest", 4],
+    ["kill", "within_checkpoint", STEPS],
+]
+HALTS = [
+    ["stop", "after_compute", 2],
+    ["kill", "before_manifest", 4],
+    ["continue"],
+    ["stop", "before_manifest", 5],
+    ["run"],
+    ["continue"],
+]
+
+
+def job(log: KafkaSettings, settings: TrainerSettings, directory: Path, actions: list[list]) -> dict:
+    """What is done to the run that `directory` is named after."""
+    config = directory / "tidemill.toml"
+    config.write_text(
+        f"""
+        store.root = "{directory / "store"}"
+        run = {{ seed = 7, groups_per_step = {GROUPS_PER_STEP}, max_policy_lag = 10, max_steps = {STEPS} }}
+        [trainer]
+        row_tokens = 128
+        checkpoint_every = 2
+        kl.coefficient = 0.0
+        optimizer.learning_rate = 1e-3
+        publish = {{ anchor_every = 3, skips = [] }}
+        """
+    )
+    arguments = ["--config", str(config), "--bootstrap", log.bootstrap, "--topic-prefix", log.topic_prefix]
+    arguments += ["--run-id", directory.name, "--model", settings.model]
+    return {"arguments": arguments, "actions": actions, "logs": str(directory)}
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Two runs whose trainers were interrupted."""
+
+    killed: list[str | int]
+    halted: list[str | int]
+    logs: dict[str, str]
+    """What each trainer said, by run and action."""
+
+
+@pytest.fixture(scope="module")
+def interrupted(log, settings, tmp_path_factory) -> Interrupted:
+    """Both runs, whose trainers share the time that loading the libraries takes."""
+    root = tmp_path_factory.mktemp("interrupted")
+    jobs = []
+    for name, actions in (("killed", [*KILLS, ["run"]]), ("halted", HALTS)):
+        (root / name).mkdir()
+        jobs.append(job(log, settings, root / name, actions))
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, interrupted_trainer.__file__, str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    logs = {f"{path.parent.name}/{path.stem}": path.read_text() for path in sorted(root.glob("*/*.log"))}
+    assert done.returncode == 0, done.stderr + "\n".join(logs.values())
+    killed, halted = (json.loads(line) for line in done.stdout.splitlines())
+    return Interrupted(killed, halted, logs)
+
+
+def essence(steps: list[TrainStep]) -> list[tuple]:
+    """What of the steps must not depend on stops."""
+    return [
+        (
+            step.step, step.parent_version, [entry.group_id for entry in step.inputs],
+            [(entry.group_id, entry.reason) for entry in step.exclusions], step.seed, step.lag, step.rollouts,
+            step.tokens, step.metrics["policy_lag_bound"], step.metrics["loss"], step.fingerprint,
+            step.parent_fingerprint,
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def check_run(log: KafkaSettings, run_id: str, undisturbed: list[TrainStep]) -> list[TrainStep]:
+    steps = records(log, Topic.STEPS, TrainStep, run_id)
+    assert essence(steps) == essence(undisturbed)
+    assert len({step.fingerprint for step in steps}) == STEPS
+    trained = [entry.group_id for step in steps for entry in step.inputs]
+    excluded = [entry.group_id for step in steps for entry in step.exclusions]
+    assert sorted(trained + excluded) == sorted(f"g{n}" for n in range(STEPS * GROUPS_PER_STEP + 2))
+    for before, after in pairwise(steps):
+        assert after.parent_fingerprint == before.fingerprint
+    manifests = records(log, Topic.MANIFESTS, Manifest, run_id)
+    assert [m.version for m in manifests] == list(range(STEPS + 1)), "each version once"
+    assert [m.fingerprint for m in manifests[1:]] == [step.fingerprint for step in undisturbed]
+    (incarnation,) = {m.incarnation for m in manifests}
+    assert incarnation
+    assert {step.incarnation for step in steps} == {incarnation}
+    return steps
+
+
+def test_killed_at_each_point_of_a_step_nothing_is_lost_twice_or_other(log, undisturbed, interrupted) -> None:
+    assert interrupted.killed == ["killed"] * len(KILLS) + [0], interrupted.logs
+    steps = check_run(log, "killed", undisturbed)
+    plans = records(log, Topic.STEPS, StepPlan, "killed")
+    assert [plan.step for plan in plans] == list(range(1, STEPS + 1)), "a step that was begun is not begun anew"
+    assert [plan.inputs for plan in plans] == [step.inputs for step in steps]
+    assert len({plan.trainer for plan in plans}) > 1
+
+
+def test_of_two_trainers_one_goes_on_and_the_halted_one_ends_with_the_reason(log, undisturbed, interrupted) -> None:
+    """Halted with the step computed, and with the version's chunks sent: neither its step nor its manifest gets in."""
+    assert interrupted.halted == ["stopped", "killed", 1, "stopped", 0, 1], interrupted.logs
+    check_run(log, "halted", undisturbed)
+    name = f"{log.topic_prefix}tidemill-trainer.halted"
+    for ended in ("0-stop-after_compute-2", "3-stop-before_manifest-5"):
+        said = interrupted.logs[f"halted/{ended}"].splitlines()[-1]
+        assert said.startswith(f"tidemill: another process has begun to write as {name}, so this one is shut out")
