@@ -1,0 +1,252 @@
+"""In order: what is trained is a function of the log, whatever the timing, the polls and the stops."""
+
+import threading
+import time
+import uuid
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tests.trainer.conftest import group_of, member_of, rollout
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import consumer_settings
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    GroupMember,
+    Manifest,
+    Mode,
+    RolloutStatus,
+    StepInput,
+    StepPlan,
+    TrainStep,
+)
+from tidemill.schemas.replayed import replay_headers
+from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.endings import Progress
+from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.log_input import InOrderError
+from tidemill.trainer.online.config import OnlineSettings
+from tidemill.trainer.publish import PublishSettings
+from tidemill.trainer.run import run
+
+RULES = Rules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,
+              in_order=True)  # fmt: skip
+KINDS = st.sampled_from(["good", "good", "good", "good", "eval", "late", "no_signal", "foreign", "duplicate"])
+LOG = st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40)
+Said = tuple[list[str], list[tuple[str, str]]]
+
+
+def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
+    """Groups of several kinds and versions, later ones of later versions but for a few."""
+    log: list[Group] = []
+    for number, (kind, back) in enumerate(kinds):
+        name = log[-back].group_id if kind == "duplicate" and 0 < back <= len(log) else f"g{number}"
+        version = max(0, number // 4 - back % 4)
+        rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
+        members = [
+            GroupMember(f"{name}-{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, r, 0.0, True, 1, version, version)
+            for i, r in enumerate(rewards)
+        ]
+        log.append(
+            Group(
+                name, name, "other" if kind == "foreign" else "run", "test",
+                Mode.EVAL if kind == "eval" else Mode.TRAIN,
+                CloseReason.LATE if kind == "late" else CloseReason.SIZE, 2, members, 0.5, 0, (number * 7) % 5, False,
+            )
+        )  # fmt: skip
+    return log
+
+
+def plan_of(batch: Batch, step: int) -> StepPlan:
+    inputs = [group.place for group in batch.groups]
+    return StepPlan("run", step, step - 1, inputs, batch.exclusions, 0, "", {}, "", "", 0)
+
+
+def trained(log: list[Group], actions: list[int | str], rules: Rules = RULES) -> list[Said]:
+    """What each step trains and excludes, when the log is read by `actions`: a number polls so many groups, which wait
+    in memory where the builder takes no more; "stop" starts again from what was checkpointed and recorded."""
+    builder, saved, since_saved = BatchBuilder(rules), Progress(), []
+    said: list[Said] = []
+    buffer: list[tuple[StepInput, Group]] = []
+    read = 0
+    for action in [*actions, *[1] * 2 * len(log)]:
+        if action == "checkpoint":
+            saved, since_saved = builder.progress(), []
+        elif action == "stop":
+            builder, buffer = BatchBuilder(rules, saved), []
+            for plan in since_saved:
+                builder.observe_step(plan)
+            read = saved.next_offsets.get(0, 0)
+        elif not builder.full and not buffer:
+            buffer = [
+                (StepInput(g.group_id, "groups", 0, read + i), g) for i, g in enumerate(log[read : read + action])
+            ]
+            read += len(buffer)
+        while buffer and not builder.full:
+            place, group = buffer.pop(0)
+            if builder.wants(place, group, len(said)):
+                builder.accept(TrainableGroup(place, group, ()))
+        if action != 1 or builder.full:
+            batch = builder.close(len(said))
+            if batch is not None:
+                said.append(
+                    ([g.place.group_id for g in batch.groups], [(e.group_id, e.reason) for e in batch.exclusions])
+                )
+                since_saved.append(plan_of(batch, len(said)))
+    return said
+
+
+@given(kinds=LOG, actions=st.lists(st.one_of(st.integers(1, 12), st.sampled_from(["checkpoint", "stop"])), max_size=40))
+def test_whatever_the_polls_and_stops_the_batches_are_the_same(kinds, actions) -> None:
+    log = synthetic(kinds)
+    straight = trained(log, [])
+    assert trained(log, actions) == straight
+    ids = [name for inputs, _ in straight for name in inputs]
+    assert all(len(inputs) == RULES.groups_per_step for inputs, _ in straight)
+    assert len(ids) <= len([g for g in log if g.run_id == "run" and g.mode is Mode.TRAIN])
+
+
+def test_without_it_the_batches_depend_on_when_is_read() -> None:
+    log = synthetic([("good", 3 if n < 12 else 0) for n in range(24)])
+    free = replace(RULES, in_order=False)
+    assert trained(log, [], free) != trained(log, [24], free)
+    assert trained(log, []) == trained(log, [24])
+
+
+@given(kinds=st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40), stops=st.sets(st.integers(0, 39)))
+def test_a_group_trained_before_the_stop_is_known_after_it(kinds, stops) -> None:
+    """Also one that came again after it, and was read and not yet recorded as a duplicate when the trainer stopped."""
+    log = synthetic([(kind, back % 3) for kind, back in kinds])
+    actions = [part for n in range(len(log)) for part in ([1, 0, "checkpoint", "stop"] if n in stops else [1, 0])]
+    rules = replace(RULES, in_order=False, max_policy_lag=100, remembered_groups=100)
+    ids = [name for inputs, _ in trained([replace(g, members=_of_version_0(g)) for g in log], actions, rules)
+           for name in inputs]  # fmt: skip
+    assert len(ids) == len(set(ids))
+
+
+def _of_version_0(group: Group) -> list[GroupMember]:
+    return [replace(member, version_min=0, version_max=0) for member in group.members]
+
+
+def test_what_cannot_be_in_order_is_refused() -> None:
+    with pytest.raises(ValidationError, match="set in_order to false"):
+        TrainerSettings(in_order=True, online=OnlineSettings(enabled=True))
+
+
+# Over a real log.
+
+STEPS = 5
+
+
+def settings_of(model: str, **publish: object) -> TrainerSettings:
+    return TrainerSettings(
+        model=model,
+        kl=KlSettings(coefficient=0.0),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        row_tokens=128,
+        checkpoint_every=2,
+        in_order=True,
+        publish=PublishSettings(skips=(), **publish),
+    )
+
+
+def run_of(max_steps: int = STEPS) -> RunSettings:
+    return RunSettings(run_id="run", seed=7, groups_per_step=2, max_policy_lag=1, max_steps=max_steps)
+
+
+def records(log: KafkaSettings, topic: Topic, kind: type) -> list:
+    with LogReader(log, [topic]) as reader:
+        return [located.record for located in reader.read_to_end() if isinstance(located.record, kind)]
+
+
+def new_log(kafka, partitions: int = 1) -> KafkaSettings:
+    made = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=partitions)
+    create_topics(made)
+    return made
+
+
+class Samplers:
+    """Writes groups as rollout workers and assembly do, under the versions that the trainer has published."""
+
+    def __init__(self, log: KafkaSettings) -> None:
+        self._log, self._producer, self._number = log, RecordProducer(log, "test"), 0
+
+    def write(self, version: int, incarnation: str) -> None:
+        name = f"g{self._number}"
+        rollouts = [rollout(name, i, float(i % 2), version=version, incarnation=incarnation) for i in range(4)]
+        places = self._producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+        members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
+        self._producer.send_acked(Topic.GROUPS, [(name, group_of(name, members, closed_at=self._number))])
+        self._number += 1
+
+    def follow(self, last_version: int, deadline_s: float = 120.0) -> None:
+        """Write groups of the newest version, and every third time of an old one, until a version is published."""
+        deadline = time.monotonic() + deadline_s
+        newest = -1
+        while newest < last_version:
+            assert time.monotonic() < deadline, "no new version in time"
+            manifests = records(self._log, Topic.MANIFESTS, Manifest)
+            if not manifests or manifests[-1].version == newest:
+                time.sleep(0.02)
+                continue
+            newest, incarnation = manifests[-1].version, manifests[-1].incarnation
+            for number in range(4):
+                self.write(max(0, newest - 2) if number == 1 else newest, incarnation)
+
+
+def copy(source: KafkaSettings, target: KafkaSettings, topic: Topic, replay_id: str) -> None:
+    """Copy a topic record by record, as a replay does."""
+    consumer = Consumer(consumer_settings(source, "test", "test-copy"))
+    full = Names(source.topic_prefix).of(topic)
+    end = consumer.get_watermark_offsets(TopicPartition(full, 0), timeout=20)[1]
+    consumer.assign([TopicPartition(full, 0, 0)])
+    producer, copied = RecordProducer(target, "test"), 0
+    while copied < end:
+        for message in consumer.consume(100, 1.0):
+            headers = replay_headers(replay_id, full, 0, message.offset())
+            name = Names(target.topic_prefix).of(topic)
+            producer.send_bytes(name, message.value(), key=message.key(), partition=0, headers=headers)
+            copied += 1
+    producer.flush()
+    consumer.close()
+
+
+def test_a_fresh_trainer_over_the_same_log_makes_the_same_weights(kafka, tiny_checkpoint, tmp_path) -> None:
+    """The first one is stopped in the middle and its groups come while it trains; the second finds all of them there,
+    as copies of a replay that it was told of."""
+    live, store = new_log(kafka), StoreSettings(root=str(tmp_path / "live"))
+    writer = threading.Thread(target=Samplers(live).follow, args=(STEPS,))
+    writer.start()
+    run(live, run_of(2), store, settings_of(tiny_checkpoint), threading.Event())
+    run(live, run_of(), store, settings_of(tiny_checkpoint), threading.Event())
+    writer.join(120)
+    steps = records(live, Topic.STEPS, TrainStep)
+    (incarnation,) = {m.incarnation for m in records(live, Topic.MANIFESTS, Manifest)}
+    assert len(steps) == STEPS
+    assert {entry.reason for step in steps for entry in step.exclusions} == {"stale"}
+
+    again = new_log(kafka)
+    for topic in (Topic.ROLLOUTS, Topic.GROUPS):
+        copy(live, again, topic, "copy")
+    told = settings_of(tiny_checkpoint, incarnation=incarnation).model_copy(update={"accept_replays": ("copy",)})
+    run(again, run_of(), StoreSettings(root=str(tmp_path / "again")), told, threading.Event())
+    made = records(again, Topic.STEPS, TrainStep)
+    assert [s.fingerprint for s in made] == [s.fingerprint for s in steps]
+    assert [(s.inputs, s.exclusions, s.lag) for s in made] == [(s.inputs, s.exclusions, s.lag) for s in steps]
+    assert len({s.fingerprint for s in steps}) == STEPS
+
+
+def test_several_partitions_are_refused_with_the_way_out(kafka, tiny_checkpoint, tmp_path) -> None:
+    log = new_log(kafka, partitions=2)
+    with pytest.raises(InOrderError, match=r"has 2 partitions.*kafka\.partitions set to 1"):
+        run(log, run_of(), StoreSettings(root=str(tmp_path)), settings_of(tiny_checkpoint), threading.Event())
