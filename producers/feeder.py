@@ -16,6 +16,7 @@ from tidemill.producers.registry import environments
 from tidemill.producers.task_source import TaskSource
 from tidemill.producers.watchdog import WRITERS, Watchdog
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.liveness import Liveness
@@ -94,7 +95,7 @@ def run(kafka: KafkaSettings, run: RunSettings, feed: FeedSettings, stop: thread
             liveness.beat("reading the log to its end")
             feeder.observe(located)
         while not stop.is_set():
-            liveness.beat("following the log")
+            liveness.beat("following the log", LOG_WAIT_S)
             if feeder.advance():
                 return True
             for located in reader.poll(POLL_S):

@@ -36,11 +36,13 @@ from tidemill.producers.rollout_claim import OVERHEAD_BYTES, SPAN_BYTES, Rollout
 from tidemill.producers.takeover import Takeover
 from tidemill.producers.tokenizer_source import load_tokenizer, wait_for_anchor
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.lookback import Lookback
 from tidemill.schemas.producer import RecordProducer
@@ -95,12 +97,14 @@ class Worker:
         self._jobs: dict[asyncio.Task[None], _Running] = {}
         self._moved = asyncio.Event()
 
-    async def serve(self, intake: Intake, stop: threading.Event) -> None:
+    async def serve(self, intake: Intake, stop: threading.Event, liveness: Liveness) -> None:
         """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
         try:
             while not stop.is_set():
+                liveness.beat(f"a round with {len(self._jobs)} tasks in hand", LOG_WAIT_S)
                 await self._round(intake, thread, self._in_hand() < self._settings.max_concurrent_episodes)
+            liveness.beat("finishing what is in hand", self._settings.grace_s + LOG_WAIT_S)
             await self._finish(intake, thread)
         finally:
             await self._abandon(list(self._jobs))
@@ -240,7 +244,8 @@ def run(
         member = _member(kafka, run, rollout)
         cleanup.callback(member.close)
         intake = Intake(member, takeover)
-        asyncio.run(_serve(run, rollout, Names(kafka.topic_prefix), tokenizer_uri, outbox, intake, stop))
+        names = Names(kafka.topic_prefix)
+        asyncio.run(_serve(run, rollout, names, tokenizer_uri, outbox, intake, stop, kafka.stall_timeout_s))
 
 
 def _member(kafka: KafkaSettings, run: RunSettings, rollout: RolloutSettings) -> GroupConsumer:
@@ -270,13 +275,15 @@ async def _serve(
     outbox: Outbox,
     intake: Intake,
     stop: threading.Event,
+    stall_timeout_s: float,
 ) -> None:
     worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
     async with open_replica_client(settings) as client:
         record = _recorder(settings, outbox) if settings.record_turns else None
         player = Player(settings, worker_id, environments(), load_tokenizer(tokenizer_uri), client, record)
         LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
-        await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop)
+        with Liveness(f"rollout worker {worker_id}", stall_timeout_s) as liveness:
+            await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop, liveness)
 
 
 def _recorder(settings: RolloutSettings, outbox: Outbox) -> Callable[[Turn], None]:

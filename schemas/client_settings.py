@@ -13,6 +13,8 @@ from tidemill.schemas.config import KafkaSettings
 
 MAX_RECORD_BYTES = 1_048_576
 DELIVERY_TIMEOUT_MS = 120_000
+LOG_WAIT_S = 2 * DELIVERY_TIMEOUT_MS / 1000
+"""A loop that writes comes round within this, however slow the log is; after it the loop hangs."""
 METADATA_TIMEOUT_S = 20.0
 RETRY_S = 0.05
 TRANSIENT = frozenset(

@@ -120,6 +120,10 @@ class TrainerSettings(Section):
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
 
+    step_timeout_s: float = Field(default=3600.0, gt=0)
+    """How long one turn of the trainer's loop may take, such as a step with its publication, before the process is
+    taken for hung and ends (`kafka.stall_timeout_s` of 0: never)."""
+
     min_step_seconds: float = Field(default=0.0, ge=0)
     """Least time between the starts of two steps, to hold the trainer back on purpose."""
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.fenced_producer import FencedProducer
+from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
@@ -82,7 +83,9 @@ def run(
             online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size, replays)
             stack.enter_context(online)
             feed = OnlineFeed(source, opened.builder, online, opened.queue, opened.line, trainer.online)
-        loop = _Loop(opened, feed, checkpoints, trainer, stop)
+        liveness = stack.enter_context(Liveness("the trainer", kafka.stall_timeout_s))
+        loop = _Loop(opened, feed, checkpoints, trainer, stop, liveness)
+        liveness.beat("the step that was begun before", trainer.step_timeout_s)
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
             loop.took(take_begun(opened.begun, opened, kafka, trainer, producer))
         loop.run(run.max_steps)
@@ -130,7 +133,9 @@ class _Loop:
         checkpoints: CheckpointStore,
         settings: TrainerSettings,
         stop: threading.Event,
+        liveness: Liveness,
     ) -> None:
+        self._liveness = liveness
         self._opened = opened
         self._session = opened.session
         self._feed = feed
@@ -143,6 +148,7 @@ class _Loop:
         """Train up to step `max_steps`, or until stopped, and leave a checkpoint."""
         while self._session.place.step < max_steps and (batch := self._next_batch()) is not None:
             self._not_before = time.monotonic() + self._settings.min_step_seconds
+            self._beat(f"step {self._session.place.step + 1}")
             decisions = self._opened.line.decisions if self._settings.online.enabled else None
             self.took(self._session.train(batch, decisions))
         self._checkpoint()
@@ -159,6 +165,7 @@ class _Loop:
     def _next_batch(self) -> Batch | None:
         """The next batch, or None when stopped before there is one."""
         while not self._stop.is_set():
+            self._beat("reading on for the next batch")
             self._feed.poll(POLL_S, self._session.place.version)
             if self._settings.online.enabled:
                 self._follow_gate()
@@ -167,6 +174,9 @@ class _Loop:
                 return batch
         return None
 
+    def _beat(self, activity: str) -> None:
+        self._liveness.beat(activity, self._settings.step_timeout_s)
+
     def _follow_gate(self) -> None:
         start, place = self._opened.line.start(), self._session.place
         if start != place.version:
@@ -174,6 +184,7 @@ class _Loop:
             self._opened.rewinder.go_back(start, place.step)
 
     def _checkpoint(self) -> None:
+        self._beat("a checkpoint")
         place = self._session.place
         # After going back there is nothing new to keep until the next step, which the log leads to as well.
         if place.step and place.version == place.step and place.step not in self._checkpoints.steps():

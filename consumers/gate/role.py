@@ -18,6 +18,7 @@ from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.gate.keeper import Keeper
 from tidemill.consumers.gate.standing import GENERATION
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.liveness import Liveness
@@ -138,7 +139,7 @@ def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: thread
     ):
         following = Gate(rebuilt, producer)
         while not stop.is_set():
-            liveness.beat("following the log")
+            liveness.beat("following the log", LOG_WAIT_S)
             following.decide()
             for located in reader.poll(POLL_S):
                 following.observe(located)
