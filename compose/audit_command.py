@@ -25,7 +25,11 @@ def audit(
     settings_of: SettingsOf,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
     complete: Annotated[
-        bool, typer.Option("--complete", help="The run is over: whatever is still open is a fault.")
+        bool,
+        typer.Option(
+            "--complete",
+            help="The run is over: whatever is still open is a fault, but for groups left after step run.max_steps.",
+        ),
     ] = False,
     ended: Annotated[
         bool,
@@ -41,7 +45,7 @@ def audit(
     """Audit the whole log of a run: was everything trained once or ended with a reason, and is every record true?
 
     Reads every topic but the weights' bytes and derives the life of each rollout from them alone: queued, dispatched,
-    running, scored, grouped, then trained, evaluated, excluded, failed, late or rejected. Then it checks that
+    running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it checks that
 
     - no record is gone, unreadable without a dead letter, or on an offset that nobody can read;
     - every rollout has one end, and none is trained twice; groups say what their rollouts say;
@@ -63,6 +67,7 @@ def audit(
         run_id=settings.run.run_id,
         ended=ended,
         complete=complete,
+        last_step=settings.run.max_steps,
         allow_truncated=allow_truncated,
         grace_us=round(grace_s * SECOND_US),
         horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * SECOND_US),

@@ -2,7 +2,8 @@
 
 A rollout is queued by its task, dispatched when a worker takes it, running from its first turn, scored (or failed) when
 it is written, and grouped when group assembly puts it into a group. It ends when a step trains on its group or says why
-not; a held-out one ends in its group, a failed one as failed once a group counts it, and a straggler as late.
+not; a held-out one ends in its group, a failed one as failed once a group counts it, and a straggler as late. One that
+waits for the trainer is lost when steps pass its group over, since a trainer takes the oldest group first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from enum import StrEnum
 
 from tidemill.consumers.ledger.facts import Facts
 from tidemill.consumers.ledger.model_facts import TRAINED
+from tidemill.consumers.ledger.passed_over import PassedOver
 from tidemill.consumers.ledger.rollout_facts import RolloutFacts, TaskFacts, rollout_name
 from tidemill.consumers.ledger.rules import AuditRules
 from tidemill.consumers.trace.place import Place
@@ -38,6 +40,8 @@ class State(StrEnum):
     EXCLUDED = "excluded"
     FAILED = "failed"
     LATE = "late"
+    UNUSED = "unused"
+    """It waited for the trainer when that had taken the last step of the run."""
     REJECTED = "rejected"
     """Group assembly could not use it: it is a dead letter."""
     LOST = "lost"
@@ -74,15 +78,15 @@ class Life:
 
 def lives(facts: Facts, rules: AuditRules) -> Iterator[Life]:
     """Every rollout that was asked for, played or grouped, once."""
-    members = _memberships(facts)
+    members, passed = _memberships(facts), PassedOver(facts.model)
     taken = {(rollout.group_id, rollout.index) for rollout in facts.played.rollouts.values()}
     for rollout in facts.played.rollouts.values():
-        yield _played(facts, rules, rollout, members.pop(rollout.rollout_id, []))
+        yield _played(facts, rules, rollout, members.pop(rollout.rollout_id, []), passed)
     # What is left was put into a group, and its own record is gone.
     for rollout_id, of in members.items():
         group_id = facts.model.group_at[of[0][0]].record.group_id
         taken.add((group_id, _index_of(rollout_id)))
-        yield _grouped(facts, rollout_id, of, None)
+        yield _grouped(facts, rules, rollout_id, of, None, passed)
     for task in facts.played.tasks.values():
         for index in range(task.group_size):
             if (task.group_id, index) not in taken:
@@ -105,9 +109,9 @@ def _index_of(rollout_id: str) -> int:
     return int(tail) if tail.isdigit() else -1
 
 
-def _played(facts: Facts, rules: AuditRules, rollout: RolloutFacts, of: _Memberships) -> Life:
+def _played(facts: Facts, rules: AuditRules, rollout: RolloutFacts, of: _Memberships, passed: PassedOver) -> Life:
     if of:
-        return _grouped(facts, rollout.rollout_id, of, rollout)
+        return _grouped(facts, rules, rollout.rollout_id, of, rollout, passed)
     place = rollout.attempts[0].place
     letters = [facts.letters[one.place] for one in rollout.attempts if one.place in facts.letters]
     if letters:
@@ -119,11 +123,22 @@ def _played(facts: Facts, rules: AuditRules, rollout: RolloutFacts, of: _Members
     return Life(rollout.rollout_id, State.SCORED, "", place)
 
 
-def _grouped(facts: Facts, rollout_id: str, of: _Memberships, rollout: RolloutFacts | None) -> Life:
+def _grouped(
+    facts: Facts,
+    rules: AuditRules,
+    rollout_id: str,
+    of: _Memberships,
+    rollout: RolloutFacts | None,
+    passed: PassedOver,
+) -> Life:
     endings = tuple(dict.fromkeys(end for place, member in of for end in _endings(facts, place, member, rollout)))
-    if not endings:
-        return Life(rollout_id, State.GROUPED, "", of[0][0])
-    return Life(rollout_id, endings[0].state, endings[0].reason, endings[0].place, endings)
+    if endings:
+        return Life(rollout_id, endings[0].state, endings[0].reason, endings[0].place, endings)
+    place = of[0][0]
+    if passed.by_steps(place):
+        return Life(rollout_id, State.LOST, "steps trained on younger groups behind its own", place)
+    over = rules.complete and rules.last_step is not None and len(facts.model.steps) >= rules.last_step
+    return Life(rollout_id, State.UNUSED if over else State.GROUPED, "", place)
 
 
 def _endings(facts: Facts, place: Place, member: GroupMember, rollout: RolloutFacts | None) -> Iterator[Ending]:

@@ -16,6 +16,8 @@ class AuditRules:
     """Nobody plays rollouts any more: what has no result by now is lost, whatever its deadline."""
     complete: bool = False
     """The run is over: whatever is still open is a fault, what waits for the trainer included."""
+    last_step: int | None = None
+    """The step with which the run was to end, where that is known: what is left over after it is no fault."""
     allow_truncated: bool = False
     """Records that are past a topic's retention are no fault; what they would prove is not checked."""
     grace_us: int = 10 * MINUTE_US

@@ -429,6 +429,13 @@ def _lose(log: RunLog) -> None:
     log.roll(r.Tick("test", START_US + OVERDUE_US), at=START_US + OVERDUE_US)
 
 
+def _pass_over(log: RunLog) -> None:
+    """Two steps on younger groups than one that waits in their partition."""
+    for number in range(2):
+        log.play(task(f"younger{number}", at=START_US + (210 + number) * SECOND), 1.0, 0.0, version=3)
+        log.train([log.group_offsets[f"younger{number}"][0]], parent=3 + number)
+
+
 def _lose_result(log: RunLog) -> None:
     """A result that no group counts."""
     of = log.issue(task("uncounted"))
@@ -459,11 +466,11 @@ def _contradict(log: RunLog) -> None:
 
 
 def _swap_inputs(log: RunLog) -> None:
-    """The step says that it read another group than it was to, with the same counts."""
-    waiting = log.group_offsets["waits"][0]
-    step = log.records(Topic.STEPS, r.TrainStep)[0]
-    other = r.StepInput("waits", Topic.GROUPS.value, 0, waiting)
-    log.change(Topic.STEPS, r.TrainStep, 0, inputs=[step.inputs[0], other], lag=[r.LagCount(-3, 8), r.LagCount(0, 8)])
+    """The last step says that it read another group than it was to, with as many rollouts and tokens."""
+    step = log.records(Topic.STEPS, r.TrainStep)[-1]
+    other = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
+    lag = [r.LagCount(-1, 2 * TOKENS), r.LagCount(0, step.tokens - 2 * TOKENS)]
+    log.change(Topic.STEPS, r.TrainStep, -1, inputs=[step.inputs[0], other], lag=lag)
 
 
 def _disagree(log: RunLog) -> None:
@@ -534,6 +541,7 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault("an online batch trained by two steps", "trained_once", "train.steps[0]@7", _train_batch_again),
     PlantedFault("a group trained and excluded", "endings", "train.steps[0]@7", _end_twice),
     PlantedFault("a rollout that was asked for and never came", "endings", "tasks[0]@10", _lose),
+    PlantedFault("a group that the trainer passed over", "endings", "groups[0]@9", _pass_over),
     PlantedFault("a rollout that no group counts", "endings", "rollouts[0]@21", _lose_result),
     PlantedFault("a group whose member has another reward than its rollout", "groups", "groups[0]@0", _corrupt_reward),
     PlantedFault(
@@ -552,7 +560,7 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
         "weights.manifests[0]@3",
         lambda log: log.change(Topic.STEPS, r.TrainStep, -1, fingerprint="forged"),
     ),
-    PlantedFault("a step with other inputs than were planned", "plans", "train.steps[0]@1", _swap_inputs),
+    PlantedFault("a step with other inputs than were planned", "plans", "train.steps[0]@5", _swap_inputs),
     PlantedFault("two plans of a step that disagree", "plans", "train.steps[0]@7", _disagree),
     PlantedFault(
         "a step that counts a rollout too many",

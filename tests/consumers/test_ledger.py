@@ -177,6 +177,29 @@ def test_a_group_that_waits_is_open_until_the_run_is_over():
     assert (check.name, check.offenders) == ("endings", 2)
 
 
+def test_what_is_left_over_after_the_last_step_is_unused():
+    log = RunLog()
+    log.play(task("g0"), 1.0, 0.0)
+    log.play(task("g1"), 1.0, 0.0)
+    log.train([0])
+    report = log.audit(complete=True, last_step=1)
+    assert report.passed
+    assert report.states == {"trained": 2, "unused": 2}
+    assert not log.audit(complete=True, last_step=2).passed
+
+
+def test_a_group_that_steps_pass_over_is_lost():
+    log = RunLog()
+    for number in range(3):
+        log.play(task(f"g{number}", at=START_US + number * SECOND), 1.0, 0.0)
+    log.train([1])
+    assert log.audit().states == {"grouped": 4, "trained": 2}
+    log.train([2], parent=1)
+    (check,) = log.audit().failed
+    assert (check.name, check.offenders) == ("endings", 2)
+    assert str(check.first).startswith("groups[0]@0: rollout g0/0 is lost: steps trained on younger groups")
+
+
 def test_what_nobody_plays_any_more_is_lost_whatever_its_deadline():
     log = RunLog()
     log.put(task("g0"), at=START_US)
