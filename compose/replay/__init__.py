@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.compose.replay import copy, diff, stage, steps
+from tidemill.compose.replay import archive, copy, diff, stage, steps
 from tidemill.compose.replay.app import replay_app
 
-__all__ = ["copy", "diff", "replay_app", "stage", "steps"]
+__all__ = ["archive", "copy", "diff", "replay_app", "stage", "steps"]

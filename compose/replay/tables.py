@@ -15,24 +15,24 @@ ERASABLE_NOTE = (
 
 
 def manifest_table(made: ReplayManifest) -> Table:
-    """One line a topic: partitions that have records, records, bytes, oldest and newest, and where they go."""
-    table = Table("topic")
+    """One line a topic: partitions that have records, records, bytes, oldest and newest."""
+    where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
+    table = Table("topic", title=where, title_justify="left")
     for title in ("partitions", "records", "bytes"):
         table.add_column(title, justify="right")
-    for title in ("first (UTC)", "last (UTC)", "into"):
-        table.add_column(title)
+    for title in ("first (UTC)", "last (UTC)"):
+        table.add_column(title, no_wrap=True)
     by_topic: dict[str, list[LaneReport]] = {}
     for lane in made.lanes:
         by_topic.setdefault(lane.topic, []).append(lane)
     for topic, lanes in by_topic.items():
         table.add_row(
-            topic,
+            topic.removeprefix(made.source_prefix),
             f"{sum(lane.records > 0 for lane in lanes)} of {len(lanes)}",
             f"{sum(lane.records for lane in lanes):,}",
             f"{sum(lane.n_bytes for lane in lanes):,}",
             min((lane.first for lane in lanes if lane.first), default="-"),
             max((lane.last for lane in lanes if lane.last), default="-"),
-            lanes[0].into or "-",
         )
     return table
 

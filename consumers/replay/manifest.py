@@ -15,8 +15,6 @@ class LaneReport:
 
     topic: str
     """Full name."""
-    into: str
-    """Full name of the topic of its copies; empty where it has none."""
     partition: int
     start: int
     end: int
@@ -38,6 +36,8 @@ class ReplayManifest:
     began_at: int
     """Microseconds since the Unix epoch."""
     source_prefix: str
+    into: str
+    """Prefix of the copies' topics."""
     selection: dict[str, object]
     lanes: list[LaneReport]
     records: int
@@ -54,10 +54,27 @@ class ReplayManifest:
 
 def manifest(plan: Plan, selection: Selection, begun: Beginning, source_prefix: str, into: str) -> ReplayManifest:
     """The manifest of a plan."""
-    lanes = [
+    return ReplayManifest(
+        replay_id=begun.replay_id,
+        began_at=begun.began_at,
+        source_prefix=source_prefix,
+        into=into,
+        selection=asdict(selection),
+        lanes=lane_reports(plan, source_prefix),
+        records=plan.records,
+        n_bytes=plan.n_bytes,
+        sha256=plan.sha256(),
+        undecodable=plan.undecodable,
+        missing=len(plan.missing),
+        references_outside=sum(1 for _ in plan.outside()),
+    )
+
+
+def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
+    """What is chosen of each partition."""
+    return [
         LaneReport(
             topic=source_prefix + lane.topic,
-            into=into + lane.topic if into else "",
             partition=lane.partition,
             start=lane.start,
             end=lane.end,
@@ -69,16 +86,3 @@ def manifest(plan: Plan, selection: Selection, begun: Beginning, source_prefix: 
         )
         for lane in plan.lanes.values()
     ]
-    return ReplayManifest(
-        replay_id=begun.replay_id,
-        began_at=begun.began_at,
-        source_prefix=source_prefix,
-        selection=asdict(selection),
-        lanes=lanes,
-        records=plan.records,
-        n_bytes=plan.n_bytes,
-        sha256=plan.sha256(),
-        undecodable=plan.undecodable,
-        missing=len(plan.missing),
-        references_outside=sum(1 for _ in plan.outside()),
-    )
