@@ -1,4 +1,4 @@
-"""Each broker of a stack killed and returned in turn, while a producer, a consumer group and group assembly work.
+"""Each broker of a stack killed in turn, then paused in turn, while a producer, a consumer and group assembly work.
 
 Every record is acknowledged by the log (`acks=all`, two replicas at least) before the next is sent, so that the longest
 gap between two acknowledgements is the stall that a writer sees. Then the log is read: what was acknowledged must be
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +21,7 @@ import tomli_w
 from confluent_kafka import KafkaException
 
 from tests.chaos.site import Brokers, brokers_in
+from tests.chaos.storm import FaultKind
 from tests.streams.stream_support import RUN_ID, rollout
 from tidemill.compose.processes import Supervisor
 from tidemill.producers.intake import REBALANCING
@@ -41,6 +42,7 @@ DOWN_S = 15.0
 IN_SYNC_S = 90.0
 ASSEMBLED_S = 120.0
 POLL_S = 0.2
+KINDS = (FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE)
 QUIET = {"log_level": "0"}
 """Clients whose broker is killed on purpose need not tell."""
 
@@ -122,15 +124,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One broker, killed and returned."""
+    """One broker, killed or paused, and returned."""
 
+    kind: FaultKind
     node: int
     write_stall_s: float
-    """Longest gap between acknowledgements, from the kill until it was in sync again."""
+    """Longest gap between acknowledgements, from the fault until it was in sync again."""
     read_stall_s: float
     """Longest time that the consumer heard nothing in that time."""
     in_sync_s: float
-    """From its start until every partition had all replicas."""
+    """From its return until every partition had all replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +159,8 @@ class Rolled:
         return not (self.lost or self.twice or self.not_consumed or self.groups_missing or self.groups_wrong)
 
 
-def roll(directory: Path, count: int, say: Say, turns: int | None = None, down_s: float = DOWN_S) -> Rolled:
-    """Kill and return the first `turns` brokers of `count` (all of them when None), one after the other."""
+def roll(directory: Path, count: int, say: Say, kinds: Sequence[FaultKind] = KINDS) -> Rolled:
+    """Take each of `count` brokers away and bring it back, one after the other, in each of the ways."""
     home = directory / f"brokers-{time.strftime('%Y%m%d-%H%M%S')}"
     home.mkdir(parents=True)
     with brokers_in(home / "kafka", count, say) as brokers:
@@ -169,7 +172,8 @@ def roll(directory: Path, count: int, say: Say, turns: int | None = None, down_s
             load = Load(kafka.model_copy(update={"client_options": QUIET}))
             load.start()
             try:
-                taken = [_turn(brokers, load, supervisor, n + 1, down_s, say) for n in range(turns or count)]
+                order = [(kind, node + 1) for kind in kinds for node in range(count)]
+                taken = [_turn(brokers, load, supervisor, kind, node, say) for kind, node in order]
                 load.stop_writing()
                 say(f"{len(load.acked)} groups acknowledged; waiting for consumer and assembly")
                 return _judge(kafka, load, supervisor, taken, count)
@@ -181,7 +185,7 @@ def rolled_figures(rolled: Rolled) -> list[dict[str, Any]]:
     """One document a figure."""
     return [
         *(
-            {"figure": "broker_killed_and_returned", "brokers": rolled.brokers, "broker": turn.node,
+            {"figure": "broker_returned", "kind": turn.kind, "brokers": rolled.brokers, "broker": turn.node,
              "write_stall_s": turn.write_stall_s, "read_stall_s": turn.read_stall_s, "in_sync_again_s": turn.in_sync_s}
             for turn in rolled.turns
         ),
@@ -202,24 +206,28 @@ def _start_assembly(supervisor: Supervisor, kafka: KafkaSettings, home: Path) ->
     supervisor.start("stream", ["stream", "--config", str(config)])
 
 
-def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, node: int, down_s: float, say: Say) -> Turn:
+def _turn(brokers: Brokers, load: Load, supervisor: Supervisor, kind: FaultKind, node: int, say: Say) -> Turn:
     _wait(lambda: bool(load.heard), load, supervisor, IN_SYNC_S, "the consumer heard nothing")
     begun = len(load.acked)
     steady = time.monotonic() + STEADY_S
     _wait(lambda: time.monotonic() > steady and len(load.acked) > begun, load, supervisor, IN_SYNC_S, "nothing acked")
-    killed = time.monotonic()
-    brokers.kill(node)
-    say(f"broker {node} killed")
-    _wait(lambda: time.monotonic() > killed + down_s, load, supervisor, IN_SYNC_S, "")
+    gone = time.monotonic()
+    (brokers.kill if kind is FaultKind.BROKER_KILL else brokers.pause)(node)
+    say(f"{kind} {node}")
+    _wait(lambda: time.monotonic() > gone + DOWN_S, load, supervisor, IN_SYNC_S, "")
     returned = time.monotonic()
-    brokers.bring_back()
-    brokers.settle()
+    if kind is FaultKind.BROKER_KILL:
+        brokers.bring_back()
+        brokers.settle()
+    else:
+        brokers.go_on(node)
     _wait(lambda: _in_sync(load.kafka), load, supervisor, IN_SYNC_S, f"broker {node} did not get in sync")
     end = time.monotonic()
     turn = Turn(
+        kind,
         node,
-        write_stall_s=_longest_gap([at for at, _ in list(load.acked)], killed, end),
-        read_stall_s=_longest_gap(list(load.heard), killed, end),
+        write_stall_s=_longest_gap([at for at, _ in list(load.acked)], gone, end),
+        read_stall_s=_longest_gap(list(load.heard), gone, end),
         in_sync_s=round(end - returned, 2),
     )
     say(f"broker {node} returned: longest gap between acknowledgements {turn.write_stall_s:.2f} s")

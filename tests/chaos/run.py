@@ -6,8 +6,9 @@
     python -m tests.chaos.run --plan data/chaos/.../storm.json
     python -m tests.chaos.run brokers --brokers 3
 
-The first word may be `storm` (the default) or `brokers`: each broker of a stack killed and returned in turn under
-acknowledged load. Progress goes to standard error. Exit status 1 when anything was lost, done twice or is not equal.
+The first word may be `storm` (the default) or `brokers`: each broker of a stack killed and returned in turn, then
+paused in turn, under acknowledged load. Progress goes to standard error. Exit status 1 when anything was lost, done
+twice or is not equal.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ MEANT = {
     FaultKind.BROKER_KILL: "SIGKILL of a broker, started again later",
     FaultKind.BROKER_PAUSE: "SIGSTOP of a broker, SIGCONT later",
 }
+NAMES = frozenset(kind.value for kind in FaultKind)
 NOTICED = {
     FaultKind.KILL: {
         "feed": "process manager; no new tasks",
@@ -63,7 +64,7 @@ class Row:
 
 
 def document(results: Iterable[Result]) -> str:
-    """The whole document."""
+    """The whole document. Raises ValueError for what is no result."""
     results = list(results)
     storms = [result for result in results if _find(result, "storm")]
     rolled = [result for result in results if _find(result, "brokers_in_turn")]
@@ -73,7 +74,7 @@ def document(results: Iterable[Result]) -> str:
         "A role is everything that one process does; recovery is from the fault (its end, where it lasts) to the "
         "first record, ack or row that the role writes afterwards, in seconds.",
         _runs(storms),
-        _faults(storms),
+        _faults(storms, rolled),
         *([_brokers(rolled)] if rolled else []),
         _planted(),
     ]
@@ -103,10 +104,12 @@ def _runs(results: Sequence[Result]) -> str:
     return "## Runs\n\n" + "\n".join(lines)
 
 
-def _faults(results: Sequence[Result]) -> str:
+def _faults(storms: Sequence[Result], rolled: Sequence[Result]) -> str:
     rows: dict[tuple[FaultKind, str], Row] = defaultdict(Row)
-    for result in results:
+    for result in storms:
         _add(rows, result)
+    for result in rolled:
+        _add_turns(rows, result)
     head = "| fault | target | times | outcome | how it is noticed | back after, p50 / p95 (s) | repeated work |"
     lines = [head, "|" + " --- |" * 7]
     for (kind, target), row in sorted(rows.items(), key=lambda item: (list(FaultKind).index(item[0][0]), item[0][1])):
@@ -115,7 +118,9 @@ def _faults(results: Sequence[Result]) -> str:
         if row.ended:
             outcome += f"; the role ended by itself {row.ended} times and was started again"
         lines.append(_line([MEANT[kind], target, row.times, outcome, noticed, _times(row.seconds), _work(row)]))
-    return "## Faults\n\n" + "\n".join(lines) + "\n\nRepeated work is the role's of the whole run, on its first row."
+    text = "\n".join(lines)
+    note = "Repeated work is the role's in the whole run. A broker is back when writes are acknowledged again."
+    return f"## Faults\n\n{text}\n\n{note}"
 
 
 def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
@@ -130,15 +135,29 @@ def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
             first.setdefault(kind_of(target), FaultKind(name))
     for name, roles in _need(result, "recovery_s")["by_fault_and_role"].items():
         for role, found in roles.items():
-            if name in FaultKind:
+            if name in NAMES:
                 rows[FaultKind(name), kind_of(role)].seconds += found["seconds"]
     for target, kind in first.items():
         for what, count in _repeated_by(target, repeated).items():
             rows[kind, target].repeated[what] += count
     for life in _need(result, "ended_by_themselves")["lives"]:
         target = kind_of(life["name"])
-        if life.get("during") in FaultKind:
+        if life["during"] in NAMES:
             rows[FaultKind(life["during"]), target].ended += 1
+
+
+def _add_turns(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
+    total = _need(result, "brokers_in_turn")
+    clean = not any(total[what] for what in ("lost", "twice", "not_consumed", "groups_missing", "groups_wrong"))
+    for turn in _turns(result):
+        row = rows[FaultKind(turn["kind"]), "broker"]
+        row.times += 1
+        row.clean += clean
+        row.seconds.append(turn["write_stall_s"])
+
+
+def _turns(result: Result) -> list[Mapping[str, Any]]:
+    return [figure for figure in result if figure["figure"] == "broker_returned"]
 
 
 def _repeated_by(target: str, repeated: Mapping[str, Any]) -> dict[str, int]:
@@ -167,15 +186,13 @@ def _repeated_by(target: str, repeated: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _brokers(results: Sequence[Result]) -> str:
-    head = "| broker killed and returned | longest gap between acknowledged writes (s) | for a consumer (s) | in sync again after (s) |"  # fmt: skip # noqa: E501
-    lines = [head, "|" + " --- |" * 4]
+    head = "| fault | broker | longest gap between acknowledged writes (s) | for a consumer (s) | in sync after (s) |"
+    lines = [head, "|" + " --- |" * 5]
     after = []
     for result in results:
-        for turn in (figure for figure in result if figure["figure"] == "broker_killed_and_returned"):
-            lines.append(
-                _line([f"{turn['broker']} of {turn['brokers']}", turn["write_stall_s"], turn["read_stall_s"],
-                       turn["in_sync_again_s"]])
-            )  # fmt: skip
+        for turn in _turns(result):
+            name, which = MEANT[FaultKind(turn["kind"])], f"{turn['broker']} of {turn['brokers']}"
+            lines.append(_line([name, which, turn["write_stall_s"], turn["read_stall_s"], turn["in_sync_again_s"]]))
         total = _need(result, "brokers_in_turn")
         after.append(
             f"{total['acknowledged']} rollouts acknowledged meanwhile: {total['lost']} lost, {total['twice']} twice, "
