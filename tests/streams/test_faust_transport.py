@@ -37,6 +37,21 @@ def test_a_seek_is_no_hole():
     assert not noted.take(HERE, 4, 9)
 
 
+def test_what_the_log_deleted_is_told_from_a_hole():
+    noted = Holes({HERE.topic})
+    noted.expect(HERE, 3)
+    assert noted.note(HERE, [3, 6, 9]) == [4, 7]
+    noted.note_first(HERE, [4, 7], 6)
+    assert (noted.first_kept(HERE, 4), noted.first_kept(HERE, 4), noted.first_kept(HERE, 7)) == (6, None, None)
+    plain = TP("plain", 0)
+    noted.expect(plain, 3)
+    assert noted.note(plain, [3, 4]) == []
+    assert noted.note(plain, [8]) == [5]
+    noted.note_first(plain, [5], 8)
+    noted.clear()
+    assert noted.first_kept(plain, 5) is None
+
+
 def test_topics_without_compaction_have_none():
     other = TP("plain", 0)
     noted = holes()

@@ -1,0 +1,55 @@
+"""A stream worker whose input was deleted before it was read: it ends and says what is missing, or is told to go on."""
+
+from __future__ import annotations
+
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+from stream_support import fresh_topics, group_of, read_records, rollout, stream_process, wait_until
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix: str) -> KafkaSettings:
+    return fresh_topics(kafka.bootstrap, topic_prefix, partitions=1)
+
+
+def send(settings: KafkaSettings, *names: str) -> None:
+    with RecordProducer(settings, "test") as producer:
+        for name in names:
+            producer.send(Topic.ROLLOUTS, rollout(name, 0, group_size=1), key=name)
+
+
+def delete(settings: KafkaSettings, before: int) -> None:
+    admin = AdminClient({"bootstrap.servers": settings.address()})
+    place = TopicPartition(Names(settings.topic_prefix).of(Topic.ROLLOUTS), 0, before)
+    for future in admin.delete_records([place]).values():
+        future.result()
+
+
+def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_missing(settings, tmp_path):
+    send(settings, "a", "b", "c", "d")
+    delete(settings, 2)
+    with LogReader(settings, [Topic.GROUPS]) as groups:
+        with stream_process(settings, tmp_path) as worker:
+            found = read_records(groups, lambda read: len(read) >= 2, 90, worker)
+            assert [group_of(f).group_id for f in found] == ["c", "d"], "a fresh worker begins with what there is"
+            assert worker.stop() == 0
+            assert "is read from its beginning, which is offset 2 by now" in worker.log.read_text()
+            send(settings, "e", "f", "g")
+            delete(settings, 6)
+            worker.start()
+            wait_until(lambda: not worker.running(), 90, "the worker's end")
+            assert worker.stop() == 1
+            said = worker.log.read_text()
+            assert "rollouts[0]: the log no longer keeps offset 4, the log begins at 6" in said
+            assert "stream.accept_gaps" in said
+        with stream_process(settings, tmp_path / "accepting", accept_gaps=True) as worker:
+            (found,) = read_records(groups, lambda read: len(read) >= 1, 90, worker)
+            assert group_of(found).group_id == "g"
+            assert worker.stop() == 0
+            assert "2 offsets skipped so far" in worker.log.read_text()
