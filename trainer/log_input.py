@@ -8,134 +8,29 @@ What is undecodable or is no group goes to the dead-letter topic, and reading go
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
-from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Group, GroupMember, Rollout, StepInput
+from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
 from tidemill.trainer.groups import TrainableGroup, completed
+from tidemill.trainer.rollout_log import CLIENT, FETCH_DEADLINE_S, MissingRolloutError, RolloutLog
 
 R = TypeVar("R")
-
-CLIENT = "tidemill-trainer"
-FETCH_DEADLINE_S = 60.0
-"""Longest wait for a rollout that the log holds."""
-
-
-class MissingRolloutError(LookupError):
-    """The log holds no such rollout where a group says it is: its retention has passed, or the reference is wrong."""
 
 
 class InOrderError(ValueError):
     """The log does not give the groups in one order; the message says what to do."""
-
-
-class ReadAhead:
-    """Rollouts by place, oldest forgotten first when they pass `limit_bytes`."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._held: OrderedDict[tuple[int, int], tuple[Located, int]] = OrderedDict()
-        self._bytes = 0
-
-    def put(self, located: Located) -> None:
-        """Keep one record; the newest is always kept, whatever its size."""
-        place = (located.partition, located.offset)
-        if place in self._held:
-            return
-        self._held[place] = (located, len(located.value or b""))
-        self._bytes += self._held[place][1]
-        while self._bytes > self._limit_bytes and len(self._held) > 1:
-            self._bytes -= self._held.popitem(last=False)[1][1]
-
-    def take(self, partition: int, offset: int) -> Located | None:
-        """Give a record out and forget it; None when it is not held."""
-        located, size = self._held.pop((partition, offset), (None, 0))
-        self._bytes -= size
-        return located
-
-
-class RolloutLog:
-    """The `rollouts` topic by partition and offset."""
-
-    def __init__(self, kafka: KafkaSettings, limit_bytes: int) -> None:
-        self._codec = Codec(kafka.registry_url)
-        self._reader = LogReader(kafka, [Topic.ROLLOUTS], start="end", client_id=CLIENT, codec=self._codec)
-        self._held = ReadAhead(limit_bytes)
-
-    def read_ahead(self, timeout_s: float) -> None:
-        """Hold the next rollouts of the log."""
-        for located in self._reader.poll(timeout_s):
-            self._held.put(located)
-
-    def rollout(self, member: GroupMember) -> Rollout:
-        """The rollout of a group's member, with its segments. Raises as `with_origin`."""
-        return self.with_origin(member)[0]
-
-    def with_origin(self, member: GroupMember) -> tuple[Rollout, str]:
-        """The rollout of a group's member, with its segments, and the replay that wrote it; empty: none did.
-
-        Raises:
-            MissingRolloutError: the log or the store no longer holds it.
-            InvalidRolloutError: what lies there is something else.
-            TimeoutError: the broker did not deliver it in time.
-        """
-        located = self._held.take(member.partition, member.offset) or self._fetch(member.partition, member.offset)
-        record = located.record
-        if not isinstance(record, Rollout) or record.rollout_id != member.rollout_id:
-            raise InvalidRolloutError(
-                f"rollouts[{member.partition}] offset {member.offset} does not hold rollout {member.rollout_id}"
-            )
-        return self._with_segments(record), located.replay_id
-
-    def close(self) -> None:
-        """Give the connections back."""
-        self._reader.close()
-
-    def _fetch(self, partition: int, offset: int) -> Located:
-        if offset >= self._reader.end_offsets().get((Topic.ROLLOUTS, partition), 0):
-            raise MissingRolloutError(f"rollouts[{partition}] ends before offset {offset}")
-        if self._next_offset(partition) > offset:
-            self._reader.seek(Topic.ROLLOUTS, partition, offset)
-        deadline = time.monotonic() + FETCH_DEADLINE_S
-        found = None
-        # The wanted record is kept aside: reading on may push it out of memory before it is used.
-        while found is None and self._next_offset(partition) <= offset:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rollouts[{partition}] offset {offset} not delivered in {FETCH_DEADLINE_S:g} s")
-            for located in self._reader.poll(0.1):
-                if (located.partition, located.offset) == (partition, offset):
-                    found = located
-                else:
-                    self._held.put(located)
-        if found is None:
-            raise MissingRolloutError(
-                f"rollouts[{partition}] no longer holds offset {offset}: its retention has passed"
-            )
-        return found
-
-    def _next_offset(self, partition: int) -> int:
-        return self._reader.next_offsets()[Topic.ROLLOUTS, partition]
-
-    def _with_segments(self, rollout: Rollout) -> Rollout:
-        try:
-            return claimed_rollout(rollout, self._codec)
-        except (ClaimError, DecodeError) as error:
-            raise MissingRolloutError(f"rollout {rollout.rollout_id}: {error}") from error
-        except ForeignClaimError as error:
-            raise InvalidRolloutError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,12 @@ from tidemill.trainer.batch_builder import Batch, BatchBuilder
 from tidemill.trainer.begun import take_begun
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.log_input import CLIENT, LogInput
+from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online.feed import OnlineFeed
 from tidemill.trainer.online.source import OnlineInput
 from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.resume import OpenRun, open_session
+from tidemill.trainer.rollout_log import CLIENT
 
 _log = logging.getLogger(__name__)
 

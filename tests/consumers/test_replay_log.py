@@ -30,7 +30,8 @@ from tidemill.schemas.partitioner import partition_of
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import Group, StepInput
 from tidemill.schemas.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
-from tidemill.trainer.log_input import RolloutLog, trainable
+from tidemill.trainer.log_input import trainable
+from tidemill.trainer.rollout_log import RolloutLog
 
 PARTITIONS = 2
 GROUPS = 12

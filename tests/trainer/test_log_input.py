@@ -31,7 +31,8 @@ from tidemill.schemas.replayed import replay_headers
 from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
-from tidemill.trainer.log_input import LogInput, ReadAhead
+from tidemill.trainer.log_input import LogInput
+from tidemill.trainer.rollout_log import ReadAhead
 
 RULES = Rules("run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100)
 

@@ -18,11 +18,12 @@ from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, StepInput, UserRequest
 from tidemill.trainer.batch_builder import Exclusion
-from tidemill.trainer.log_input import CLIENT, ReferenceLog
+from tidemill.trainer.log_input import ReferenceLog
 from tidemill.trainer.online.interactions import InteractionLog, Place
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.queue import OnlineQueue
 from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.rollout_log import CLIENT
 
 _log = logging.getLogger(__name__)
 
