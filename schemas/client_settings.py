@@ -1,6 +1,7 @@
 """librdkafka settings of every producer and consumer, and which of its errors pass by themselves.
 
-Every producer is idempotent, non-transactional, acks=all, and partitions keys as Java and Faust do (murmur2).
+Every producer is idempotent, acks=all, and partitions keys as Java and Faust do (murmur2). None but `FencedProducer` is
+transactional.
 """
 
 from __future__ import annotations
