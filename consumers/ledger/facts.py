@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from tidemill.consumers.ledger.model_facts import Model
 from tidemill.consumers.ledger.online_facts import Online
-from tidemill.consumers.ledger.partition_facts import Partition, PartitionFacts, is_compacted
+from tidemill.consumers.ledger.partition_facts import Partition, PartitionFacts
 from tidemill.consumers.ledger.rollout_facts import PlayedRollouts
 from tidemill.consumers.trace.place import Place, place_of
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import Topic, is_compacted
 from tidemill.schemas.located import Located
 
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tidemill.schemas.catalogue import CATALOGUE, Topic
+from tidemill.schemas.catalogue import Topic, is_compacted
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS})
 """What a trainer writes within transactions, so that a deposed one is shut out."""
 
 Partition = tuple[Topic, int]
-
-
-def is_compacted(topic: Topic) -> bool:
-    """Whether the broker may drop single records of the topic."""
-    return "compact" in CATALOGUE[topic].topic_config()["cleanup.policy"]
 
 
 def may_have_gaps(topic: Topic) -> bool:

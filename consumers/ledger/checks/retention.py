@@ -8,8 +8,8 @@ from tidemill.consumers.ledger.check import Case, Check
 from tidemill.consumers.ledger.facts import Facts
 from tidemill.consumers.ledger.finding import Finding
 from tidemill.consumers.ledger.model_facts import named, references
-from tidemill.consumers.ledger.partition_facts import is_compacted
 from tidemill.consumers.trace.place import Place
+from tidemill.schemas.catalogue import is_compacted
 
 
 def _find(case: Case) -> Iterator[Finding]:
