@@ -11,6 +11,7 @@ import sys
 import typer
 
 from tidemill.compose.audit_command import audit
+from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.options import with_settings
@@ -45,6 +46,7 @@ app.command(rich_help_panel="The log")(topics)
 app.command(rich_help_panel="The log")(with_settings(audit))
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
 app.add_typer(replay_app, name="replay", rich_help_panel="The log")
+app.add_typer(dead_letters_app, name="dead-letters", rich_help_panel="The log")
 for _role in (feed, rollout, route, gateway, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))

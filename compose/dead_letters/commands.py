@@ -1,0 +1,198 @@
+"""`tidemill dead-letters`: list, show, transform and redrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.dead_letters.text import (
+    letter_document,
+    summary,
+    summary_table,
+    verdict_document,
+    verdict_table,
+)
+from tidemill.compose.dead_letters.transformation import transformation
+from tidemill.compose.options import with_settings
+from tidemill.compose.replay.progress import remaining
+from tidemill.compose.replay.stage import JsonOption, SettingsOf
+from tidemill.compose.weights.connect import with_reachable_log
+
+if TYPE_CHECKING:
+    from tidemill.consumers.replay.letters import Letter, Verdict
+    from tidemill.consumers.replay.redrive import DeadLetters
+
+TopicOption = Annotated[
+    list[str] | None, typer.Option("--topic", help="Only letters of this topic (without prefix); may be repeated.")
+]
+NamesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[TOPIC/PARTITION/OFFSET]...", help="Letters, as `list` and `show` name them."),
+]
+ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Only letters whose reason contains this.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Times that the same content is sent back at most.")]
+DEFAULT_LIMIT = 3
+
+dead_letters_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Dead letters: values that could not be used, kept with their place and the reason.
+
+A letter is named by its place, for instance `rollouts.dlq/3/17`.
+
+    tidemill dead-letters list                                        # what there is, and why
+    tidemill dead-letters show rollouts.dlq/3/17                      # bytes, headers, what can be read of it
+    tidemill dead-letters redrive --topic rollouts                    # what would go back (a dry run)
+    tidemill dead-letters redrive --topic rollouts --transform mend:value --yes""",
+)
+
+
+@dead_letters_app.command("list")
+@with_settings
+def list_command(settings_of: SettingsOf, topic: TopicOption = None, as_json: JsonOption = False) -> None:
+    """List dead letters by topic and reason: how many, the oldest and the newest.
+
+    Example: `tidemill dead-letters list --topic rollouts`
+    """
+    with _dead_letters(settings_of({})) as letters:
+        rows = summary(letters.read(_topics(topic)))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    elif rows:
+        Console(soft_wrap=True).print(summary_table(rows))
+    else:
+        typer.echo("no dead letters")
+
+
+@dead_letters_app.command()
+@with_settings
+def show(
+    settings_of: SettingsOf,
+    name: Annotated[str, typer.Argument(metavar="TOPIC/PARTITION/OFFSET", help="A letter, as `list` names it.")],
+    whole: Annotated[bool, typer.Option("--whole", help="All of its bytes, not only the first.")] = False,
+) -> None:
+    """Show one dead letter as JSON: reason, headers, bytes, and what can be read of it now.
+
+    Example: `tidemill dead-letters show rollouts.dlq/3/17`
+    """
+    settings = settings_of({})
+    place = _place(name)
+    with _dead_letters(settings) as letters:
+        from tidemill.consumers.replay.letters import readable
+        from tidemill.schemas.codec import Codec
+
+        letter = letters.one(*place)
+        record, problem = readable(letter.value, letter.source[0], Codec(settings.kafka.registry_url))
+        typer.echo(json.dumps(letter_document(letter, letters.sequel([letter]), record, problem, whole), indent=2))
+
+
+@dead_letters_app.command()
+@with_settings
+def transform(
+    settings_of: SettingsOf,
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="Takes a letter, returns bytes or None.")],
+    names: NamesArgument = None,
+    topic: TopicOption = None,
+    reason: ReasonOption = "",
+) -> None:
+    """Try a transformation: what it would make of each letter, as JSON. Nothing is written.
+
+    The function is found in a module of the current directory or of the environment. It gets a letter (`letter.value`,
+    `letter.key`, `letter.reason`) and returns the value that goes back, or None to leave the letter where it is.
+
+    Example: `tidemill dead-letters transform mend:value rollouts.dlq/3/17`
+    """
+    mend = transformation(function)
+    with _dead_letters(settings_of({})) as letters:
+        verdicts = letters.judge(_chosen(letters, names, topic, reason), DEFAULT_LIMIT, mend)
+    typer.echo(json.dumps([verdict_document(verdict) for verdict in verdicts], indent=2))
+
+
+@dead_letters_app.command()
+@with_settings
+def redrive(
+    settings_of: SettingsOf,
+    names: NamesArgument = None,
+    topic: TopicOption = None,
+    reason: ReasonOption = "",
+    function: Annotated[
+        str | None,
+        typer.Option("--transform", metavar="MODULE:FUNCTION", help="Mends each value first; see `transform`."),
+    ] = None,
+    limit: LimitOption = DEFAULT_LIMIT,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it only say what would go back.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Send dead letters back to the topics that they came from, under their key, partition and time.
+
+    Only what can be read now goes back, and only once: the record in the topic names the one that failed. If it fails
+    again it is another dead letter, one attempt further, up to --limit. Letters so old that the log no longer shows
+    whether they went back stay where they are, as do those whose key was erased.
+
+    Examples: `tidemill dead-letters redrive --topic rollouts --reason "unknown framing"` ·
+    `tidemill dead-letters redrive rollouts.dlq/3/17 --transform mend:value --yes`
+    """
+    mend = None if function is None else transformation(function)
+    with _dead_letters(settings_of({})) as letters:
+        verdicts = letters.judge(_chosen(letters, names, topic, reason), limit, mend)
+        sent = letters.send_back(verdicts) if yes else 0
+    if as_json:
+        document: dict[str, Any] = {"dry_run": not yes, "sent_back": sent}
+        typer.echo(json.dumps({**document, "letters": [verdict_document(verdict) for verdict in verdicts]}, indent=2))
+        return
+    Console(soft_wrap=True).print(verdict_table(verdicts))
+    typer.echo(f"{sent:,} sent back" if yes else f"nothing was written: --yes sends {_going(verdicts):,} back")
+
+
+def _going(verdicts: list[Verdict]) -> int:
+    return sum(not verdict.why_not for verdict in verdicts)
+
+
+@contextmanager
+def _dead_letters(settings: TidemillSettings) -> Iterator[DeadLetters]:
+    kafka = with_reachable_log(settings).kafka
+    from tidemill.consumers.replay.redrive import DeadLetters
+
+    with remaining("reading") as progress:
+        letters = DeadLetters(kafka, progress)
+        try:
+            yield letters
+        finally:
+            letters.close()
+
+
+def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | None, reason: str) -> list[Letter]:
+    if not (names or topic or reason):
+        raise typer.BadParameter("say which letters: by their places, --topic or --reason")
+    if names and (topic or reason):
+        raise typer.BadParameter("give places, or --topic and --reason, and not both")
+    if names:
+        return [letters.one(*_place(name)) for name in dict.fromkeys(names)]
+    return [letter for letter in letters.read(_topics(topic)) if reason in letter.reason]
+
+
+def _topics(topics: list[str] | None) -> list[str]:
+    from tidemill.consumers.replay.raw import topic_of
+
+    return [topic_of(name).value for name in topics or ()]
+
+
+def _place(name: str) -> tuple[str, int, int]:
+    from tidemill.consumers.replay.raw import RANK
+    from tidemill.schemas.catalogue import DEAD_LETTER_SUFFIX
+
+    topic, _, rest = name.partition("/")
+    partition, _, offset = rest.partition("/")
+    if (
+        topic not in RANK
+        or not topic.endswith(DEAD_LETTER_SUFFIX)
+        or not (partition.isdecimal() and offset.isdecimal())
+    ):
+        raise ValueError(f"{name!r} is no place of a dead letter: expected one such as rollouts.dlq/3/17")
+    return topic, int(partition), int(offset)
