@@ -68,6 +68,12 @@ def test_the_command_names_what_is_open_when_the_run_is_over(sound: KafkaSetting
     assert "First offender (endings): groups[0]@9: rollout waits/0 is still grouped" in done.output
 
 
+def test_groups_that_are_left_over_after_the_last_step_are_no_fault(sound: KafkaSettings):
+    document = json.loads(run_audit(sound, "--complete", "--set", "run.max_steps=3", "--json").stdout)
+    assert document["states"]["unused"] == 2
+    assert "grouped" not in document["states"]
+
+
 def test_a_run_that_is_not_there_is_told_with_those_that_are(sound: KafkaSettings):
     done = run_audit(sound, "--run-id", "tuesday")
     assert done.exit_code == 1
