@@ -110,10 +110,14 @@ def _faults(storms: Sequence[Result], rolled: Sequence[Result]) -> str:
         _add(rows, result)
     for result in rolled:
         _add_turns(rows, result)
+    for kind in FaultKind:
+        if not any(tried is kind for tried, _ in rows):
+            rows[kind, "any"] = Row()
     head = "| fault | target | times | outcome | how it is noticed | back after, p50 / p95 (s) | repeated work |"
     lines = [head, "|" + " --- |" * 7]
     for (kind, target), row in sorted(rows.items(), key=lambda item: (list(FaultKind).index(item[0][0]), item[0][1])):
         outcome = "nothing lost, nothing twice" if row.clean == row.times else f"**clean in {row.clean}**"
+        outcome = outcome if row.times else "**not tried in these runs**"
         noticed = NOTICED[kind].get(target) or NOTICED[kind].get("") or ""
         if row.ended:
             outcome += f"; the role ended by itself {row.ended} times and was started again"
