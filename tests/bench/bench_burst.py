@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -169,7 +170,7 @@ def of_stream(processor: ProcessorName, output: Topic, kafka: KafkaSettings, cou
     """A stream worker until it has written an output a record."""
     seen: set[bytes | None] = set()
     rules = {"join": JOIN}
-    options = {"buffer_records": 100, "max_batch": 50, "done_ttl_s": 60.0}
+    options: dict[str, Any] = {"buffer_records": 100, "max_batch": 50, "done_ttl_s": 60.0}
     with LogReader(kafka, [output]) as reader, stream_process(
         kafka, directory, processor=processor, rules=rules, **options
     ) as worker:  # fmt: skip
@@ -198,7 +199,7 @@ def of_join(kafka: KafkaSettings, count: int, directory: Path) -> int:
 @contextmanager
 def sink_process(kafka: KafkaSettings, directory: Path) -> Iterator[tuple[subprocess.Popen[bytes], SinkSettings]]:
     """A sink, ended with SIGTERM."""
-    options = {"path": str(directory / "engine"), "http_port": 0, "flush_bytes": READ_AHEAD}
+    options: dict[str, Any] = {"path": str(directory / "engine"), "http_port": 0, "flush_bytes": READ_AHEAD}
     process = subprocess.Popen([sys.executable, "-c", SINK, json.dumps([kafka.model_dump(), options])])
     try:
         yield process, SinkSettings(**options)
@@ -237,19 +238,26 @@ def of_reader(kafka: KafkaSettings, count: int, _directory: Path) -> int:
 ROLES: dict[str, Role] = {"reader": of_reader, "assembly": of_assembly, "join": of_join, "sink": of_sink}
 
 
-def slow_sink(bootstrap: str, count: int = 300) -> dict[str, Any]:
-    """Seconds in which so many rollouts are acknowledged, while a sink runs and while one stands still."""
+def slow_sink(bootstrap: str, count: int = 150, rounds: int = 4) -> dict[str, Any]:
+    """Seconds in which so many rollouts are acknowledged, in turn while a sink runs and while it stands still."""
     kafka = fresh_topics(bootstrap, f"burst-{uuid.uuid4().hex[:8]}.", PARTITIONS)
+    took: dict[int, list[float]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
+    written = HANDFUL
     with tempfile.TemporaryDirectory() as directory, sink_process(kafka, Path(directory)) as (process, settings):
-        write_rollouts(kafka, range(HANDFUL))
+        write_rollouts(kafka, range(written))
         wait_for(lambda: rows(settings) >= HANDFUL, process)
-        running = timed(kafka, range(HANDFUL, HANDFUL + count))
-        process.send_signal(signal.SIGSTOP)
-        stopped = timed(kafka, range(HANDFUL + count, HANDFUL + 2 * count))
+        for turn in range(2 * rounds):
+            # A, B, B, A: neither gains from what the one before it left behind.
+            for number in sorted(took, reverse=bool(turn % 2)):
+                process.send_signal(number)
+                took[number].append(timed(kafka, range(written, written + count)))
+                written += count
         process.send_signal(signal.SIGCONT)
-        wait_for(lambda: rows(settings) >= HANDFUL + 2 * count, process)
+        wait_for(lambda: rows(settings) >= written, process)
+    running, stopped = (statistics.median(took[number]) for number in (signal.SIGCONT, signal.SIGSTOP))
     return {
         "records": count,
+        "rounds": 2 * rounds,
         "sink_running_s": round(running, 2),
         "sink_stopped_s": round(stopped, 2),
         "ratio": round(stopped / running, 2),
