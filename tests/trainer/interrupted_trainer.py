@@ -120,6 +120,9 @@ def outcomes(job: dict[str, Any]) -> list[str | int]:
     halted, running, said = 0, 0, []
     try:
         for number, action in enumerate(job["actions"]):
+            if action[0] == "continue" and not halted:
+                said.append("none was halted")
+                continue
             if action[0] == "continue":
                 running, halted = halted, 0
                 os.kill(running, signal.SIGCONT)
