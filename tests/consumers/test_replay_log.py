@@ -122,6 +122,7 @@ def test_a_replay_twice_is_the_same_and_says_so(live, into):
     first, _ = replay(live, into, topics=("groups",))
     second, _ = replay(live, f"again-{into}", topics=("groups",))
     assert first.sha256 == second.sha256
+    assert first.references_outside == 2 * GROUPS, "the rollouts are not copied, and that is said"
     values = [
         [[record.value for record in records] for records in records_of(under(live, prefix), "groups").values()]
         for prefix in (into, f"again-{into}")
