@@ -34,6 +34,7 @@ from tidemill.trainer.anchor import write_anchor
 from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
 from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
 
+INCARNATION = "life"
 RUN = RunSettings(run_id="test")
 CODEC = Codec(None)
 
@@ -161,7 +162,7 @@ def publish(
         step=version, learning_rate=1e-5, n_elements=sum(b.size for b in new.values()), n_changed=n_changed,
         delta_bytes=n_bytes, shards=shards, tensors=tensors, fingerprint=total_fingerprint(tensors).hex(),
         anchor=None if anchor is None else anchor_of(anchor), trained_at=int(time.time() * 1e6),
-        published_at=int(time.time() * 1e6),
+        published_at=int(time.time() * 1e6), incarnation=INCARNATION,
     )  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def test_a_completion_says_its_tokens_logprobs_and_version(served):
     (choice,) = response.json()["choices"]
     version = served.http.get("/tidemill/status").json()["version"]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 8
-    assert choice["weight_versions"] == [[version, 0, 8]]
+    assert (choice["weight_versions"], choice["weight_incarnation"]) == ([[version, 0, 8]], driver.INCARNATION)
 
 
 CHAT = {"messages": [{"role": "user", "content": "t5 t6 t7"}], "logprobs": True, "model": "tidemill"}
@@ -140,6 +140,7 @@ def test_a_chat_answer_says_its_tokens_and_version(served):
     answer = served.http.post("/v1/chat/completions", json=body).json()
     for choice in answer["choices"]:
         assert choice["weight_versions"] == [[version, 0, 8]] and len(choice["token_ids"]) == 8
+        assert choice["weight_incarnation"] == driver.INCARNATION
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -155,6 +156,7 @@ def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, pa
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert sum(len(part.get("token_ids") or []) for part in parts) == 460
         told = [part["weight_versions"] for part in parts if "weight_versions" in part]
+        assert all(part.get("weight_incarnation") == driver.INCARNATION for part in parts if "weight_versions" in part)
         (old, start, middle), (new, middle_, end) = told[-1]
         assert (old, new) == (served.version - 1, served.version) and "weight_versions" in parts[-1]
         assert (start, end) == (0, 460) and 0 < middle == middle_ < 460
