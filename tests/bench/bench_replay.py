@@ -1,0 +1,186 @@
+"""Replay of a whole demonstration, twice: the same groups, byte for byte, and the same steps, bit for bit.
+
+One demonstration of the simulated loop is run to its end (or one that has ended is named), its Kafka is started again
+over its data, and everything is asked of `tidemill replay` as an operator would. One JSON line a figure:
+
+- `replay.groups`: group assembly over the log, against what the log recorded, and two replays against each other;
+- `replay.steps`: every optimizer step made again, twice, against the recorded fingerprints;
+- `replay.changed_rule`: the same with one line of the assembly rule changed: the first group that comes out different;
+- `replay.deadline`, `replay.staleness`: counterfactuals without a change of code.
+
+    python tests/bench/bench_replay.py --seed 0 --steps 6
+    python tests/bench/bench_replay.py --demo DIRECTORY --last 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+
+SMALL = (
+    "sink.http_port=0",
+    "midtrain.steps=80",
+    "corpus.documents=3000",
+    "feed.eval_tasks=8",
+    "feed.eval_every=0",
+    "run.groups_per_step=8",
+    "run.skip_no_signal=false",
+)
+"""A demonstration that is quick: nothing here is about how much is learnt."""
+
+LEFT_S = 3.0
+"""What the earlier deadline leaves of a task's time."""
+CHANGED_LINE = "group_assembly._mean = lambda rewards, least: max((r for r in rewards if r is not None), default=None)"
+"""The assembly rule with one line changed: a group's best reward in the place of its mean."""
+CHANGED_RULE = f"""
+from tidemill.compose.cli import main
+from tidemill.streams.assembly import group_assembly
+{CHANGED_LINE}
+main()
+"""
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstration")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of the demonstration")
+    parser.add_argument("--demo", type=Path, help="directory of a demonstration that has ended, in place of a new one")
+    parser.add_argument("--last", type=int, help="replay steps up to this one; default: all")
+    parser.add_argument("--data-dir", type=Path, help="where a new demonstration keeps its data")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as scratch:
+        directory = options.demo or demonstration(options.data_dir or Path(scratch), options.seed, options.steps)
+        settings = tomllib.loads((directory / "settings.toml").read_text("utf-8"))
+        about = {"run_id": settings["run"]["run_id"], "seed": settings["run"]["seed"]}
+        shift_s = LEFT_S - settings["feed"]["deadline_s"]
+        with log_of(directory) as bootstrap:
+            replay = Replay(directory / "settings.toml", bootstrap)
+            for line in figures(replay, options.last, shift_s):
+                print(json.dumps({**line, **about}), flush=True)
+
+
+def demonstration(data_dir: Path, seed: int, steps: int) -> Path:
+    """Run one; its directory."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    output = data_dir / "summary.json"
+    assignments = [part for setting in SMALL for part in ("--set", setting)]
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
+    options = ["--data-dir", str(data_dir), "--seed", str(seed), "--steps", str(steps)]
+    with (data_dir / "demo.log").open("wb") as log:
+        subprocess.run([*command, *options, *assignments], stdout=log, stderr=log, check=True)
+    return Path(json.loads(output.read_text("utf-8"))["data_dir"])
+
+
+@contextmanager
+def log_of(directory: Path) -> Iterator[str]:
+    """The address of the Kafka of a demonstration that has ended, over its data, for the length of the context."""
+    stack = LocalStack(StackSettings(data_dir=directory / "kafka"))
+    try:
+        yield stack.up().bootstrap
+    finally:
+        stack.down()
+
+
+class Replay:
+    """`tidemill replay` on one log."""
+
+    def __init__(self, config: Path, bootstrap: str) -> None:
+        self._common = ["--config", str(config), "--bootstrap", bootstrap]
+
+    def ask(self, *arguments: object, program: tuple[str, ...] = ("-m", "tidemill.compose.cli")) -> dict[str, Any]:
+        """The JSON document of a command, with the seconds that it took."""
+        begun = time.monotonic()
+        command = [sys.executable, *program, "replay", *map(str, arguments), "--json", *self._common]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, 1) or not done.stdout:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
+        return {**json.loads(done.stdout), "command_seconds": round(time.monotonic() - begun, 1)}
+
+    def changed(self, *arguments: object) -> dict[str, Any]:
+        """The same with the changed line."""
+        return self.ask(*arguments, program=("-c", CHANGED_RULE))
+
+
+def figures(replay: Replay, last: int | None, shift_s: float) -> Iterator[dict[str, Any]]:
+    """Every figure of a log."""
+    prefixes = [f"bench-{uuid.uuid4().hex[:8]}." for _ in range(3)]
+    first, second = (replay.ask("stage", "assembly", "--into", prefix) for prefix in prefixes[:2])
+    same = replay.ask("diff", *prefixes[:2], "--topic", "groups")
+    yield {
+        "figure": "replay.groups",
+        "rollouts": first["records"],
+        "groups": first["there"],
+        **{f"identical_{name}": f"{found['identical']} of {found['total']}" for name, found in named(first, second)},
+        "identical_to_each_other": f"{same['identical']} of {same['total']}",
+        "same_order": same["out_of_order"] is None,
+        "repeated_in_the_log": first["repeated_there"],
+        "seconds": first["command_seconds"],
+    }
+    staleness = replay.ask("staleness", "--max-policy-lag", 0)
+    steps = last or len(staleness["steps"])
+    once, twice = (replay.ask("steps", f"1..{steps}") for _ in range(2))
+    made = [[step["replayed"] for step in found["steps"]] for found in (once, twice)]
+    yield {
+        "figure": "replay.steps",
+        "steps": steps,
+        **{f"identical_{name}": f"{found['identical']} of {found['total']}" for name, found in named(once, twice)},
+        "identical_to_each_other": made[0] == made[1],
+        "distinct_fingerprints": len(set(made[0])),
+        "last_fingerprint": made[0][-1],
+        "step_seconds": sorted(step["seconds"] for step in once["steps"])[len(once["steps"]) // 2],
+        "seconds": once["command_seconds"],
+    }
+    changed = replay.changed("stage", "assembly", "--into", prefixes[2])
+    between = replay.ask("diff", prefixes[0], prefixes[2], "--topic", "groups")
+    yield {
+        "figure": "replay.changed_rule",
+        "line": CHANGED_LINE,
+        **counts(changed),
+        "first": first_of(changed),
+        "first_between_replays": first_of(between),
+    }
+    earlier = replay.ask("stage", "assembly", "--deadline", shift_s)
+    yield {"figure": "replay.deadline", "shift_s": shift_s, **counts(earlier), "first": first_of(earlier)}
+    moved = [group for step in staleness["steps"] for group in step["moved"]]
+    yield {
+        "figure": "replay.staleness",
+        "recorded_bound": staleness["steps"][0]["bound"],
+        "bound": 0,
+        "first_differing_step": staleness["first_differing_step"],
+        "groups_excluded": sum(group["moved"] == "excluded" for group in moved),
+        "groups_trained": sum(step["trained"] for step in staleness["steps"]),
+    }
+
+
+def named(first: dict[str, Any], second: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Two replays with the names under which a figure tells of them."""
+    return ("once", first), ("twice", second)
+
+
+def counts(found: dict[str, Any]) -> dict[str, Any]:
+    """How many records came out the same and otherwise."""
+    return {name: found[name] for name in ("total", "identical", "changed", "only_there", "only_here")}
+
+
+def first_of(found: dict[str, Any]) -> dict[str, Any] | None:
+    """The first record that differs: its name, where it lies, and the fields that differ."""
+    first = found["first"]
+    return first and {**{name: first[name] for name in ("name", "kind", "there")}, "fields": first["fields"][:3]}
+
+
+if __name__ == "__main__":
+    main()
