@@ -115,7 +115,7 @@ class RolloutSettings(Section):
     record_turns: bool = True
     """Write each sampled turn to `rollouts.progress`, so that whoever plays an interrupted task again goes on from its
     turns. Costs the bytes of every sampled token (8, and 200 a turn) once more on the log, kept for 7 days, and about
-    a sixth of the worker's processor time; without it, an interrupted episode begins anew."""
+    a fifth of the worker's processor time; without it, an interrupted episode begins anew."""
 
     environment_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time for one step of an environment, or for its reward; past it the rollout fails, and others go on."""
