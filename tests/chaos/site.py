@@ -197,7 +197,8 @@ def _share_tasks(kafka: KafkaSettings) -> None:
                  config=CATALOGUE[topic].topic_config())
         for topic in (Topic.TASKS, Topic.PROGRESS)
     ]  # fmt: skip
-    for created in admin_client(kafka).create_topics(new).values():
+    client = admin_client(kafka)
+    for created in client.create_topics(new).values():
         created.result()
 
 
