@@ -90,6 +90,14 @@ def storm_of(order: Order, settings: TidemillSettings) -> Storm:
     return storm
 
 
+def paced(settings: TidemillSettings, storm: Storm) -> TidemillSettings:
+    """Settings with which the loop does not outrun the storm: a step takes as long as its faults' delays together."""
+    needed = sum(fault.delay_s for fault in storm.faults) / max(1, settings.run.max_steps)
+    held_back = max(settings.trainer.min_step_seconds, round(needed, 3))
+    trainer = settings.trainer.model_copy(update={"min_step_seconds": held_back})
+    return settings.model_copy(update={"trainer": trainer})
+
+
 def _targets(kind: FaultKind, chosen: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
     if kind in BROKER_FAULTS:
         return nodes
@@ -104,7 +112,7 @@ def endure(order: Order, say: Say) -> Verdict:
         in_order=order.in_order,
     )  # fmt: skip
     storm = storm_of(order, settings)
-    with site_of(settings, order.brokers, say) as site:
+    with site_of(paced(settings, storm), order.brokers, say) as site:
         storm.save(site.plan.directory / "storm.json")
         say(f"seed {storm.seed}, {len(storm.faults)} faults; everything is in {site.plan.directory}")
         with Supervisor(site.plan.log_directory) as supervisor:
