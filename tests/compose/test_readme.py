@@ -13,7 +13,7 @@ from tidemill.consumers.query import named_queries
 
 README = (Path(__file__).resolve().parent.parent.parent / "README.md").read_text("utf-8")
 QUERIES = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", README.split("## Ask it")[1].split("## ")[0], re.MULTILINE))
-COMMANDS = sorted(set(re.findall(r"`?tidemill ([a-z]+)", README)))
+COMMANDS = sorted(set(re.findall(r"`?tidemill ([a-z-]+)", README)))
 
 
 def test_ten_queries_and_more_are_listed_with_the_questions_they_answer():
