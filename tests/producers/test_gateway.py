@@ -502,7 +502,7 @@ def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, mo
 def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: KafkaSettings):
     with pytest.raises(KeysMissing, match="openssl rand"):
         GatewayServer(log_settings, ProductSettings(), FREE)
-    with pytest.raises(ValueError, match="no API keys"):
+    with pytest.raises(ValueError, match="api_keys is empty"):
         GatewayServer(log_settings, PRODUCT, GatewaySettings())
     with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as taken, pytest.raises(PortTaken, match=r"gateway\.port"):
         bind("127.0.0.1", taken.getsockname()[1], "gateway.port", 1)
