@@ -19,7 +19,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import TrainStep
+from tidemill.schemas.records import Manifest, TrainStep
 
 PREFIX = "undisturbed."
 COPIED = (Topic.ROLLOUTS, Topic.GROUPS)
@@ -58,12 +58,19 @@ def train_undisturbed(settings: TidemillSettings, config: Path, steps: dict[int,
     store = str(config.parent / "store-undisturbed")
     done = tidemill(
         "train", "--config", str(config), "--topic-prefix", PREFIX, "--max-steps", str(max(steps)),
-        "--set", f"store.root={store}",
+        "--set", f"store.root={store}", "--set", f"trainer.publish.incarnation={_incarnation(settings.kafka)}",
+        "--set", "trainer.min_step_seconds=0",
     )  # fmt: skip
     with LogReader(copy, [Topic.STEPS], client_id="chaos-undisturbed") as reader:
         found = {each.record.step: each.record.fingerprint for each in reader.read_to_end()
                  if isinstance(each.record, TrainStep)}  # fmt: skip
     return Chains(steps, found, done.text)
+
+
+def _incarnation(kafka: KafkaSettings) -> str:
+    """That of the run's versions: rollouts are trained only in the incarnation that they were sampled in."""
+    with LogReader(kafka, [Topic.MANIFESTS], client_id="chaos-incarnation") as reader:
+        return next(each.record.incarnation for each in reader.read_to_end() if isinstance(each.record, Manifest))
 
 
 def _copy(source: KafkaSettings, target: KafkaSettings, topic: Topic) -> int:
