@@ -1,0 +1,404 @@
+"""Chaos: a short storm over the whole loop, real Kafka, real vLLM; and the parts that a long one is made of.
+
+The long storms are `python -m tests.chaos.run`; what they came to is in `tests/chaos/FAULTS.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tomli_w
+from aiohttp import web
+from confluent_kafka import Consumer, TopicPartition
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos import keeper as keeping
+from tests.chaos.campaign import Order, Verdict, endure, figures
+from tests.chaos.keeper import CrashLoop, Ended, Keeper, RoleSpec
+from tests.chaos.link import Links, own_address, readdressed
+from tests.chaos.storm import LASTING, FaultKind, Share, Storm, counted, draw
+from tests.chaos.table import MEANT, NOTICED
+from tests.chaos.tally import Recoveries, Tally
+from tests.chaos.verdict import tidemill
+from tests.consumers.ledger_support import PLANTED_FAULTS
+from tests.producers.conftest import FakeReplica, byte_tokenizer
+from tidemill.compose.processes import Supervisor
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.located import Located
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Mode, Rollout, Task
+
+CHAOS = Path(keeping.__file__).parent
+ROLES = ("feed", "rollout-0", "rollout-1", "stream", "train", "replica-0", "sink")
+DEADLINE_S = 120.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+# -- the plan -------------------------------------------------------------------------------------------------------
+
+SHARES = st.lists(
+    st.builds(
+        Share,
+        st.sampled_from(FaultKind),
+        st.integers(0, 40),
+        st.lists(st.sampled_from(ROLES), min_size=1, max_size=7, unique=True),
+    ),
+    max_size=4,
+    unique_by=lambda share: share.kind,
+)
+
+
+@given(seed=st.integers(0, 2**32), shares=SHARES, last_step=st.integers(1, 60), gap_s=st.floats(0, 30))
+def test_a_storm_is_its_seeds_and_falls_evenly(tmp_path_factory, seed, shares, last_step, gap_s):
+    storm = draw(seed, shares, last_step=last_step, gap_s=gap_s)
+    assert storm == draw(seed, shares, last_step=last_step, gap_s=gap_s)
+    assert Counter(fault.kind for fault in storm.faults) == Counter({s.kind: s.count for s in shares if s.count})
+    for share in shares:
+        times = [counted(storm).get(share.kind, {}).get(target, 0) for target in share.targets]
+        assert max(times) - min(times) <= 1
+    steps = [fault.after_step for fault in storm.faults]
+    assert steps == sorted(steps) and all(1 <= step <= last_step for step in steps)
+    assert all((fault.lasts_s > 0) == (fault.kind in LASTING) for fault in storm.faults)
+    path = tmp_path_factory.getbasetemp() / "storm.json"
+    storm.save(path)
+    assert Storm.load(path) == storm
+
+
+def test_two_seeds_are_two_storms():
+    shares = [Share(FaultKind.KILL, 30, ROLES)]
+    assert draw(1, shares, last_step=9, gap_s=5) != draw(2, shares, last_step=9, gap_s=5)
+
+
+def test_a_storm_needs_somebody_to_fall_on():
+    with pytest.raises(ValueError, match="nobody to bear them"):
+        draw(1, [Share(FaultKind.DISK, 1, [])], last_step=9, gap_s=5)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"seed": 1, "faults": [{"kind": "flood"}]}'])
+def test_a_file_that_holds_no_storm_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "storm.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="holds no storm"):
+        Storm.load(path)
+
+
+# -- what the log says ----------------------------------------------------------------------------------------------
+
+
+def test_a_recovery_is_from_the_last_fault_to_the_first_progress_after_it():
+    found = Recoveries()
+    found.begin("train", "kill", 10.0)
+    assert found.progress("train", 9.0) is None, "written before the fault, and read after it"
+    found.begin("train", "kill", 11.0)
+    assert found.progress("feed", 12.0) is None
+    assert found.progress("train", 14.0) == 3.0
+    assert found.progress("train", 15.0) is None
+    assert (found.seconds, found.cut_short["kill", "train"], found.under_way()) == (
+        {("kill", "train"): [3.0]},
+        1,
+        set(),
+    )
+
+
+def test_what_was_asked_for_and_never_came_is_lost():
+    tally = Tally()
+    for offset, record in enumerate([a_task(0), a_task(1)]):
+        tally.observe(Located(Topic.TASKS, 0, offset, 1000, b"", b"", record, ""))
+    assert len(tally.lost()) == 2 * GROUP_SIZE
+
+
+# -- the network ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    text=st.binary(max_size=60),
+    port=st.integers(1024, 65535),
+    other=st.integers(1024, 65535),
+    number=st.integers(0, 7),
+)
+def test_an_answer_keeps_its_length_and_everything_but_the_brokers_address(text, port, other, number):
+    place = b"127.0.0.1" + port.to_bytes(4, "big")
+    answer = b"a" + place + b"127.0.0.1" + (other if other != port else 1).to_bytes(4, "big")
+    changed = readdressed(answer, [port], own_address(number))
+    assert len(changed) == len(answer)
+    assert changed == b"a" + own_address(number).encode() + answer[10:]
+
+
+def test_there_are_no_more_links_than_addresses_of_the_same_length():
+    with pytest.raises(ValueError, match="8 links"):
+        own_address(8)
+
+
+@contextmanager
+def echo_broker() -> Iterator[int]:
+    """Answers every frame with itself."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            with suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    while data := connection.recv(1000):
+                        connection.sendall(data)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_nothing_passes_a_link_that_is_cut_and_everything_once_it_is_healed():
+    frame = (6).to_bytes(4, "big") + b"record"
+    with (
+        echo_broker() as port,
+        Links([port], ["a"]) as links,
+        socket.create_connection((own_address(0), port), timeout=10) as client,
+    ):
+        client.sendall(frame)
+        assert client.recv(100) == frame
+        links.cut("a")
+        client.settimeout(0.3)
+        client.sendall(frame)
+        with pytest.raises(TimeoutError):
+            client.recv(100)
+        links.heal("a")
+        client.settimeout(10)
+        assert client.recv(100) == frame
+
+
+# -- the roles ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Keeper]]:
+    """Makes keepers of commands, which need no log to end."""
+    monkeypatch.setattr(keeping, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(keeping, "MOST_CRASHES", 1)
+    with Supervisor(tmp_path / "logs") as supervisor:
+        yield lambda *command: Keeper(supervisor, [RoleSpec("role", command)], may_end=["role"])
+
+
+def ended(keeper: Keeper) -> Ended:
+    found: list[Ended] = []
+    wait_for(lambda: bool(found.extend(keeper.mend()) or found), "the role goes on")
+    return found[0]
+
+
+def test_a_role_that_is_done_is_left_alone(keep):
+    keeper = keep("--help")
+    assert (ended(keeper).status, keeper.done) == (0, {"role"})
+    assert keeper.mend() == [] and keeper.lives["role"] == 1
+
+
+def test_a_killed_role_is_started_again_and_that_is_no_crash(keep):
+    keeper = keep("feed", "--bootstrap", "127.0.0.1:1")
+    for life in (1, 2, 3):
+        keeper.mend()
+        assert keeper.kill("role")
+        found = ended(keeper)
+        assert (found.status, found.by_itself, keeper.lives["role"]) == (-signal.SIGKILL, False, life + 1)
+
+
+def test_a_role_that_keeps_ending_by_itself_is_a_crash_loop(keep):
+    keeper = keep("no-such-command")
+    with pytest.raises(CrashLoop, match="role ended 2 times by itself"):
+        for _ in range(3):
+            assert ended(keeper).by_itself
+
+
+def test_a_role_whose_disk_is_full_can_write_no_more(keep, tmp_path: Path):
+    keeper = keep("feed", "--bootstrap", "127.0.0.1:1")
+    keeper.mend()
+    assert keeper.fill_disk("role")
+    limits = Path(f"/proc/{keeper.pid('role')}/limits").read_text().splitlines()
+    (line,) = [line for line in limits if line.startswith("Max file size")]
+    assert int(line.split()[3]) <= keeping.DISK_MARGIN + 10_000
+
+
+# -- the whole loop -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def endured(finished, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
+    """A run in which every role was killed once, and some were hit otherwise."""
+    counts = {FaultKind.KILL: len(ROLES), FaultKind.PAUSE: 1, FaultKind.PARTITION: 1, FaultKind.DISK: 1}
+    directory = tmp_path_factory.mktemp("chaos")
+    order = Order(directory, 5, 6, finished.newest_anchor(), counts, gap_s=2.0)
+    return endure(order, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+@pytest.mark.timeout(900)
+def test_kill_anything_at_any_time_and_nothing_is_lost_or_done_twice(endured: Verdict):
+    for figure in figures(endured):
+        print(json.dumps(figure))
+    assert len(endured.endured.struck) == len(endured.storm.faults)
+    assert endured.audit.clean, endured.audit.text
+    tally = endured.endured.tally
+    assert (tally.lost(), tally.twice(), tally.repeated.groups_changed, endured.sink_rows_twice) == ([], [], 0, 0)
+
+
+def test_every_role_came_back(endured: Verdict):
+    seen = {role for _, role in endured.endured.tally.recoveries.seconds}
+    # What the feeder has to do may all be done before it is killed, and one of two workers may have no partition.
+    assert {"stream", "train", "replica-0", "sink"} <= seen and seen & {"rollout-0", "rollout-1"}
+
+
+def test_every_step_made_again_undisturbed_gives_the_weights_that_were_recorded(endured: Verdict):
+    assert sorted(endured.endured.tally.fingerprints) == list(range(1, 7))
+    assert endured.again.clean, endured.again.text
+
+
+def test_the_table_has_a_row_for_every_fault_that_can_be_tried():
+    table = (CHAOS / "FAULTS.md").read_text("utf-8")
+    assert MEANT.keys() == NOTICED.keys() == set(FaultKind)
+    missing = [kind for kind in FaultKind if f"| {MEANT[kind]} |" not in table]
+    missing += [fault.name for fault in PLANTED_FAULTS if f"| {fault.name} |" not in table]
+    assert not missing
+
+
+# -- the control: these tests can fail ------------------------------------------------------------------------------
+
+GROUP_SIZE = 4
+TASKS = 6
+
+
+def a_task(number: int) -> Task:
+    name, now = f"run/train/{number}", now_us()
+    return Task(
+        name, name, "run", "ledger", '{"entries":[3,4]}', Mode.TRAIN, GROUP_SIZE, 6, 0, now, now + 3_600_000_000, 0
+    )
+
+
+@dataclass
+class Bench:
+    """A log with tasks, a replica that can be told to wait, group assembly, and a worker to kill."""
+
+    kafka: KafkaSettings
+    config: Path
+    replica: FakeReplica
+    supervisor: Supervisor
+    hasty: bool
+    worker: subprocess.Popen[bytes] | None = None
+
+    def start_worker(self) -> None:
+        program = [str(CHAOS / "hasty_worker.py")] if self.hasty else ["-m", "tidemill.compose.cli"]
+        command = [sys.executable, *program, "rollout", "--config", str(self.config)]
+        with self.config.with_suffix(".log").open("ab") as log:
+            self.worker = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def kill_worker(self) -> None:
+        assert self.worker is not None
+        self.worker.kill()
+        self.worker.wait(20)
+
+    def issue(self, numbers: range) -> None:
+        with RecordProducer(self.kafka, "test") as producer:
+            producer.send_acked(Topic.TASKS, [(f"run/train/{n}", a_task(n)) for n in numbers])
+
+    def played(self) -> set[str]:
+        """Tasks with all their rollouts."""
+        with LogReader(self.kafka, [Topic.ROLLOUTS]) as reader:
+            found = {r.record.rollout_id: r.record for r in reader.read_to_end() if isinstance(r.record, Rollout)}
+        counts = Counter(record.task_id for record in found.values())
+        return {task for task, count in counts.items() if count == GROUP_SIZE}
+
+    def grouped(self) -> int:
+        with LogReader(self.kafka, [Topic.GROUPS]) as reader:
+            return len({located.key for located in reader.read_to_end()})
+
+    def committed(self) -> int:
+        names = Names(self.kafka.topic_prefix)
+        group = {"bootstrap.servers": self.kafka.address(), "group.id": f"{self.kafka.topic_prefix}rollout.run"}
+        consumer = Consumer(group)
+        try:
+            (place,) = consumer.committed([TopicPartition(names.of(Topic.TASKS), 0)], timeout=20)
+            return max(0, place.offset)
+        finally:
+            consumer.close()
+
+
+@pytest.fixture
+def bench(request, kafka, topic_prefix, tmp_path: Path) -> Iterator[Bench]:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
+    create_topics(settings)
+    tokenizer = byte_tokenizer()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    replica = FakeReplica(tokenizer, "r1")
+    replica.start()
+    document = {
+        "kafka": settings.model_dump(exclude_none=True),
+        "run": {"run_id": "run"},
+        "rollout": {"replicas": [replica.address], "tokenizer": str(tmp_path), "worker_id": "w"},
+        "stream": {"data_dir": str(tmp_path / "stream"), "instance": "stream"},
+    }
+    config = tmp_path / "settings.toml"
+    config.write_text(tomli_w.dumps(document), "utf-8")
+    with Supervisor(tmp_path / "logs") as supervisor:
+        made = Bench(settings, config, replica, supervisor, request.param)
+        try:
+            yield made
+        finally:
+            if made.worker is not None:
+                made.kill_worker()
+            replica.stop()
+
+
+@pytest.mark.parametrize("bench", [False, True], indirect=True, ids=["the worker", "a hasty worker"])
+@pytest.mark.timeout(300)
+def test_the_audit_finds_what_a_worker_loses_that_commits_too_early(bench: Bench):
+    released = threading.Event()
+
+    async def wait(request: dict, number: int) -> web.StreamResponse:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+        return await bench.replica.solve(request, number)
+
+    bench.replica.answer = wait
+    bench.issue(range(TASKS))
+    bench.supervisor.start("stream", ["stream", "--config", str(bench.config)])
+    bench.start_worker()
+    wait_for(lambda: len(bench.replica.requests) >= TASKS * GROUP_SIZE, "the worker plays nothing")
+    if bench.hasty:
+        wait_for(lambda: bench.committed() == TASKS, "it commits nothing early")
+    bench.kill_worker()
+    released.set()
+    bench.start_worker()
+    bench.issue(range(TASKS, TASKS + 1))
+    whole = 1 if bench.hasty else TASKS + 1
+    wait_for(lambda: len(bench.played()) >= whole and bench.grouped() >= whole, "what is left is not played")
+    found = tidemill("audit", "--config", str(bench.config), "--ended", "--json")
+    assert found.document is not None, found.text
+    failed = {check["name"]: check["first"] for check in found.document["checks"] if not check["passed"]}
+    if bench.hasty:
+        assert found.status == 1 and "endings" in failed
+        print("first offender:", failed["endings"])
+        assert failed["endings"]["place"]["topic"] in (Topic.TASKS.value, Topic.PROGRESS.value)
+    else:
+        assert (found.status, failed) == (0, {})
