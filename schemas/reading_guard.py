@@ -21,6 +21,8 @@ LOG = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 2.0
 """Longest wait for the end of a partition while records could be read meanwhile."""
 OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION})
+NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
+"""What a partition answers that was created a moment ago, or whose leader moves."""
 
 
 class ReadingStalled(RuntimeError):
@@ -33,14 +35,13 @@ class ReadingStalled(RuntimeError):
 
 def watermarks(consumer: Consumer, place: Place, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
     """First offset that a partition keeps, and its end. Raises KafkaException when the log does not answer in time."""
-    # A partition that was created a moment ago, or whose leader moves, answers with a retriable error first.
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             low, high = consumer.get_watermark_offsets(TopicPartition(*place), timeout=timeout_s)
             return low, high
         except KafkaException as error:
-            if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
+            if error.args[0].code() not in NOT_YET_THERE or time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
 

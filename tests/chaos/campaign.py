@@ -156,7 +156,8 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
         "rollout_tokens_sampled_again": tally.repeated.rollout_tokens,
         "groups_written_again": tally.repeated.groups,
         "groups_changed": tally.repeated.groups_changed,
-        "steps_begun_again": tally.repeated.steps_begun,
+        "steps_begun_again": tally.begun_again(endured.train_starts_s),
+        "plans_replaced": tally.repeated.plans,
         "steps_recorded_again": tally.repeated.steps,
         "manifests_written_again": tally.repeated.manifests,
         "versions_loaded_whole_again": dict(tally.repeated.joins),
@@ -184,7 +185,8 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def _came(endured: Endured) -> Mapping[FaultKind, Mapping[str, int]]:
-    return counted(Storm(0, tuple(struck.fault for struck in endured.struck)))
+    """Faults that met what they were meant for, by kind and target."""
+    return counted(Storm(0, tuple(struck.fault for struck in endured.struck if struck.hit)))
 
 
 def _audited(answer: Answer) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class Endured:
     """Faults of the storm that did not come, because it had lasted long enough."""
     ended: list[Ended] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
+    train_starts_s: list[float] = field(default_factory=list)
+    """When the lives of the trainer began."""
     seconds: float = 0.0
 
     def by_itself(self) -> list[Ended]:
@@ -113,6 +115,7 @@ class Execution:
             self._site.brokers.check()
             self._look_for_progress()
         self._site.brokers.settle()
+        self.result.train_starts_s = self._keeper.starts_s[TRAIN]
         self.result.seconds = time.monotonic() - began
         return self.result
 

@@ -12,7 +12,7 @@ import os
 import resource
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,8 @@ class Keeper:
         self.done: set[str] = set()
         """Roles that ended because their work was done."""
         self.lives: Counter[str] = Counter()
+        self.starts_s: defaultdict[str, list[float]] = defaultdict(list)
+        """When the lives of each role began, in seconds since the epoch."""
 
     def mend(self, excused: Collection[str] = ()) -> list[Ended]:
         """Start what does not run; what ended since the last call.
@@ -159,6 +161,7 @@ class Keeper:
         kept.life += 1
         kept.began, kept.began_s = time.monotonic(), time.time()
         self.lives[kept.spec.name] = kept.life
+        self.starts_s[kept.spec.name].append(kept.began_s)
         name = f"{kept.spec.name}.{kept.life:03d}"
         kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment)
 

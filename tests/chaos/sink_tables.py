@@ -32,11 +32,11 @@ class SinkTables:
         self._client = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
 
     def written_at(self, pid: int | None) -> float:
-        """When the sink of that process wrote last, in seconds since the epoch, rounded up; 0 when it has not, or does
-        not answer."""
+        """When the sink of that process wrote last, in seconds since the epoch, rounded down; 0 when it has not, or
+        does not answer. Rounded up, what it wrote just before a fault would pass for what it wrote after it."""
         state = read_state(self._directory)
         rows = self._rows(INSERTED) if state is not None and state.pid == pid else None
-        return float(rows[0][0]) + 1.0 if rows else 0.0
+        return float(rows[0][0]) if rows else 0.0
 
     def rows_twice(self) -> int:
         """Rows of any table that are there more than once. Raises ConnectionError when the sink does not answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
@@ -104,8 +105,8 @@ class Repeated:
     groups: int = 0
     groups_changed: int = 0
     """Groups written again with another content."""
-    steps_begun: int = 0
-    """Steps that another trainer process began again."""
+    plans: int = 0
+    """Plans of a step that another plan of it replaced."""
     steps: int = 0
     manifests: int = 0
     joins: Counter[str] = field(default_factory=Counter)
@@ -133,7 +134,8 @@ class Tally:
     _tasks: dict[str, int] = field(default_factory=dict)
     _played: set[tuple[str, int]] = field(default_factory=set)
     _dispatched: set[tuple[str, int]] = field(default_factory=set)
-    _plans: set[int] = field(default_factory=set)
+    _plans: dict[int, float] = field(default_factory=dict)
+    _recorded: dict[int, float] = field(default_factory=dict)
     _manifests: set[int] = field(default_factory=set)
     _lives: dict[str, set[str]] = field(default_factory=dict)
 
@@ -158,6 +160,11 @@ class Tally:
         """Groups that more than one step trained on."""
         return [group for group, times in self.trained.items() if times > 1]
 
+    def begun_again(self, starts_s: Sequence[float]) -> int:
+        """Steps between whose plan and whose record a trainer was started: it took them on the same inputs again."""
+        spans = [(self._plans[step], at_s) for step, at_s in self._recorded.items() if step in self._plans]
+        return sum(any(planned < start < recorded for start in starts_s) for planned, recorded in spans)
+
     def _count(self, record: Record, located: Located, at_s: float) -> None:
         match record:
             case Task():
@@ -170,8 +177,8 @@ class Tally:
             case Group() if record.closed_by is not CloseReason.LATE:
                 self._group(record, located.value or b"")
             case StepPlan():
-                self.repeated.steps_begun += record.step in self._plans
-                self._plans.add(record.step)
+                self.repeated.plans += record.step in self._plans
+                self._plans[record.step] = at_s
             case TrainStep():
                 self._step(record, at_s)
             case Manifest():
@@ -205,6 +212,7 @@ class Tally:
             self.trained.update(place.group_id for place in record.inputs)
         self.repeated.steps += record.step in self.fingerprints
         self.fingerprints.setdefault(record.step, record.fingerprint)
+        self._recorded.setdefault(record.step, at_s)
         if record.step > self.step:
             self.step, self.step_at_s = record.step, at_s
 
