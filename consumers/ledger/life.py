@@ -169,7 +169,8 @@ def _ends_in_group(closed_by: CloseReason, mode: Mode, member: GroupMember) -> S
 
 def _failure(rollout: RolloutFacts | None) -> str:
     failed = [one.failure for one in (rollout.attempts if rollout else ()) if one.failure]
-    return failed[0] if failed else "its record is gone"
+    # What comes after the kind of failure is of this one alone, and counts go by kind.
+    return failed[0].split(":")[0] if failed else "its record is gone"
 
 
 def _unplayed(facts: Facts, rules: AuditRules, task: TaskFacts, index: int) -> Life:
