@@ -99,14 +99,20 @@ def _timeline(
 
 
 def _was_erased(vote: Placed, arrival: Placed, placed: list[Placed]) -> bool:
-    """Whether its user demanded it while it waited."""
+    """Whether its user demanded it, or its interaction was erased, while it waited."""
     return any(
-        isinstance(p.record, UserRequest)
-        and (p.record.wish, p.record.user_id) == (UserWish.ERASE, vote.record.user_id)
-        and min(p.record.at, p.at) >= vote.record.observed_at
+        (_demands(p, vote.record) or (p.record == "tombstone" and p.key == vote.record.interaction_id.encode()))
         and _before(vote, p)
         and _before(p, arrival)
         for p in placed
+    )
+
+
+def _demands(p: Placed, vote: Feedback) -> bool:
+    return (
+        isinstance(p.record, UserRequest)
+        and (p.record.wish, p.record.user_id) == (UserWish.ERASE, vote.user_id)
+        and min(p.record.at, p.at) >= vote.observed_at
     )
 
 
