@@ -26,7 +26,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_role_that_fails_is_reported_with_its_log(tmp_path: Path):

@@ -102,7 +102,11 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def role_of(process: psutil.Process) -> str:
-    words = process.cmdline()
+    """The command of a Tidemill process; empty for any other, and for one that has just ended."""
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return ""
     return words[words.index("tidemill.compose.cli") + 1] if "tidemill.compose.cli" in words else ""
 
 
