@@ -22,6 +22,8 @@ from typing import Self
 GRACE_S = 20.0
 LOG_TAIL_LINES = 15
 PR_SET_PDEATHSIG = 1
+TIDEMILL = ("-m", "tidemill.compose.cli")
+"""The command line, as an argument of Python."""
 
 
 class RoleDied(RuntimeError):
@@ -55,12 +57,19 @@ class Supervisor:
         self._roles: dict[str, Role] = {}
         log_dir.mkdir(parents=True, exist_ok=True)
 
-    def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Role:
-        """Start `tidemill ARGUMENTS` as the role `name`; its output goes to `<log_dir>/<name>.log`."""
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = TIDEMILL,
+    ) -> Role:
+        """Start `tidemill ARGUMENTS`, or another Python program, as the role `name`; its output goes to
+        `<log_dir>/<name>.log`."""
         log = self._log_dir / f"{name}.log"
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tidemill.compose.cli", *arguments],
+                [sys.executable, *program, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from tests.chaos.course import NOTES_NAME, Course, course_of, steps_of
 from tests.chaos.execute import READ, Endured, Execution
+from tests.chaos.observed_users import Noted, noted
 from tests.chaos.sink_tables import SinkTables
-from tests.chaos.site import Site, make_model, role_names, settings_for, site_of
+from tests.chaos.site import Site, make_model, settings_for, site_of
 from tests.chaos.storm import FaultKind, Share, Storm, counted, draw
+from tests.chaos.tally import FEED
 from tests.chaos.undisturbed import Chains, train_undisturbed
 from tests.chaos.verdict import Answer, audit, steps_again
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.demo.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.reader import LogReader
@@ -24,6 +28,8 @@ from tidemill.schemas.reader import LogReader
 Say = Callable[[str], None]
 
 BROKER_FAULTS = frozenset({FaultKind.BROKER_KILL, FaultKind.BROKER_PAUSE})
+OFFENDERS = 10
+"""Of what was lost or done twice, so much is named."""
 CALM_STEPS = 2
 """Steps of a run after the last fault's, in which what the storm left must be made good."""
 
@@ -50,6 +56,12 @@ class Order:
     changes: Sequence[str] = ()
     in_order: bool = False
     """The deterministic mode: the weights are a function of the log, and are compared with an undisturbed trainer's."""
+    act: Act = Act.ONE
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be. Raises ValueError."""
+        if self.in_order and self.act is not Act.ONE:
+            raise ValueError("--in-order is of act one: what users do is no function of the log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +77,39 @@ class Verdict:
     sink_rows_twice: int
     brokers: int
     directory: Path
+    told: Noted
+    """What users were told; nothing in a run without users."""
+    act: Act
 
     @property
     def clean(self) -> bool:
         """Nothing lost, nothing twice, and every step made again gives the recorded weights."""
-        tally = self.endured.tally
-        wrong = tally.lost() or tally.twice() or tally.repeated.groups_changed or self.sink_rows_twice
+        wrong = self.lost() or self.twice() or self.endured.tally.repeated.groups_changed or self.sink_rows_twice
         equal = self.again.clean and (self.chains is None or self.chains.equal)
         return self.audit.clean and equal and not wrong
+
+    def lost(self) -> list[str]:
+        """Rollouts that were asked for and never came, and what users were told and the log does not have."""
+        tally = self.endured.tally
+        rollouts = [f"rollout {index} of {task} was asked for and has no record" for task, index in tally.lost()]
+        return [*rollouts, *tally.product.lost(self.told.served, self.told.acknowledged)]
+
+    def twice(self) -> list[str]:
+        """What more than one step trained on, what counts twice, and what stands in the log in two ways."""
+        tally = self.endured.tally
+        return [*(f"group {group} was trained twice" for group in tally.twice()), *tally.product.twice()]
 
 
 def storm_of(order: Order, settings: TidemillSettings) -> Storm:
     """The storm to let loose. Raises ValueError for targets that the run does not have."""
-    names = role_names(settings)
+    course = course_of(settings)
+    names = course.roles
     nodes = [f"broker-{node + 1}" for node in range(order.brokers)]
     if order.plan is not None:
         storm = Storm.load(order.plan)
     else:
-        chosen = list(order.roles) or names
-        shares = [Share(kind, n, _targets(kind, chosen, nodes)) for kind, n in order.counts.items() if n]
+        chosen = order.roles or names
+        shares = [Share(kind, n, _targets(kind, course, chosen, nodes)) for kind, n in order.counts.items() if n]
         storm = draw(order.seed, shares, last_step=max(1, order.steps - CALM_STEPS), gap_s=order.gap_s)
     if unknown := sorted({fault.target for fault in storm.faults} - {*names, *nodes}):
         raise ValueError(f"the run has no {unknown[0]}; it has {', '.join([*names, *nodes])}")
@@ -92,23 +118,22 @@ def storm_of(order: Order, settings: TidemillSettings) -> Storm:
 
 def paced(settings: TidemillSettings, storm: Storm) -> TidemillSettings:
     """Settings with which the loop does not outrun the storm: a step takes as long as its faults' delays together."""
-    needed = sum(fault.delay_s for fault in storm.faults) / max(1, settings.run.max_steps)
+    needed = sum(fault.delay_s for fault in storm.faults) / max(1, steps_of(settings))
     held_back = max(settings.trainer.min_step_seconds, round(needed, 3))
     trainer = settings.trainer.model_copy(update={"min_step_seconds": held_back})
     return settings.model_copy(update={"trainer": trainer})
 
 
-def _targets(kind: FaultKind, chosen: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
+def _targets(kind: FaultKind, course: Course, chosen: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
     if kind in BROKER_FAULTS:
         return nodes
-    # Only these keep anything on a disk.
-    return [name for name in chosen if name in ("train", "sink")] if kind is FaultKind.DISK else chosen
+    return [name for name in chosen if name in course.keeps_files] if kind is FaultKind.DISK else chosen
 
 
 def endure(order: Order, say: Say) -> Verdict:
     """Run it to its end and judge it. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
     settings = settings_for(
-        order.directory, steps=order.steps, seed=order.seed, model=order.model, changes=order.changes,
+        order.directory, order.act, steps=order.steps, seed=order.seed, model=order.model, changes=order.changes,
         in_order=order.in_order,
     )  # fmt: skip
     storm = storm_of(order, settings)
@@ -119,7 +144,7 @@ def endure(order: Order, say: Say) -> Verdict:
             make_model(site, supervisor, say)
             endured, sink_rows_twice = _weather(site, supervisor, storm, order, say)
         say("auditing")
-        found = audit(site.config)
+        found = audit(site.config, endured.tally.step)
         say("audit clean" if found.clean else f"audit: {found.text}")
         say("making every step again")
         again = steps_again(site.config, endured.tally.step)
@@ -128,7 +153,10 @@ def endure(order: Order, say: Say) -> Verdict:
         if order.in_order:
             chains = train_undisturbed(site.settings, site.config, endured.tally.fingerprints, say)
             say("an undisturbed trainer made the same versions" if chains.equal else f"undisturbed: {chains.said}")
-        return Verdict(storm, endured, found, again, chains, sink_rows_twice, order.brokers, site.plan.directory)
+        told = noted(site.plan.directory / NOTES_NAME)
+        return Verdict(
+            storm, endured, found, again, chains, sink_rows_twice, order.brokers, site.plan.directory, told, order.act
+        )
 
 
 def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say: Say) -> tuple[Endured, int]:
@@ -163,16 +191,20 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
         "versions_loaded_whole_again": dict(tally.repeated.joins),
         "sink_rows_twice": verdict.sink_rows_twice,
     }
-    written = {"tasks": tally.written["feed"], "rollouts": len(tally.rollouts), "groups": len(tally.groups)}
+    tasks = tally.written[tally.renamed.get(FEED, FEED)]
+    written = {"tasks": tasks, "rollouts": len(tally.rollouts), "groups": len(tally.groups)}
+    lost, twice = verdict.lost(), verdict.twice()
     return [
-        {"figure": "storm", "seed": verdict.storm.seed, "brokers": verdict.brokers, "faults": len(endured.struck),
+        {"figure": "storm", "act": verdict.act.value, "seed": verdict.storm.seed,
+         "brokers": verdict.brokers, "faults": len(endured.struck),
          "left_out": endured.left_out,
          "by_target": {kind.value: dict(targets) for kind, targets in _came(endured).items()},
          "met_a_running_process": sum(struck.hit for struck in endured.struck),
          "met_a_role_at_work": sum(struck.at_work for struck in endured.struck), "steps": tally.step, **written,
          "seconds": round(endured.seconds, 1), "directory": str(verdict.directory)},
-        {"figure": "audit", "clean": verdict.audit.clean, "lost": len(tally.lost()), "twice": len(tally.twice()),
-         **_audited(verdict.audit)},
+        {"figure": "audit", "clean": verdict.audit.clean, "lost": len(lost), "twice": len(twice),
+         "offenders": [*lost, *twice][:OFFENDERS], **_audited(verdict.audit)},
+        *([_product(verdict)] if verdict.act is Act.TWO else []),
         {"figure": "bit_equality", "every_step_made_again_is_equal": verdict.again.clean, "steps": tally.step,
          "equal_to_an_undisturbed_trainer": verdict.chains.equal if verdict.chains else None,
          "final_fingerprint": tally.fingerprints.get(tally.step, ""),
@@ -182,6 +214,19 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
         {"figure": "ended_by_themselves", "lives": [asdict(ended) for ended in endured.by_itself()]},
         {"figure": "verdict", "clean": verdict.clean},
     ]  # fmt: skip
+
+
+def _product(verdict: Verdict) -> dict[str, Any]:
+    """What users did and what came of it."""
+    product, told = verdict.endured.tally.product, verdict.told
+    ends = {reason or "rewarded": count for reason, count in sorted(product.endings.items())}
+    return {
+        "figure": "product", "answers_that_reached_a_user": len(told.served), "interactions": len(product.interactions),
+        "signals_acknowledged": len(told.acknowledged), "signals": len(product.signals), "ends": ends,
+        "corrections": len(product.outcomes) - sum(product.endings.values()), "online_batches": len(product.batches),
+        "interactions_trained": product.trained(), "decisions": dict(sorted(product.decisions.items())),
+        "written_again": asdict(product.again),
+    }  # fmt: skip
 
 
 def _came(endured: Endured) -> Mapping[FaultKind, Mapping[str, int]]:

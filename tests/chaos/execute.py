@@ -13,21 +13,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from tests.chaos.first_version import promote_first
 from tests.chaos.keeper import Ended, Keeper
 from tests.chaos.sink_tables import SinkTables
 from tests.chaos.site import Site
 from tests.chaos.storm import Fault, FaultKind, Storm
-from tests.chaos.tally import FEED, SINK, TRAIN, Tally
+from tests.chaos.tally import SINK, USERS, Tally
+from tidemill.compose.demo.config import Act
+from tidemill.compose.demo.plan import STABLE
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.reader import LogReader
 
-READ = (Topic.TASKS, Topic.ROLLOUTS, Topic.PROGRESS, Topic.GROUPS, Topic.STEPS, Topic.MANIFESTS, Topic.ACKS)
+READ = (
+    Topic.TASKS,
+    Topic.ROLLOUTS,
+    Topic.PROGRESS,
+    Topic.GROUPS,
+    Topic.STEPS,
+    Topic.MANIFESTS,
+    Topic.ACKS,
+    Topic.INTERACTIONS,
+    Topic.FEEDBACK,
+    Topic.OUTCOMES,
+    Topic.ONLINE_BATCHES,
+    Topic.GATE,
+)
 POLL_S = 0.1
 ITSELF = "itself"
 """Kind of recovery of a role that ended by itself."""
-DISK_HIT_S = 60.0
+DISK_HIT_S = 240.0
 """A full disk that no role has run into by then is emptied again."""
 SINK_ASKED_EVERY_S = 1.0
 
@@ -63,6 +79,7 @@ class Endured:
     train_starts_s: list[float] = field(default_factory=list)
     """When the lives of the trainer began."""
     seconds: float = 0.0
+    """Until the last step was taken and the last fault had come."""
 
     def by_itself(self) -> list[Ended]:
         """Lives that ended although nobody killed them, but for roles that were done."""
@@ -89,7 +106,9 @@ class Execution:
         stall_s: float,
     ) -> None:
         self._site, self._reader, self._say = site, reader, say
-        self._keeper = Keeper(supervisor, site.specs, may_end=(FEED, TRAIN))
+        self._course = site.course
+        self._keeper = Keeper(supervisor, site.specs, site.course.must_end, later=site.course.later)
+        self._promoted = site.course.act is Act.ONE
         self._left = list(storm.faults)
         self._calm_at = time.monotonic() + longest_s
         self._stall_s = stall_s
@@ -102,7 +121,7 @@ class Execution:
         self._tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
         self._sink_asked = 0.0
         self._moved = time.monotonic()
-        self.result = Endured()
+        self.result = Endured(tally=Tally(renamed=site.course.renamed))
 
     def run(self) -> Endured:
         """Go on until the storm is over and the run has ended. Raises Wedged, CrashLoop, StackError."""
@@ -115,8 +134,10 @@ class Execution:
             self._site.brokers.check()
             self._look_for_progress()
         self._site.brokers.settle()
-        self.result.train_starts_s = self._keeper.starts_s[TRAIN]
+        self.result.train_starts_s = self._keeper.starts_s[self._course.trainer]
         self.result.seconds = time.monotonic() - began
+        if self._course.act is Act.TWO:
+            self._let_users_go()
         return self.result
 
     def keep(self) -> None:
@@ -129,7 +150,21 @@ class Execution:
 
     def _over(self) -> bool:
         waiting = self._left or self._undo or self._full
-        return not waiting and {FEED, TRAIN} <= self._keeper.done
+        return not waiting and self._course.must_end <= self._keeper.done
+
+    def _let_users_go(self) -> None:
+        """Nobody asks any more, and everything that was begun comes to its end. Raises Wedged."""
+        for name in (USERS, self._course.feeder):
+            self._keeper.retire(name)
+        self._moved = time.monotonic()
+        tally = self.result.tally
+        while (open_groups := tally.open_groups()) or tally.product.unended():
+            self._listen()
+            self._mend()
+            silent = time.monotonic() - self._moved
+            if silent > self._stall_s:
+                what = f"{len(open_groups)} groups and {len(tally.product.unended())} interactions did not end"
+                raise Wedged(f"{what} within {silent:.0f} s; the roles' logs are in {self._site.plan.log_directory}")
 
     def _listen(self) -> None:
         tally = self.result.tally
@@ -137,10 +172,21 @@ class Execution:
         for located in self._reader.poll(POLL_S):
             if (back := tally.observe(located)) is not None:
                 self._back(*back)
+        self._open_the_doors()
         self._ask_sink()
         if tally.step != before:
             self._moved = time.monotonic()
             self._say(f"step {tally.step}, {len(self.result.struck)} faults, {len(self._left)} to come")
+
+    def _open_the_doors(self) -> None:
+        """Give users the first version, and let them in when it is served."""
+        tally = self.result.tally
+        if not self._promoted and 0 in tally.versions:
+            self._promoted = True
+            promote_first(self._site.settings)
+        if tally.written[STABLE]:
+            for name in self._course.later:
+                self._keeper.let_begin(name)
 
     def _back(self, name: str, seconds: float) -> None:
         self._say(f"  {name} is back after {seconds:.1f} s")
@@ -164,9 +210,10 @@ class Execution:
             elif ended.by_itself:
                 self._say(f"  {ended.name} ended by itself with status {ended.status}: {ended.last_words}")
                 self._fallen(ended.name, ITSELF)
-            if ended.name in self._full:
+            if ended.name in self._full and ended.by_itself:
                 place = self._full.pop(ended.name)
-                self.result.struck[place] = replace(self.result.struck[place], hit=ended.by_itself)
+                self._keeper.free_disk(ended.name)
+                self.result.struck[place] = replace(self.result.struck[place], hit=True)
                 self._fallen(ended.name, FaultKind.DISK)
 
     def _under(self, name: str) -> str:

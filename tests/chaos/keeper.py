@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.compose.processes import Role, Supervisor
+from tidemill.compose.processes import TIDEMILL, Role, Supervisor
 
 MOST_CRASHES = 6
 """Short lives of a role, each ended by itself, that make a crash loop."""
@@ -40,6 +40,8 @@ class RoleSpec:
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    program: Sequence[str] = TIDEMILL
+    """Arguments of Python before the role's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,8 @@ class _Kept:
     not_before: float = 0.0
     began: float = 0.0
     began_s: float = 0.0
+    full: bool = False
+    """Its disk is full, in this life and the next ones."""
 
 
 class Keeper:
@@ -75,12 +79,16 @@ class Keeper:
 
     Args:
         may_end: roles that are done when they end with status 0.
+        later: roles that wait for `let_begin`.
     """
 
-    def __init__(self, supervisor: Supervisor, specs: Sequence[RoleSpec], may_end: Collection[str]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, specs: Sequence[RoleSpec], may_end: Collection[str], later: Collection[str] = ()
+    ) -> None:
         self._supervisor = supervisor
         self._kept = {spec.name: _Kept(spec) for spec in specs}
         self._may_end = frozenset(may_end)
+        self._later = set(later)
         self.done: set[str] = set()
         """Roles that ended because their work was done."""
         self.lives: Counter[str] = Counter()
@@ -98,9 +106,14 @@ class Keeper:
             if kept.crashes > MOST_CRASHES and ended.name not in excused:
                 raise CrashLoop(f"{ended.name} ended {kept.crashes} times by itself; last: {ended.last_words}")
         for name, kept in self._kept.items():
-            if kept.role is None and name not in self.done and time.monotonic() >= kept.not_before:
+            due = name not in self.done | self._later and time.monotonic() >= kept.not_before
+            if kept.role is None and due:
                 self._start(kept)
         return found
+
+    def let_begin(self, name: str) -> None:
+        """A role that was to begin later may begin."""
+        self._later.discard(name)
 
     def kill(self, name: str) -> bool:
         """SIGKILL to the role's process; whether one ran."""
@@ -118,21 +131,19 @@ class Keeper:
         self._signal(self._kept[name], signal.SIGCONT)
 
     def fill_disk(self, name: str) -> bool:
-        """No file of the role's may grow beyond what its log needs for last words; whether a process ran."""
-        role = self._kept[name].role
-        if role is None or role.process.poll() is not None:
-            return False
-        room = role.log.stat().st_size + DISK_MARGIN
-        _, hard = resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE, (room, hard))
-        return True
+        """No file of the role's may grow beyond what its log needs for last words, until `free_disk`, however often it
+        is started again; whether a process ran."""
+        kept = self._kept[name]
+        kept.full = kept.role is not None and kept.role.process.poll() is None
+        if kept.full:
+            _allow_growth(kept)
+        return kept.full
 
     def free_disk(self, name: str) -> None:
-        """Take `fill_disk` back from a role that did not end of it."""
-        role = self._kept[name].role
-        if role is not None and role.process.poll() is None:
-            _, hard = resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        """Take `fill_disk` back."""
+        kept = self._kept[name]
+        kept.full = False
+        _allow_growth(kept)
 
     def pid(self, name: str) -> int | None:
         """The process of a role; None while it has none."""
@@ -145,11 +156,16 @@ class Keeper:
 
     def stop(self) -> None:
         """Ask every role to end, and start none again."""
-        for kept in reversed(self._kept.values()):
-            if kept.role is not None:
-                self._supervisor.stop(kept.role.name)
-                kept.role = None
-        self.done.update(self._kept)
+        for name in reversed(self._kept):
+            self.retire(name)
+
+    def retire(self, name: str) -> None:
+        """Ask a role to end, and do not start it again."""
+        kept = self._kept[name]
+        if kept.role is not None:
+            self._supervisor.stop(kept.role.name)
+            kept.role = None
+        self.done.add(name)
 
     def _signal(self, kept: _Kept, number: signal.Signals) -> bool:
         if kept.role is None or kept.role.process.poll() is not None:
@@ -163,7 +179,9 @@ class Keeper:
         self.lives[kept.spec.name] = kept.life
         self.starts_s[kept.spec.name].append(kept.began_s)
         name = f"{kept.spec.name}.{kept.life:03d}"
-        kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment)
+        kept.role = self._supervisor.start(name, kept.spec.arguments, kept.spec.environment, kept.spec.program)
+        if kept.full:
+            _allow_growth(kept)
 
     def _reap(self, kept: _Kept) -> Ended | None:
         role = kept.role
@@ -181,6 +199,16 @@ class Keeper:
             kept.crashes = 1 if healthy else kept.crashes + 1
             kept.not_before = time.monotonic() + BACKOFF_S * (kept.crashes - 1)
         return ended
+
+
+def _allow_growth(kept: _Kept) -> None:
+    """Limit the size of a role's files as its disk has it."""
+    role = kept.role
+    if role is None or role.process.poll() is not None:
+        return
+    _, hard = resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE)
+    room = role.log.stat().st_size + DISK_MARGIN if kept.full else hard
+    resource.prlimit(role.process.pid, resource.RLIMIT_FSIZE, (room, hard))
 
 
 def _last_words(log: Path) -> str:

@@ -24,15 +24,17 @@ from tidemill.compose.stack.config import HOST
 LENGTH = struct.Struct(">I")
 PORT = struct.Struct(">I")
 CHUNK = 1 << 16
-MOST_LINKS = 8
-"""Addresses 127.0.0.2 to 127.0.0.9 are as long as the brokers' own, which an answer's length depends on."""
+MOST_LINKS = 98
+"""Addresses 127.0.0.2 to 127.0.9.9 with one digit in each place are as long as the brokers' own, which an answer's
+length depends on."""
 
 
 def own_address(number: int) -> str:
     """The loopback address of link `number`. Raises ValueError beyond the last."""
     if not 0 <= number < MOST_LINKS:
         raise ValueError(f"link {number}: there are addresses for {MOST_LINKS} links")
-    return f"127.0.0.{number + 2}"
+    third, fourth = divmod(number + 2, 10)
+    return f"127.0.{third}.{fourth}"
 
 
 def readdressed(answer: bytes, ports: Sequence[int], address: str) -> bytes:

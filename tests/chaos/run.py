@@ -1,7 +1,10 @@
-"""Lets a storm of faults loose on the whole loop, then audits what it left. One JSON line a figure.
+"""Lets a storm of faults loose on the simulated loop, or on learning from users, then audits what it left.
+
+Prints one JSON line a figure.
 
     python -m tests.chaos.run --seed 7 --kills 100 --steps 40
     python -m tests.chaos.run --seed 3 --kills 20 --pauses 7 --partitions 7 --disks 2 --json storm-3.json
+    python -m tests.chaos.run --act two --model MODEL --seed 7 --kills 100 --pauses 7 --disks 2
     python -m tests.chaos.run --brokers 3 --kills 20 --broker-kills 3
     python -m tests.chaos.run --plan data/chaos/.../storm.json
     python -m tests.chaos.run brokers --brokers 3
@@ -24,6 +27,7 @@ from pathlib import Path
 from tests.chaos.campaign import Order, endure, figures
 from tests.chaos.rolling import roll, rolled_figures
 from tests.chaos.storm import FaultKind
+from tidemill.compose.demo.config import Act
 
 
 def main() -> int:
@@ -64,6 +68,7 @@ def _order(options: argparse.Namespace) -> Order:
         plan=options.plan,
         changes=tuple(options.set),
         in_order=options.in_order,
+        act=options.act,
     )
 
 
@@ -77,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the storm and of the run")
     for kind in FaultKind:
         parser.add_argument(f"--{kind.value}s", dest=_flag(kind), type=int, default=0, help=f"faults: {kind.value}")
+    acts = [act for act in Act if act is not Act.BOTH]
+    parser.add_argument("--act", type=Act, choices=acts, default=Act.ONE, help="two: learning from users")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of the run")
     parser.add_argument("--roles", nargs="+", default=[], help="whom faults fall on; default: every role")
     parser.add_argument("--brokers", type=int, choices=(1, 3), default=1)

@@ -1,7 +1,6 @@
 """Where a storm is let loose: a local stack of one or three brokers, the demonstration's plan, and its roles.
 
-The roles, their arguments and their settings are the demonstration's own; only sizes are changed, so that a step is
-quick, and each role reaches the brokers by a link of its own.
+Each role reaches the brokers by a link of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +16,13 @@ from pathlib import Path
 
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
+from tests.chaos.course import Course, assignments_of, course_of, specs_of
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.link import Links
-from tests.chaos.tally import SINK, STREAM
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.command import RECIPE
-from tidemill.compose.demo.plan import CONFIG_NAME, DemoPlan
+from tidemill.compose.demo.config import Act
+from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.local_log import with_address
 from tidemill.compose.options import given, settings_from
 from tidemill.compose.processes import Supervisor
@@ -31,44 +31,34 @@ from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
 
-WORKERS = 2
 PARTITIONS = 2
-SETTINGS = (
-    "sink.http_port=0",
-    "run.groups_per_step=4",
-    "run.max_policy_lag=4",
-    "run.skip_no_signal=false",
-    "feed.group_size=8",
-    "feed.eval_tasks=4",
-    "feed.eval_group_size=2",
-    "feed.eval_every=0",
-    "feed.deadline_s=90",
-    "rollout.episode_timeout_s=60",
-    "trainer.checkpoint_every=3",
-    "trainer.publish.anchor_every=3",
-    f"stream.instance={STREAM}",
-    "corpus.documents=3000",
-    "midtrain.steps=80",
-)
-"""A run whose steps take seconds, and whose checkpoints and anchors are written often enough to be hit."""
+WORKERS = 2
 HEAP_MB = 256
 
 
 def settings_for(
-    directory: Path, *, steps: int, seed: int, model: Path | None, changes: Sequence[str] = (), in_order: bool = False
+    directory: Path,
+    act: Act,
+    *,
+    steps: int,
+    seed: int,
+    model: Path | None,
+    changes: Sequence[str] = (),
+    in_order: bool = False,
 ) -> TidemillSettings:
     """Settings of a run below `directory`; `changes` are assignments SECTION.KEY=VALUE that win."""
     flags = given(
         run__seed=seed,
-        run__max_steps=steps,
-        demo__act="one",
+        run__max_steps=steps if act is Act.ONE else None,
+        demo__act=act.value,
         demo__data_dir=directory,
         demo__model=str(model) if model else None,
         demo__workers=WORKERS,
+        demo__online_batches=steps,
         kafka__partitions=1 if in_order else PARTITIONS,
         trainer__in_order=in_order or None,
     )
-    return settings_from({"config": RECIPE, "assignments": [*SETTINGS, *changes]}, flags)
+    return settings_from({"config": RECIPE, "assignments": [*assignments_of(act), *changes]}, flags)
 
 
 class Brokers:
@@ -153,14 +143,15 @@ class Site:
     """A run that is ready to begin."""
 
     plan: DemoPlan
+    course: Course
     brokers: Brokers
     links: Links
     specs: tuple[RoleSpec, ...]
 
     @property
     def config(self) -> Path:
-        """The settings file of every role."""
-        return self.plan.directory / CONFIG_NAME
+        """The settings file of the trainer, and of most other roles."""
+        return self.plan.directory / self.course.config_name
 
     @property
     def settings(self) -> TidemillSettings:
@@ -168,25 +159,17 @@ class Site:
         return self.plan.settings
 
 
-def role_names(settings: TidemillSettings) -> list[str]:
-    """Every role of the loop, the sink included."""
-    replicas = [f"replica-{n}" for n in range(settings.demo.replicas)]
-    workers = [f"rollout-{n}" for n in range(settings.demo.workers)]
-    return ["feed", *workers, STREAM, "train", *replicas, SINK]
-
-
 @contextmanager
 def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None]) -> Iterator[Site]:
     """Brokers, links and a plan; the topics are there, no role runs."""
-    plan = DemoPlan.of(settings)
-    names = role_names(settings)
-    with brokers_in(plan.directory / "kafka", brokers, say) as stack, Links(stack.ports, names) as links:
+    plan, course = DemoPlan.of(settings), course_of(settings)
+    with brokers_in(plan.directory / "kafka", brokers, say) as stack, Links(stack.ports, course.roles) as links:
         kafka = with_address(settings.kafka, stack.bootstrap).model_copy(update={"replication_factor": brokers})
         plan = plan.with_log_of(settings.model_copy(update={"kafka": kafka}))
         _share_tasks(kafka)
         create_topics(kafka)
         plan.write_config()
-        yield Site(plan, stack, links, tuple(_spec(plan, links, name) for name in names))
+        yield Site(plan, course, stack, links, specs_of(plan, course, _environments(plan, course, links)))
 
 
 def _share_tasks(kafka: KafkaSettings) -> None:
@@ -202,12 +185,11 @@ def _share_tasks(kafka: KafkaSettings) -> None:
         created.result()
 
 
-def _spec(plan: DemoPlan, links: Links, name: str) -> RoleSpec:
-    arguments = {**dict(plan.loop_roles()), SINK: plan.arguments("sink")}[name]
+def _environments(plan: DemoPlan, course: Course, links: Links) -> dict[str, dict[str, str]]:
+    """What each role finds in its environment: its own way to the brokers, and where to keep scratch files."""
     scratch = plan.directory / "tmp"
     scratch.mkdir(exist_ok=True)
-    environment = {"TIDEMILL_KAFKA__BOOTSTRAP": links.bootstrap(name), "TMPDIR": str(scratch)}
-    return RoleSpec(name, arguments, environment)
+    return {name: {"TIDEMILL_KAFKA__BOOTSTRAP": links.bootstrap(name), "TMPDIR": str(scratch)} for name in course.roles}
 
 
 def make_model(site: Site, supervisor: Supervisor, say: Callable[[str], None]) -> None:

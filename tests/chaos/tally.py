@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tests.chaos.product_tally import ProductTally
+from tidemill.consumers.gate.standing import GENERATION
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import (
@@ -29,6 +31,7 @@ from tidemill.schemas.records import (
 )
 
 FEED, TRAIN, STREAM, SINK = "feed", "train", "stream", "sink"
+JOIN, BATCHES, GATE, ROUTE, GATEWAY, USERS = "join", "batches", "gate", "route", "gateway", "users"
 
 
 def author(topic: Topic, record: Record | None) -> str | None:
@@ -47,15 +50,15 @@ def author(topic: Topic, record: Record | None) -> str | None:
         case WeightAck():
             return record.replica_id
         case Interaction():
-            return "route"
+            return ROUTE
         case Feedback():
-            return "users"
+            return GATEWAY if record.source == GATEWAY else USERS
         case Outcome():
-            return "join"
+            return JOIN
         case OnlineBatch():
-            return "batches"
+            return BATCHES
         case GateDecision():
-            return "gate"
+            return GATE if GENERATION in record.numbers else None
         case _:
             return None
 
@@ -117,8 +120,11 @@ class Repeated:
 class Tally:
     """The run as its log tells it."""
 
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """What authors are called in this run."""
     recoveries: Recoveries = field(default_factory=Recoveries)
     repeated: Repeated = field(default_factory=Repeated)
+    product: ProductTally = field(default_factory=ProductTally)
     written: Counter[str] = field(default_factory=Counter)
     """Records by author."""
     last_s: dict[str, float] = field(default_factory=dict)
@@ -127,24 +133,29 @@ class Tally:
     step_at_s: float = 0.0
     fingerprints: dict[int, str] = field(default_factory=dict)
     """Of the weights after each step."""
+    versions: set[int] = field(default_factory=set)
+    """Those that are published."""
     rollouts: set[str] = field(default_factory=set)
     groups: dict[str, bytes] = field(default_factory=dict)
     trained: Counter[str] = field(default_factory=Counter)
     """How often each group was the input of a step."""
     _tasks: dict[str, int] = field(default_factory=dict)
+    _asked: set[str] = field(default_factory=set)
+    """Groups of the tasks."""
     _played: set[tuple[str, int]] = field(default_factory=set)
     _dispatched: set[tuple[str, int]] = field(default_factory=set)
     _plans: dict[int, float] = field(default_factory=dict)
     _recorded: dict[int, float] = field(default_factory=dict)
-    _manifests: set[int] = field(default_factory=set)
     _lives: dict[str, set[str]] = field(default_factory=dict)
 
     def observe(self, located: Located) -> tuple[str, float] | None:
         """Take one record; the role that it shows to be back, if it does, and after how many seconds."""
         record, at_s = located.record, located.timestamp_ms / 1e3
-        name = author(located.topic, record)
-        if name is None or record is None:
+        self.product.observe(located)
+        said = author(located.topic, record)
+        if said is None or record is None:
             return None
+        name = self.renamed.get(said, said)
         self.written[name] += 1
         self.last_s[name] = max(at_s, self.last_s.get(name, 0.0))
         self._count(record, located, at_s)
@@ -155,6 +166,10 @@ class Tally:
         """Rollouts, by task and place in the group, that were asked for and have no record, not even of a failure."""
         asked = ((task, index) for task, size in self._tasks.items() for index in range(size))
         return [each for each in asked if each not in self._played]
+
+    def open_groups(self) -> set[str]:
+        """Groups that were asked for and are not assembled."""
+        return self._asked - self.groups.keys()
 
     def twice(self) -> list[str]:
         """Groups that more than one step trained on."""
@@ -170,6 +185,7 @@ class Tally:
             case Task():
                 self.repeated.tasks += record.task_id in self._tasks
                 self._tasks[record.task_id] = record.group_size
+                self._asked.add(record.group_id)
             case Dispatch():
                 self._dispatch(record)
             case Rollout():
@@ -182,8 +198,8 @@ class Tally:
             case TrainStep():
                 self._step(record, at_s)
             case Manifest():
-                self.repeated.manifests += record.version in self._manifests
-                self._manifests.add(record.version)
+                self.repeated.manifests += record.version in self.versions
+                self.versions.add(record.version)
             case WeightAck():
                 self._ack(record)
             case _:
@@ -209,7 +225,7 @@ class Tally:
 
     def _step(self, record: TrainStep, at_s: float) -> None:
         if record.step not in self.fingerprints:
-            self.trained.update(place.group_id for place in record.inputs)
+            self.trained.update(place.group_id for place in record.inputs if place.topic == Topic.GROUPS)
         self.repeated.steps += record.step in self.fingerprints
         self.fingerprints.setdefault(record.step, record.fingerprint)
         self._recorded.setdefault(record.step, at_s)

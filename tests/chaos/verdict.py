@@ -38,9 +38,9 @@ def tidemill(*arguments: str) -> Answer:
     return Answer(done.returncode, _json(done.stdout), (done.stdout + done.stderr)[-4000:])
 
 
-def audit(config: Path) -> Answer:
-    """`tidemill audit` of a run that is over: every rollout must have its one end."""
-    return tidemill("audit", "--config", str(config), "--json", "--complete")
+def audit(config: Path, last: int) -> Answer:
+    """`tidemill audit` of a run that is over with step `last`: every rollout and answer must have its one end."""
+    return tidemill("audit", "--config", str(config), "--set", f"run.max_steps={last}", "--json", "--complete")
 
 
 def steps_again(config: Path, last: int) -> Answer:

@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import tomli_w
@@ -29,16 +30,21 @@ from hypothesis import strategies as st
 from tests.chaos import keeper as keeping
 from tests.chaos.campaign import Order, Verdict, endure, figures
 from tests.chaos.keeper import CrashLoop, Ended, Keeper, RoleSpec
-from tests.chaos.link import Links, own_address, readdressed
+from tests.chaos.link import MOST_LINKS, Links, own_address, readdressed
+from tests.chaos.observed_users import ACKNOWLEDGED, SERVED, Noted, noted
+from tests.chaos.product_tally import ProductTally
 from tests.chaos.storm import LASTING, FaultKind, Share, Storm, counted, draw
 from tests.chaos.table import MEANT, NOTICED
 from tests.chaos.tally import Recoveries, Tally
 from tests.chaos.verdict import tidemill
-from tests.consumers.ledger_support import PLANTED_FAULTS
+from tests.consumers.ledger_support import PLANTED_FAULTS, WrittenLog
+from tests.consumers.product_support import interaction, outcome, product_run, use
+from tests.consumers.sink_support import START_US
 from tests.producers.conftest import FakeReplica, byte_tokenizer
 from tidemill.compose.processes import Supervisor
+from tidemill.schemas import records as r
 from tidemill.schemas.admin import create_topics
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located
@@ -49,6 +55,7 @@ from tidemill.schemas.records import Mode, Rollout, Task
 CHAOS = Path(keeping.__file__).parent
 ROLES = ("feed", "rollout-0", "rollout-1", "stream", "train", "replica-0", "sink")
 DEADLINE_S = 120.0
+T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -131,6 +138,64 @@ def test_what_was_asked_for_and_never_came_is_lost():
     assert len(tally.lost()) == 2 * GROUP_SIZE
 
 
+def told(records: Iterable[r.Record]) -> ProductTally:
+    """What records of a product say, in their order."""
+    log, tally = WrittenLog(), ProductTally()
+    for record in records:
+        key = feedback_key(record.interaction_id, record.event_id) if isinstance(record, r.Feedback) else None
+        log.put(record, at=START_US, key=key)
+    for located in log.all():
+        tally.observe(located)
+    return tally
+
+
+def test_records_that_stand_there_twice_and_say_the_same_are_done_once():
+    tally = told(product_run())
+    assert tally.twice() == [] and tally.trained() == 1
+    again = tally.again
+    assert (again.interactions, again.feedback, again.outcomes, again.batches) == (1, 1, 1, 1)
+    assert tally.endings == {"": 4, "no_signal": 1, "bot": 1} and tally.decisions == {"canary": 1, "promote": 1}
+
+
+def test_what_a_user_was_told_and_the_log_has_not_is_lost():
+    tally = told(product_run())
+    assert tally.lost({"i0"}, {"i0/e0"}) == ["interaction i5 never ended"]
+    assert tally.lost({"i0", "gone"}, {"i0/e0", "i0/gone"}) == [
+        "answer gone was served and not recorded",
+        "signal i0/gone was acknowledged and is not there",
+        "interaction i5 never ended",
+    ]
+
+
+def _again(records: list[r.Record], kind: type[T], **changes: Any) -> list[r.Record]:
+    """The records and, once more, the first of a kind with other contents."""
+    return [*records, replace(next(one for one in records if isinstance(one, kind)), **changes)]
+
+
+FOUND_TWICE = {
+    "interaction i0 stands": lambda run: _again(run, r.Interaction, latency_ms=7.0),
+    "interaction i0 ended in two ways": lambda run: _again(run, r.Outcome, reward=0.5),
+    "batch run/main/0 stands": lambda run: _again(run, r.OnlineBatch, tokens=7),
+    "signal e9 counts twice in i5": lambda run: [
+        *run, outcome(interaction("i5", "user5"), 1.0, signals=[use("e9"), use("e9")])],
+    "interaction i0 was trained 2 times": lambda run: _again(run, r.TrainStep, step=3),
+    "decided twice to promote 2": lambda run: _again(run, r.GateDecision, verdict=r.GateVerdict.PROMOTE, numbers={}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", FOUND_TWICE)
+def test_what_is_done_twice_is_found(said: str):
+    (found,) = told(FOUND_TWICE[said](product_run())).twice()
+    assert said in found
+
+
+def test_notes_of_users_are_read_but_for_a_line_that_a_kill_broke_off(tmp_path: Path):
+    path = tmp_path / "notes"
+    assert noted(path) == Noted(frozenset(), frozenset())
+    path.write_text(f'["{SERVED}", "i"]\n["{ACKNOWLEDGED}", "i/e"]\n["{SERVED}", "bro')
+    assert noted(path) == Noted(frozenset({"i"}), frozenset({"i/e"}))
+
+
 # -- the network ----------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +203,7 @@ def test_what_was_asked_for_and_never_came_is_lost():
     text=st.binary(max_size=60),
     port=st.integers(1024, 65535),
     other=st.integers(1024, 65535),
-    number=st.integers(0, 7),
+    number=st.integers(0, MOST_LINKS - 1),
 )
 def test_an_answer_keeps_its_length_and_everything_but_the_brokers_address(text, port, other, number):
     place = b"127.0.0.1" + port.to_bytes(4, "big")
@@ -149,8 +214,9 @@ def test_an_answer_keeps_its_length_and_everything_but_the_brokers_address(text,
 
 
 def test_there_are_no_more_links_than_addresses_of_the_same_length():
-    with pytest.raises(ValueError, match="8 links"):
-        own_address(8)
+    assert len({own_address(number) for number in range(MOST_LINKS)}) == MOST_LINKS
+    with pytest.raises(ValueError, match=f"{MOST_LINKS} links"):
+        own_address(MOST_LINKS)
 
 
 @contextmanager
@@ -202,7 +268,7 @@ def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     monkeypatch.setattr(keeping, "BACKOFF_S", 0.01)
     monkeypatch.setattr(keeping, "MOST_CRASHES", 1)
     with Supervisor(tmp_path / "logs") as supervisor:
-        yield lambda *command: Keeper(supervisor, [RoleSpec("role", command)], may_end=["role"])
+        yield lambda *command, later=(): Keeper(supervisor, [RoleSpec("role", command)], ["role"], later)
 
 
 def ended(keeper: Keeper) -> Ended:
@@ -236,10 +302,30 @@ def test_a_role_that_keeps_ending_by_itself_is_a_crash_loop(keep):
 def test_a_role_whose_disk_is_full_can_write_no_more(keep, tmp_path: Path):
     keeper = keep("feed", "--bootstrap", "127.0.0.1:1")
     keeper.mend()
-    assert keeper.fill_disk("role")
+    assert largest_file(keeper) == "unlimited" and keeper.fill_disk("role")
+    assert int(largest_file(keeper)) <= keeping.DISK_MARGIN + 10_000
+    keeper.kill("role")
+    ended(keeper)
+    assert int(largest_file(keeper)) <= keeping.DISK_MARGIN + 10_000, "a kill empties no disk"
+    keeper.free_disk("role")
+    assert largest_file(keeper) == "unlimited"
+
+
+def largest_file(keeper: Keeper) -> str:
     limits = Path(f"/proc/{keeper.pid('role')}/limits").read_text().splitlines()
     (line,) = [line for line in limits if line.startswith("Max file size")]
-    assert int(line.split()[3]) <= keeping.DISK_MARGIN + 10_000
+    return line.split()[3]
+
+
+def test_a_role_that_is_to_begin_later_waits_and_one_that_is_retired_stays_away(keep):
+    keeper = keep("feed", "--bootstrap", "127.0.0.1:1", later=["role"])
+    keeper.mend()
+    assert keeper.pid("role") is None and not keeper.kill("role")
+    keeper.let_begin("role")
+    keeper.mend()
+    assert keeper.lives["role"] == 1
+    keeper.retire("role")
+    assert keeper.mend() == [] and (keeper.pid("role"), keeper.lives["role"]) == (None, 1)
 
 
 # -- the whole loop -------------------------------------------------------------------------------------------------

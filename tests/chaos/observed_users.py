@@ -1,0 +1,126 @@
+"""The simulated users of a storm: the demonstration's own, who note what they were told and send again what was not.
+
+What holds: a line is written for each answer that reached a user and for each signal that was acknowledged, after it
+was, so that the log has to have everything that stands there. A signal is sent again under its own id until it is
+acknowledged, as the SDK and the gateway ask for; one in two goes over HTTP to the gateway. It takes the command line's
+arguments: `python observed_users.py users simulate --config FILE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+NOTES, ADDRESS, KEY = "CHAOS_NOTES", "CHAOS_GATEWAY", "CHAOS_GATEWAY_KEY"
+"""Environment variables: the file of notes, and the gateway's address and key."""
+SERVED, ACKNOWLEDGED = "served", "acknowledged"
+AGAIN_S = 0.5
+ACCEPTED, REFUSED = 202, frozenset({400, 401, 403, 413, 415, 422})
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What users were told in all their lives."""
+
+    served: frozenset[str]
+    """Interactions whose answers reached a user."""
+    acknowledged: frozenset[str]
+    """Keys of the signals that were acknowledged."""
+
+
+def noted(path: Path) -> Noted:
+    """The notes in a file; a line that a kill broke off is none."""
+    told: dict[str, set[str]] = {SERVED: set(), ACKNOWLEDGED: set()}
+    text = path.read_text("utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with suppress(ValueError, KeyError):
+            what, name = json.loads(line)
+            told[what].add(name)
+    return Noted(frozenset(told[SERVED]), frozenset(told[ACKNOWLEDGED]))
+
+
+def note(what: str, name: str) -> None:
+    """Append a line, which is with the system when this returns."""
+    # One write of a short line to a file opened for appending: a kill loses it whole or leaves it whole.
+    with Path(os.environ[NOTES]).open("ab", buffering=0) as file:
+        file.write(json.dumps([what, name]).encode() + b"\n")
+
+
+def _use() -> None:
+    """Put the observed product in the place of the users' own."""
+    from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
+    from tidemill.producers.users import serving
+    from tidemill.producers.users.conversation import Served
+    from tidemill.producers.users.crowd import Report
+    from tidemill.schemas.catalogue import feedback_key
+
+    plain = serving.ServedProduct
+
+    class ObservedModel:
+        """Notes each answer."""
+
+        def __init__(self, model: Any) -> None:
+            self._model = model
+
+        async def complete(self, prompt: str) -> Served:
+            served: Served = await self._model.complete(prompt)
+            if served.interaction:
+                note(SERVED, served.interaction.partition(".")[0])
+            return served
+
+    class ObservedProduct(plain):  # type: ignore[misc, valid-type]  # a class held in a variable, to be replaced
+        """The product of the users, with notes."""
+
+        def model(self, user_id: str, session_id: str, *, consent: bool) -> ObservedModel:
+            return ObservedModel(plain.model(self, user_id, session_id, consent=consent))
+
+        async def report(self, report: Report) -> None:
+            send = _over_http if sum(report.event_id.encode()) % 2 else self._over_sdk
+            while not await send(report):
+                await asyncio.sleep(AGAIN_S)
+            note(ACKNOWLEDGED, feedback_key(report.interaction.partition(".")[0], report.event_id))
+
+        async def _over_sdk(self, report: Report) -> bool:
+            try:
+                await plain.report(self, report)
+            except (FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable):
+                return False
+            return True
+
+    vars(serving)["ServedProduct"] = ObservedProduct
+
+
+async def _over_http(report: Any) -> bool:
+    """Whether the gateway acknowledged a signal. Raises RuntimeError where it will never."""
+    body = {
+        "interaction": report.interaction,
+        "kind": report.kind.value,
+        "value": report.value,
+        "user": report.user_id,
+        "event_id": report.event_id,
+        "corrects": report.corrects,
+    }
+    headers = {"authorization": f"Bearer {os.environ[KEY]}"}
+    address = f"{os.environ[ADDRESS]}/v1/feedback"
+    try:
+        async with aiohttp.request("POST", address, json=body, headers=headers) as answer:
+            said = await answer.text()
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
+    if answer.status in REFUSED:
+        raise RuntimeError(f"the gateway refuses a signal with {answer.status}: {said[:300]}")
+    return answer.status == ACCEPTED
+
+
+if __name__ == "__main__":
+    from tidemill.compose.cli import main
+
+    _use()
+    main()
