@@ -68,6 +68,14 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
     }
 
 
+def groupless_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
+    """librdkafka settings of a consumer that assigns its partitions itself.
+
+    It joins no group and commits nothing; librdkafka wants a group's name all the same.
+    """
+    return consumer_settings(kafka, client_id, f"{client_id}-groupless")
+
+
 def raise_lasting(error: KafkaError) -> None:
     """Raise a client error that librdkafka does not outlive by itself, as KafkaException."""
     if error.code() not in TRANSIENT:

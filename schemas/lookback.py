@@ -7,20 +7,14 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import (
-    METADATA_TIMEOUT_S,
-    RETRY_S,
-    TRANSIENT,
-    consumer_settings,
-    raise_lasting,
-)
+from tidemill.schemas.client_settings import groupless_settings, raise_lasting
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, locate
-from tidemill.schemas.reading_guard import watermarks
+from tidemill.schemas.partitions import offset_since, partitions_of, watermarks
 
 POLL_S = 0.1
 BATCH = 500
@@ -32,18 +26,13 @@ class Lookback:
     def __init__(self, kafka: KafkaSettings, *, client_id: str, codec: Codec | None = None) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
-        settings = consumer_settings(kafka, client_id, f"{client_id}-groupless")
-        self._consumer = Consumer({**settings, "partition.assignment.strategy": "range"})
+        self._consumer = Consumer(groupless_settings(kafka, client_id))
         self._partitions: dict[Topic, int] = {}
 
     def partitions(self, topic: Topic) -> int:
         """How many partitions a topic has. Raises LookupError when it does not exist."""
         if topic not in self._partitions:
-            full = self._names.of(topic)
-            metadata = self._consumer.list_topics(full, timeout=METADATA_TIMEOUT_S).topics[full]
-            if metadata.error is not None or not metadata.partitions:
-                raise LookupError(f"topic {full} does not exist: create the topics with `tidemill topics --create`")
-            self._partitions[topic] = len(metadata.partitions)
+            self._partitions[topic] = len(partitions_of(self._consumer, self._names.of(topic)))
         return self._partitions[topic]
 
     def read(self, topic: Topic, partition: int, since_ms: int, deadline_s: float = 60.0) -> Iterator[Located]:
@@ -53,29 +42,16 @@ class Lookback:
         """
         deadline = time.monotonic() + deadline_s
         full = self._names.of(topic)
-        first = self._first(TopicPartition(full, partition, max(since_ms, 0)), deadline)
-        if first.offset < 0:
+        offset = offset_since(self._consumer, (full, partition), max(since_ms, 0))
+        if offset is None:
             return
+        first = TopicPartition(full, partition, offset)
         end = watermarks(self._consumer, (full, partition))[1]
         self._consumer.assign([first])
         try:
             yield from self._up_to(first, end, deadline)
         finally:
             self._consumer.unassign()
-
-    def _first(self, since: TopicPartition, deadline: float) -> TopicPartition:
-        # A partition that was created a moment ago, or whose leader moves, answers with a retriable error first.
-        while True:
-            try:
-                (first,) = self._consumer.offsets_for_times([since], timeout=METADATA_TIMEOUT_S)
-                if first.error is not None:
-                    raise KafkaException(first.error)
-            except KafkaException as error:
-                if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
-                    raise
-                time.sleep(RETRY_S)
-            else:
-                return first
 
     def _up_to(self, first: TopicPartition, end: int, deadline: float) -> Iterator[Located]:
         seen = first.offset

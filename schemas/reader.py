@@ -14,12 +14,13 @@ from typing import Self
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, Message, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
+from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, locate
+from tidemill.schemas.partitions import partitions_of, watermarks
 from tidemill.schemas.progress import Place
-from tidemill.schemas.reading_guard import ReadingGuard, watermarks
+from tidemill.schemas.reading_guard import ReadingGuard
 from tidemill.schemas.retention import RetentionGap
 
 READ_WAIT_S = 0.1
@@ -49,10 +50,8 @@ class LogReader:
     ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
-        settings = consumer_settings(kafka, client_id, f"{client_id}-groupless")
         # An offset that is out of range must not be replaced in silence by one that is not.
-        own = {"partition.assignment.strategy": "range", "auto.offset.reset": "error"}
-        self._consumer = Consumer({**settings, **own})
+        self._consumer = Consumer(groupless_settings(kafka, client_id) | {"auto.offset.reset": "error"})
         self._guard = ReadingGuard(self._consumer, client_id, kafka.stall_timeout_s)
         self._limit_bytes = kafka.read_ahead_bytes
         topics = list(topics)
@@ -69,11 +68,7 @@ class LogReader:
 
     def partitions(self, topic: Topic) -> list[int]:
         """Partition numbers of a topic. Raises LookupError when the topic does not exist."""
-        full = self._names.of(topic)
-        metadata = self._consumer.list_topics(full, timeout=METADATA_TIMEOUT_S).topics[full]
-        if metadata.error is not None or not metadata.partitions:
-            raise LookupError(f"topic {full} does not exist: create the topics with `tidemill topics --create`")
-        return sorted(metadata.partitions)
+        return partitions_of(self._consumer, self._names.of(topic))
 
     def _resolve_ends(self) -> set[Place]:
         """Make the start offsets numbers; returns the places that begin at whatever the log has first."""

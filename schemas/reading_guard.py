@@ -13,7 +13,8 @@ from collections.abc import Mapping, Set
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, raise_lasting
+from tidemill.schemas.client_settings import raise_lasting
+from tidemill.schemas.partitions import watermarks
 from tidemill.schemas.progress import Place, ReadingWatch, Stall
 from tidemill.schemas.retention import RetentionGap, TopicMadeAnew
 
@@ -21,8 +22,6 @@ LOG = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 2.0
 """Longest wait for the end of a partition while records could be read meanwhile."""
 OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION})
-NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
-"""What a partition answers that was created a moment ago, or whose leader moves."""
 
 
 class ReadingStalled(RuntimeError):
@@ -31,19 +30,6 @@ class ReadingStalled(RuntimeError):
     def __init__(self, stall: Stall) -> None:
         super().__init__(f"{stall}; start this process again")
         self.stall = stall
-
-
-def watermarks(consumer: Consumer, place: Place, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
-    """First offset that a partition keeps, and its end. Raises KafkaException when the log does not answer in time."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            low, high = consumer.get_watermark_offsets(TopicPartition(*place), timeout=timeout_s)
-            return low, high
-        except KafkaException as error:
-            if error.args[0].code() not in NOT_YET_THERE or time.monotonic() > deadline:
-                raise
-            time.sleep(RETRY_S)
 
 
 class ReadingGuard:

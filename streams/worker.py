@@ -27,6 +27,7 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.liveness import EXIT_HUNG
 from tidemill.schemas.located import Located
 from tidemill.schemas.progress import Place
 from tidemill.schemas.retention import RetentionGap
@@ -44,7 +45,6 @@ from tidemill.streams.watchdog import Progress, Stall, Watchdog
 from tidemill.streams.writes import Write, Writes, state_steps
 
 STOP_TIMEOUT_S = 20.0
-EXIT_STALLED = 70
 LOG = logging.getLogger("tidemill.streams")
 
 
@@ -309,7 +309,7 @@ class StreamWorker:
         except TimeoutError:
             # A worker that joins a group does not hear a stop. Nothing is lost: what was not written is read again.
             LOG.error("Faust did not stop within %g s; ending the process", STOP_TIMEOUT_S)
-            os._exit(EXIT_STALLED)
+            os._exit(EXIT_HUNG)
         finally:
             if watchdog:
                 await asyncio.to_thread(watchdog.stop)
@@ -327,7 +327,7 @@ class StreamWorker:
             LOG.error("%s", stall)
             loop.call_soon_threadsafe(self._fail, StreamFailure(str(stall)))
             # A hung event loop never gets there.
-            threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_STALLED]).start()
+            threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG]).start()
 
         watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, end)
         watchdog.start()

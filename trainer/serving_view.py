@@ -15,7 +15,15 @@ import torch
 
 from tidemill.trainer.publication.weights import tensor_infos, total_fingerprint
 
-__all__ = ["SERVING_DTYPE", "ServingView", "bf16_bits", "serving_view", "tensor_infos", "total_fingerprint"]
+__all__ = [
+    "SERVING_DTYPE",
+    "ServingView",
+    "bf16_bits",
+    "fingerprint_of",
+    "serving_view",
+    "tensor_infos",
+    "total_fingerprint",
+]
 
 SERVING_DTYPE = "bfloat16"
 
@@ -36,6 +44,11 @@ def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
             seen.add(id(tensor))
             view[name] = bf16_bits(name, tensor)
     return view
+
+
+def fingerprint_of(view: ServingView) -> str:
+    """Of all weights of a view, hexadecimal: what `train.steps` and the manifests record."""
+    return total_fingerprint(tensor_infos(view)).hex()
 
 
 def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:

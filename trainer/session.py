@@ -29,7 +29,7 @@ from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.publish import WeightPublisher
-from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import Taken, plan_of, record_of, staleness_records
 
@@ -186,7 +186,7 @@ class Session:
     def _snapshot(self, step: int) -> Place:
         view = serving_view(self._learner.model)
         # Each step makes one version, and version 0 is what the run starts from.
-        return Place(step=step, version=step, view=view, fingerprint=total_fingerprint(tensor_infos(view)).hex())
+        return Place(step=step, version=step, view=view, fingerprint=fingerprint_of(view))
 
     def _finish(self, record: TrainStep, batch: Batch) -> None:
         newest = self._publisher.newest

@@ -96,8 +96,8 @@ def import_command(
 
     pace, settings = speed_of(speed), settings_of({})
     check_prefix(settings.kafka.topic_prefix, into)
-    if sha256 is not None and _sha256(file) != sha256.lower():
-        raise ArchiveError(f"{file} has sha256 {_sha256(file)}: it is not the file that was exported")
+    if sha256 is not None and (found := _sha256(file)) != sha256.lower():
+        raise ArchiveError(f"{file} has sha256 {found}: it is not the file that was exported")
     with remaining("checking") as progress:
         origin = ArchiveOrigin(file, progress)
     kafka = with_reachable_log(settings).kafka

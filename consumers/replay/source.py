@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from tidemill.consumers.reading import SILENCE_S
 from tidemill.consumers.replay.merge import Merge
 from tidemill.consumers.replay.raw import Lane, RawRecord, raw_record
 from tidemill.consumers.replay.selection import READ_COMMITTED
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, consumer_settings, raise_lasting
+from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, groupless_settings, raise_lasting
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.partitions import offset_since, watermarks
 
 CLIENT_ID = "tidemill-replay"
 POLL_S = 0.1
@@ -40,11 +41,8 @@ class LogSource:
 
     def __init__(self, kafka: KafkaSettings, isolation: str = READ_COMMITTED) -> None:
         self._prefix = kafka.topic_prefix
-        self._settings = consumer_settings(kafka, CLIENT_ID, f"{CLIENT_ID}-groupless") | {
-            "isolation.level": isolation,
-            "partition.assignment.strategy": "range",
-            "enable.partition.eof": True,
-        }
+        own = {"isolation.level": isolation, "enable.partition.eof": True}
+        self._settings = groupless_settings(kafka, CLIENT_ID) | own
         self._consumer = Consumer(self._settings)
 
     def partitions(self, topic: str) -> int:
@@ -55,23 +53,11 @@ class LogSource:
 
     def bounds(self, lane: Lane) -> Range:
         """What the log holds of a partition now: from its first offset to the one that the next record will have."""
-        deadline = time.monotonic() + METADATA_TIMEOUT_S
-        while True:
-            try:
-                low, high = self._consumer.get_watermark_offsets(self._at(lane), timeout=METADATA_TIMEOUT_S)
-                return Range(low, high)
-            except KafkaException as error:
-                # A partition made a moment ago, or whose leader moves, answers with a passing error first.
-                if error.args[0].code() not in TRANSIENT or time.monotonic() > deadline:
-                    raise
-                time.sleep(RETRY_S)
+        return Range(*watermarks(self._consumer, self._full(lane)))
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
         """The first offset whose record is not older than a time; None when there is none."""
-        (found,) = self._consumer.offsets_for_times([self._at(lane, timestamp_ms)], timeout=METADATA_TIMEOUT_S)
-        if found.error is not None:
-            raise KafkaException(found.error)
-        return found.offset if found.offset >= 0 else None
+        return offset_since(self._consumer, self._full(lane), timestamp_ms)
 
     def first(self, lane: Lane) -> RawRecord | None:
         """The oldest record that the log holds of a partition."""
@@ -107,8 +93,8 @@ class LogSource:
         """Give the connections back."""
         self._consumer.close()
 
-    def _at(self, lane: Lane, offset: int = 0) -> TopicPartition:
-        return TopicPartition(self._prefix + lane[0], lane[1], offset)
+    def _full(self, lane: Lane) -> Lane:
+        return self._prefix + lane[0], lane[1]
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
 from tidemill.consumers.sink.rows import DeadLetter, Place, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
+from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, groupless_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import (
     HEADER_APPLICATION,
@@ -21,6 +21,7 @@ from tidemill.schemas.dead_letter import (
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
+from tidemill.schemas.partitions import watermarks
 from tidemill.schemas.reading_guard import ReadingGuard
 
 CLIENT_ID = "tidemill-sink-dlq"
@@ -59,9 +60,7 @@ class DeadLetterReader:
     def __init__(
         self, kafka: KafkaSettings, start: Mapping[Place, int], topics: Iterable[Topic] = tuple(CATALOGUE)
     ) -> None:
-        settings = consumer_settings(kafka, CLIENT_ID, f"{CLIENT_ID}-groupless")
-        own = {"partition.assignment.strategy": "range", "auto.offset.reset": "error"}
-        self._consumer = Consumer({**settings, **own})
+        self._consumer = Consumer(groupless_settings(kafka, CLIENT_ID) | {"auto.offset.reset": "error"})
         self._guard = ReadingGuard(self._consumer, CLIENT_ID, kafka.stall_timeout_s)
         names = Names(kafka.topic_prefix)
         wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
@@ -102,10 +101,9 @@ class DeadLetterReader:
     def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Row]:
         """Every dead letter up to the end of each topic as it is now. Raises TimeoutError past the deadline."""
         deadline = time.monotonic() + deadline_s
-        ends = [self._consumer.get_watermark_offsets(tp, timeout=METADATA_TIMEOUT_S) for tp in self._assignment]
-        left = {
-            (tp.topic, tp.partition): high for tp, (low, high) in zip(self._assignment, ends, strict=True) if high > low
-        }
+        places = [(tp.topic, tp.partition) for tp in self._assignment]
+        bounds = {place: watermarks(self._consumer, place) for place in places}
+        left = {place: high for place, (low, high) in bounds.items() if high > low}
         while left:
             if time.monotonic() > deadline:
                 raise TimeoutError(

@@ -17,7 +17,7 @@ from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.resume import online_rules_of, rules_of
-from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import fingerprint_of, serving_view
 from tidemill.trainer.step import Learner
 
 ON = OnlineSettings(enabled=True)
@@ -133,7 +133,7 @@ def test_the_pull_to_the_reference_is_over_both_parts(tiny_model, make_trainable
 
 
 def fingerprint(learner: Learner) -> str:
-    return total_fingerprint(tensor_infos(serving_view(learner.model))).hex()
+    return fingerprint_of(serving_view(learner.model))
 
 
 def test_an_online_step_is_repeatable_bit_for_bit_and_larger_by_its_scale(

@@ -30,8 +30,9 @@ from tidemill.trainer.history import read_steps
 from tidemill.trainer.publish import PublishSettings
 from tidemill.trainer.replay.inspection import write_halt, write_metrics
 from tidemill.trainer.replay.reading import NoProducer, ReadOnlyError, read_groups
-from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay, fingerprint_of
+from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay
 from tidemill.trainer.run import run
+from tidemill.trainer.serving_view import fingerprint_of
 from tidemill.trainer.session import NotRepeatableError
 
 STEPS = 5

@@ -16,7 +16,7 @@ from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSet
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import ObjectiveName
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import fingerprint_of, serving_view
 from tidemill.trainer.step import Learner, split
 
 NO_KL = KlSettings(coefficient=0.0)
@@ -28,7 +28,7 @@ def settings_of(**changes: object) -> TrainerSettings:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    return total_fingerprint(tensor_infos(serving_view(model))).hex()
+    return fingerprint_of(serving_view(model))
 
 
 def mean_logprob(learner: Learner, rollout) -> float:

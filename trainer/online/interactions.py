@@ -13,10 +13,11 @@ from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_interaction
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings, raise_lasting
+from tidemill.schemas.client_settings import groupless_settings, raise_lasting
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, locate
+from tidemill.schemas.partitions import watermarks
 from tidemill.schemas.records import Interaction, OnlineMember
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import Exclusion
@@ -46,9 +47,8 @@ class InteractionLog:
         self._topic = self._names.of(Topic.INTERACTIONS)
         self._partitions = CATALOGUE[Topic.INTERACTIONS].partition_count(kafka)
         self._vocab_size = vocab_size
-        settings = consumer_settings(kafka, CLIENT, f"{CLIENT}-groupless")
         # The end of a partition has to be told from a pause: what lies there may have been compacted away.
-        self._consumer = Consumer({**settings, "enable.partition.eof": True})
+        self._consumer = Consumer(groupless_settings(kafka, CLIENT) | {"enable.partition.eof": True})
 
     def fetch(self, members: Iterable[OnlineMember]) -> dict[Place, Found]:
         """What lies where each member points to, checked.
@@ -114,8 +114,7 @@ class InteractionLog:
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for partition in sorted({p for p, _ in places if 0 <= p < self._partitions}):
-            tp = TopicPartition(self._topic, partition)
-            low, high = self._consumer.get_watermark_offsets(tp, timeout=METADATA_TIMEOUT_S)
+            low, high = watermarks(self._consumer, (self._topic, partition))
             kept = [offset for p, offset in places if p == partition and low <= offset < high]
             if kept:
                 first[partition], last[partition] = min(kept), max(kept)

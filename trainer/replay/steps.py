@@ -28,7 +28,7 @@ from tidemill.trainer.model import load_model
 from tidemill.trainer.online.rewind import way_back
 from tidemill.trainer.replay.reading import NoProducer
 from tidemill.trainer.resume import make_learner
-from tidemill.trainer.serving_view import ServingView, serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.session import NotRepeatableError
 
 
@@ -205,11 +205,6 @@ class StepReplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._inputs.__exit__(kind, error, trace)
-
-
-def fingerprint_of(view: ServingView) -> str:
-    """The fingerprint of a whole version, hexadecimal."""
-    return total_fingerprint(tensor_infos(view)).hex()
 
 
 def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings) -> TrainerSettings:
