@@ -27,6 +27,7 @@ from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.endings import DecidedStep, Endings, Progress, place_of_exclusion
 from tidemill.trainer.groups import TrainableGroup, completed, has_signal
 from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.undefined_lag import SetAside
 
 
 class Exclusion(StrEnum):
@@ -101,6 +102,19 @@ class BatchBuilder:
         self._abandoned: frozenset[int] = frozenset()
         self._waiting: list[TrainableGroup] = []
         self._excluded: list[StepExclusion] = []
+        self._set_aside = SetAside()
+
+    @property
+    def missed(self) -> SetAside | None:
+        """The groups of undefined lag that the next batch lacks; None while it would not be full with them either."""
+        size = self._rules.groups_per_step
+        lacking = self._set_aside.groups and len(self._waiting) < size <= len(self._waiting) + self._set_aside.groups
+        return self._set_aside if lacking else None
+
+    @property
+    def incarnation(self) -> str | None:
+        """Of the versions that groups have to be sampled under; None: of any."""
+        return self._incarnation
 
     @property
     def waiting(self) -> int:
@@ -148,6 +162,8 @@ class BatchBuilder:
         if group.mode is Mode.TRAIN and group.expected_size < 2 and self._rules.advantage is not AdvantageKind.RAW:
             raise GroupTooSmallError(self._rules.advantage.value, group.expected_size)
         reason = Exclusion.REPLAYED if self._is_foreign_replay(replay_id) else self._reason(group, version)
+        if reason is Exclusion.UNDEFINED_LAG:
+            self._set_aside.take_ahead(max(member.version_max for member in completed(group)))
         if reason is not None:
             self.exclude(place, group, reason)
         return reason is None
@@ -156,7 +172,8 @@ class BatchBuilder:
         """Queue a wanted group with its rollouts, unless they may not be trained."""
         if any(map(self._is_foreign_replay, candidate.replays)):
             self.exclude(candidate.place, candidate.group, Exclusion.REPLAYED)
-        elif any(map(self._is_of_other_versions, candidate.rollouts)):
+        elif foreign := {r.incarnation for r in candidate.rollouts if self._is_of_other_versions(r)}:
+            self._set_aside.take_foreign(foreign)
             self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
         else:
             self._waiting.append(candidate)
@@ -197,6 +214,7 @@ class BatchBuilder:
         for candidate in chosen:
             self._endings.end(candidate.place, remember=True)
         exclusions, self._excluded = self._excluded, []
+        self._set_aside = SetAside()
         for exclusion in exclusions:
             # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.
             self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))

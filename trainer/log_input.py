@@ -7,6 +7,7 @@ What is undecodable or is no group goes to the dead-letter topic, and reading go
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -25,6 +26,9 @@ from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
 from tidemill.trainer.groups import TrainableGroup, completed
 from tidemill.trainer.rollout_log import CLIENT, FETCH_DEADLINE_S, MissingRolloutError, RolloutLog
+from tidemill.trainer.undefined_lag import Reminder
+
+_log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -140,6 +144,7 @@ class LogInput:
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._vocab_size = vocab_size
         self._undecided: deque[Reference[Group]] = deque()
+        self._reminder = Reminder()
 
     def poll(self, timeout_s: float, version: int) -> None:
         """Read on: hold the next rollouts and let the builder decide the next groups at trainer version `version`.
@@ -154,6 +159,12 @@ class LogInput:
             self._undecided.extend(self._groups.poll(timeout_s))
         while self._undecided and not self._builder.full:
             self._decide(self._undecided.popleft(), version)
+        self._warn(version)
+
+    def _warn(self, version: int) -> None:
+        missed = self._builder.missed
+        if missed is not None and self._reminder.due(time.monotonic()):
+            _log.warning("the next step waits for groups: %s", missed.told(self._builder.incarnation, version))
 
     def _decide(self, read: Reference[Group], version: int) -> None:
         if not self._builder.wants(read.place, read.record, version, read.replay_id):

@@ -33,6 +33,7 @@ from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.rollout_log import ReadAhead
+from tidemill.trainer.undefined_lag import Reminder
 
 RULES = Rules("run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100)
 
@@ -179,6 +180,32 @@ def test_groups_whose_lag_is_undefined_are_excluded(good, make_rollout) -> None:
     batch = builder.close(0)
     assert [g.group.group_id for g in batch.groups] == ["mine", "unsaid"]
     assert {e.group_id: e.reason for e in batch.exclusions} == {"other": "undefined_lag", "ahead": "undefined_lag"}
+
+
+def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_them(good, make_rollout) -> None:
+    builder = BatchBuilder(RULES, incarnation="mine")
+    accept(builder, good("other"), 0, [make_rollout("other", 0, 1.0, incarnation="theirs")])
+    assert builder.missed is None, "one more would not make a batch"
+    assert not feed(builder, good("ahead", version=7), 1, version=0)
+    missed = builder.missed
+    assert missed is not None
+    assert (missed.of_others, missed.ahead, missed.newest) == (1, 1, 7)
+    said = missed.told(builder.incarnation, 0)
+    for part in ("2 groups", "theirs", "mine", "trainer.publish.incarnation", "up to 7", "trainer.in_order"):
+        assert part in said
+    feed(builder, good("a"), 2)
+    feed(builder, good("b"), 3)
+    assert builder.missed is None, "there is a batch without them"
+    batch = builder.close(0)
+    assert batch is not None
+    assert len(batch.exclusions) == 2
+    feed(builder, good("c"), 4)
+    assert builder.missed is None, "the step before has said why"
+
+
+def test_what_lasts_is_told_at_once_and_then_rarely() -> None:
+    reminder = Reminder(every_s=60.0)
+    assert [now for now in range(0, 200, 10) if reminder.due(float(now))] == [0, 60, 120, 180]
 
 
 def test_what_a_replay_wrote_is_trained_only_when_told(good) -> None:
@@ -451,6 +478,24 @@ def test_what_a_replay_wrote_is_told_by_its_headers(log, make_rollout, make_memb
         assert {e.group_id: e.reason for e in batch.exclusions} == (
             {} if accepted else {"group": "replayed", "rollout": "replayed"}
         )
+
+
+def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_once(
+    log, make_rollout, make_member, make_group, caplog
+) -> None:
+    producer = RecordProducer(log, "test")
+    for number in range(5):
+        rollouts = [make_rollout(f"g{number}", i, float(i), incarnation="theirs") for i in range(2)]
+        write_group(producer, rollouts, make_member, make_group, closed_at=number)
+    builder = BatchBuilder(RULES, incarnation="mine")
+    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source, caplog.at_level("WARNING"):
+        deadline = time.monotonic() + 60
+        while len(builder._excluded) < 5 and time.monotonic() < deadline:
+            source.poll(0.1, 0)
+        source.poll(0.1, 0)
+    said = [r.getMessage() for r in caplog.records if "policy lag is undefined" in r.getMessage()]
+    assert len(said) == 1
+    assert "another incarnation (theirs; this trainer's is mine)" in said[0]
 
 
 def ends(log: KafkaSettings, topic: Topic) -> int:
