@@ -217,10 +217,10 @@ class Execution:
                 self._fallen(ended.name, FaultKind.DISK)
 
     def _under(self, name: str) -> str:
-        """The kind of fault that a role is under now; of several the one that came last."""
-        kinds = [struck.fault.kind for struck in self.result.struck if struck.fault.target == name]
-        under = name in self._cut or name in self._full
-        return kinds[-1].value if kinds and under else ""
+        """The kind of fault that a role is under now; empty for none."""
+        if name in self._full:
+            return FaultKind.DISK
+        return FaultKind.PARTITION if name in self._cut else ""
 
     def _take_back(self, now: float) -> None:
         while self._undo and self._undo[0][0] <= now:

@@ -33,6 +33,9 @@ MEANT = {
     FaultKind.BROKER_PAUSE: "SIGSTOP of a broker, SIGCONT later",
 }
 NAMES = frozenset(kind.value for kind in FaultKind)
+WORKS_LIKE = {"feed-online": "feed", "rollout-online": "rollout", "train-online": "train", "stable": "replica",
+              "canary": "replica"}  # fmt: skip
+"""Roles of act two by the role of act one that runs the same code."""
 NOTICED = {
     FaultKind.KILL: {
         "feed": "process manager; no new tasks",
@@ -41,6 +44,12 @@ NOTICED = {
         "train": "process manager; the step planned in `train.steps` has no record",
         "replica": "process manager; requests fail and are tried again, no acks",
         "sink": "process manager; its tables stop at their watermarks",
+        "join": "process manager; interactions wait for their end",
+        "batches": "process manager; rewarded interactions wait for a batch",
+        "gate": "process manager; no decision comes, and what was promoted goes on being served",
+        "route": "process manager; the product's requests fail, and are its own to try again",
+        "gateway": "process manager; backends get no 202, and send again under the same event id",
+        "users": "process manager; they are the product: nobody asks",
     },
     FaultKind.PAUSE: {"": "nobody, when short; else consumer session, HTTP time-out, the role's own watchdog"},
     FaultKind.PARTITION: {"": "consumer session; delivery time-out; the role's watchdog: the log does not answer"},
@@ -88,20 +97,24 @@ def kind_of(target: str) -> str:
 
 def _runs(results: Sequence[Result]) -> str:
     head = (
-        "| seed | brokers | faults | steps | rollouts | audit | lost | twice | steps made again | calm run | minutes |"
+        "| act | seed | brokers | faults | steps | rollouts | answers to users | audit | lost | twice "
+        "| steps made again | calm run | minutes |"
     )
-    lines = [head, "|" + " --- |" * 11]
+    lines = [head, "|" + " --- |" * 13]
     for result in results:
         storm, audit, bits = (_need(result, name) for name in ("storm", "audit", "bit_equality"))
         calm = bits["equal_to_an_undisturbed_trainer"]
+        product = _find(result, "product")
         cells = [
-            storm["seed"], storm["brokers"], storm["faults"], storm["steps"], storm["rollouts"],
+            storm.get("act", "one"), storm["seed"], storm["brokers"], storm["faults"], storm["steps"],
+            storm["rollouts"], product["interactions"] if product else "-",
             "clean" if audit["clean"] else "**not clean**", audit["lost"], audit["twice"],
             "bit-equal" if bits["every_step_made_again_is_equal"] else "**not equal**",
             "-" if calm is None else "bit-equal" if calm else "**not equal**", round(storm["seconds"] / 60, 1),
         ]  # fmt: skip
         lines.append(_line(cells))
-    return "## Runs\n\n" + "\n".join(lines)
+    note = "Act one is the simulated loop; in act two users are served, and the model learns from them."
+    return "## Runs\n\n" + "\n".join(lines) + f"\n\n{note}"
 
 
 def _faults(storms: Sequence[Result], rolled: Sequence[Result]) -> str:
@@ -118,7 +131,8 @@ def _faults(storms: Sequence[Result], rolled: Sequence[Result]) -> str:
     for (kind, target), row in sorted(rows.items(), key=lambda item: (list(FaultKind).index(item[0][0]), item[0][1])):
         outcome = "nothing lost, nothing twice" if row.clean == row.times else f"**clean in {row.clean}**"
         outcome = outcome if row.times else "**not tried in these runs**"
-        noticed = NOTICED[kind].get(target) or NOTICED[kind].get("") or ""
+        noticed = next((NOTICED[kind][name] for name in (target, WORKS_LIKE.get(target), "")
+                        if name in NOTICED[kind]), "")  # fmt: skip
         if row.ended:
             outcome += f"; the role ended by itself {row.ended} times and was started again"
         lines.append(_line([MEANT[kind], target, row.times, outcome, noticed, _times(row.seconds), _work(row)]))
@@ -128,7 +142,7 @@ def _faults(storms: Sequence[Result], rolled: Sequence[Result]) -> str:
 
 
 def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
-    storm, repeated = _need(result, "storm"), _need(result, "repeated_work")
+    storm = _need(result, "storm")
     clean = bool(_need(result, "verdict")["clean"])
     first: dict[str, FaultKind] = {}
     for name, targets in storm["by_target"].items():
@@ -142,7 +156,7 @@ def _add(rows: dict[tuple[FaultKind, str], Row], result: Result) -> None:
             if name in NAMES:
                 rows[FaultKind(name), kind_of(role)].seconds += found["seconds"]
     for target, kind in first.items():
-        for what, count in _repeated_by(target, repeated).items():
+        for what, count in _repeated_by(target, result).items():
             rows[kind, target].repeated[what] += count
     for life in _need(result, "ended_by_themselves")["lives"]:
         target = kind_of(life["name"])
@@ -164,8 +178,10 @@ def _turns(result: Result) -> list[Mapping[str, Any]]:
     return [figure for figure in result if figure["figure"] == "broker_returned"]
 
 
-def _repeated_by(target: str, repeated: Mapping[str, Any]) -> dict[str, int]:
-    match target:
+def _repeated_by(target: str, result: Result) -> dict[str, int]:
+    repeated = _need(result, "repeated_work")
+    again = (_find(result, "product") or {}).get("written_again", {})
+    match WORKS_LIKE.get(target, target):
         case "feed":
             return {"tasks issued twice": repeated["tasks"]}
         case "rollout":
@@ -182,9 +198,18 @@ def _repeated_by(target: str, repeated: Mapping[str, Any]) -> dict[str, int]:
                 "recorded twice": repeated["steps_recorded_again"],
             }
         case "replica":
-            return {"versions loaded whole again": sum(repeated["versions_loaded_whole_again"].values())}
+            loaded = repeated["versions_loaded_whole_again"].items()
+            return {"versions loaded whole again": sum(n for name, n in loaded if kind_of(name) == target)}
         case "sink":
             return {"rows twice": repeated["sink_rows_twice"]}
+        case "join":
+            return {"outcomes written again, all the same bytes": again["outcomes"]}
+        case "batches":
+            return {"batches written again, all the same bytes": again["batches"]}
+        case "route":
+            return {"answers recorded twice": again["interactions"]}
+        case "gateway":
+            return {"signals sent again under their own id, the SDK's included": again["feedback"]}
         case _:
             return {}
 
