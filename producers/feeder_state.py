@@ -8,7 +8,9 @@ issue now. What holds:
   that a killed feeder did not get to the log, while later ones did, is issued first;
 - no training task is issued while the evaluation before is open, and the evaluation after begins when the last version
   is served;
-- a held-out group that never closes stops being waited for once it is overdue.
+- a held-out group that never closes stops being waited for once it is overdue;
+- a held-out task with a rollout that failed is asked for again while the same version is served, each time after twice
+  as long: a gate that waits for so many rollouts of that version would otherwise wait for ever.
 """
 
 from __future__ import annotations
@@ -21,10 +23,24 @@ from typing import NamedTuple
 from tidemill.producers.admission import AdmissionController, AdmissionPolicy, Expired
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.task_names import Stage, TaskName, parse_task_name
+from tidemill.producers.task_source import evaluation_size
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import Group, Manifest, Mode, Record, Task, TrainStep, WeightAck
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    Manifest,
+    Mode,
+    Record,
+    RolloutStatus,
+    Task,
+    TrainStep,
+    WeightAck,
+)
+
+AGAIN_AFTER_US = to_us(10)
+"""So long after a held-out rollout failed its task is asked for again, for the first time."""
 
 
 def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
@@ -74,6 +90,8 @@ class FeederState:
         self._eval_issued: dict[_EvalSet, set[int]] = {}
         self._eval_open: dict[str, int] = {}
         self._eval_closed: set[str] = set()
+        self._eval_failed: dict[str, int] = {}
+        """Held-out groups with a rollout that failed, and when they closed."""
         self._manifest_version = -1
 
     @property
@@ -90,8 +108,7 @@ class FeederState:
             case Task():
                 self._observe_task(record)
             case Group(mode=Mode.EVAL):
-                self._eval_closed.add(record.group_id)
-                self._eval_open.pop(record.group_id, None)
+                self._observe_evaluated(record)
             case Manifest():
                 self._manifest_version = max(self._manifest_version, record.version)
             case _:
@@ -101,7 +118,7 @@ class FeederState:
         """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
         expired = self._admission.expire(now_us)
         overdue = self._expire_evaluations(now_us)
-        names = (*self._evaluations(), *self._training()) if self._admission.ready else ()
+        names = (*self._evaluations(now_us), *self._training()) if self._admission.ready else ()
         done = not names and self._over()
         return Decision(names, done, Expired((*expired.groups, *overdue), expired.replicas))
 
@@ -138,6 +155,13 @@ class FeederState:
         if task.group_id not in self._eval_closed:
             self._eval_open[task.group_id] = task.deadline_at
 
+    def _observe_evaluated(self, group: Group) -> None:
+        self._eval_closed.add(group.group_id)
+        self._eval_open.pop(group.group_id, None)
+        failed = any(member.status is RolloutStatus.FAILED for member in group.members)
+        if failed and group.closed_by is not CloseReason.LATE:
+            self._eval_failed[group.group_id] = group.closed_at
+
     def _observe_training(self, index: int) -> None:
         if index >= self._unissued:
             self._issued_ahead.add(index)
@@ -151,6 +175,7 @@ class FeederState:
         for group in overdue:
             del self._eval_open[group]
             self._eval_closed.add(group)
+            self._eval_failed[group] = now_us
         return overdue
 
     def _training(self) -> Iterator[TaskName]:
@@ -160,12 +185,25 @@ class FeederState:
         for index in islice(unissued, self._admission.capacity()):
             yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
 
-    def _evaluations(self) -> Iterator[TaskName]:
+    def _evaluations(self, now_us: int) -> Iterator[TaskName]:
         for due in self._due():
             issued = self._eval_issued.get(due, set())
             for index in range(self._size(due.stage)):
                 if index not in issued:
-                    yield TaskName(self._run.run_id, due.stage, due.version, index)
+                    yield self._name(due, index)
+                elif due.version == self._admission.served_version:
+                    yield from self._again(due, index, now_us)
+
+    def _again(self, due: _EvalSet, index: int, now_us: int) -> Iterator[TaskName]:
+        """Held-out task `index` once more, where a rollout of the last time failed long enough ago."""
+        size, issued = self._size(due.stage), self._eval_issued[due]
+        times = next(times for times in count(1) if index + times * size not in issued)
+        failed_at = self._eval_failed.get(str(self._name(due, index + (times - 1) * size)))
+        if failed_at is not None and now_us >= failed_at + AGAIN_AFTER_US * 2 ** (times - 1):
+            yield self._name(due, index + times * size)
+
+    def _name(self, due: _EvalSet, index: int) -> TaskName:
+        return TaskName(self._run.run_id, due.stage, due.version, index)
 
     def _due(self) -> Iterator[_EvalSet]:
         served = self._admission.served_version
@@ -187,14 +225,14 @@ class FeederState:
         return next((known for known in self._eval_issued if known.stage is stage), None)
 
     def _size(self, stage: Stage) -> int:
-        return self._feed.eval_during_tasks if stage is Stage.EVAL_DURING else self._feed.eval_tasks
+        return evaluation_size(self._feed, stage)
 
     def _before_pending(self) -> bool:
         return self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE))
 
     def _incomplete(self, stage: Stage) -> bool:
         begun = self._begun(stage)
-        return begun is None or len(self._eval_issued[begun]) < self._size(stage)
+        return begun is None or any(index not in self._eval_issued[begun] for index in range(self._size(stage)))
 
     def _stage_open(self, stage: Stage) -> bool:
         names = (parse_task_name(group) for group in self._eval_open)

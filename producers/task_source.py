@@ -1,7 +1,8 @@
 """Turns the names that the feeder decides on into tasks, by drawing from an environment.
 
 What holds: a training payload is issued once in a run, restarts and changed options included, and is never one of the
-held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare.
+held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and comes again under
+the index `i + n * size` where an evaluation of that size asks for it again.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class TaskSource:
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
         """The task to issue under `name`. Raises `TaskError` when the environment has no unused one left."""
-        draft = self._unused() if name.stage is Stage.TRAIN else self._held_out[name.index]
         training = name.stage.mode is Mode.TRAIN
+        draft = self._unused() if training else self._held_out[name.index % evaluation_size(self._feed, name.stage)]
         deadline_s = self._feed.deadline_s if training else self._feed.eval_deadline_s
         return Task(
             task_id=str(name),
@@ -71,6 +72,11 @@ class TaskSource:
                 self._used.add(draft.payload)
                 return draft
         raise TaskError(f"{self._environment.name} has no unused training task left; allow more by its options")
+
+
+def evaluation_size(feed: FeedSettings, stage: Stage) -> int:
+    """Held-out tasks of an evaluation."""
+    return feed.eval_during_tasks if stage is Stage.EVAL_DURING else feed.eval_tasks
 
 
 def task_seed(run_seed: int, name: TaskName) -> int:

@@ -310,6 +310,37 @@ def test_an_evaluation_that_never_closes_is_not_waited_for():
     assert len(decision.names) == 4
 
 
+def failing(task: Task) -> Group:
+    group = closed(task)
+    last = replace(group.members[-1], status=RolloutStatus.FAILED, reward=None, success=None)
+    return replace(group, members=[*group.members[:-1], last])
+
+
+def test_a_held_out_task_whose_rollout_failed_is_asked_for_again_while_its_version_is_served():
+    world = World(FEED.model_copy(update={"eval_before": False, "eval_every": 1, "eval_during_tasks": 2}))
+    world.write(manifest(0), ack(0))
+    world.train(1, world.issue()[:2])
+    world.write(ack(1, 1))
+    (first, second) = [task for task in world.issue() if task.mode is Mode.EVAL]
+    world.write(closed(first), failing(second))
+    asked, waited_s = [second], []
+    for _ in range(3):
+        began = world.now
+        while not (again := [task for task in world.issue() if task.mode is Mode.EVAL]):
+            world.now += SECOND
+            world.restart()
+        assert len(again) == 1 and again[0].payload == second.payload and again[0].seed != asked[-1].seed
+        waited_s.append((world.now - began) // SECOND)
+        asked += again
+        world.write(failing(replace(again[0], issued_at=world.now)))
+    assert [task.task_id for task in asked] == [f"run/eval-during/v1/{index}" for index in (1, 3, 5, 7)]
+    assert waited_s == [10, 20, 40]
+    world.train(2, [])
+    world.write(ack(2, 2))
+    world.now += 1000 * SECOND
+    assert not [name for name in stages(world.issue()) if "/v1/" in name], "another version is served"
+
+
 def test_evaluation_only():
     world = World(FEED.model_copy(update={"eval_after": False}), RUN.model_copy(update={"max_steps": 0}))
     world.write(manifest(0), ack(0))
