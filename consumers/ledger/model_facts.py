@@ -49,7 +49,7 @@ class Model:
         """Without the lists of their tensors and chunks."""
         self.skips: list[Standing[SkipDelta]] = []
         self.acks: list[Standing[WeightAck]] = []
-        self.decisions = 0
+        self.decisions: list[Standing[GateDecision]] = []
         """Decisions of the gate."""
         self.repeats: Counter[str] = Counter()
 
@@ -69,8 +69,8 @@ class Model:
                 self.skips.append(standing(located, replace(skip, shards=[])))
             case WeightAck() as ack:
                 self.acks.append(standing(located, ack))
-            case GateDecision():
-                self.decisions += 1
+            case GateDecision() as decision:
+                self.decisions.append(standing(located, decision))
 
     def _take_group(self, group: Standing[Group]) -> None:
         known = self.groups_of[group.record.group_id]

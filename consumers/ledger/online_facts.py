@@ -46,12 +46,14 @@ class Online:
     def __init__(self) -> None:
         self.served: dict[str, Served] = {}
         self.served_at_place: dict[Place, Served] = {}
-        self.erased: set[str] = set()
-        """Interactions that a tombstone ended."""
+        self.erased: dict[str, int] = {}
+        """Interactions that a tombstone ended, and when the first one was written, in microseconds."""
         self.ends: defaultdict[str, list[Standing[End]]] = defaultdict(list)
         self.batches: list[Standing[OnlineBatch]] = []
         self.erasures: dict[str, int] = {}
         """The newest time for which a user demanded to be erased."""
+        self.demands: defaultdict[str, set[int]] = defaultdict(set)
+        """Every time for which he did."""
         self.repeats: Counter[str] = Counter()
 
     def observe(self, located: Located) -> None:
@@ -65,6 +67,7 @@ class Online:
                 self.batches.append(standing(located, batch))
             case UserRequest(user_id=user, wish=UserWish.ERASE, at=at):
                 self.erasures[user] = max(at, self.erasures.get(user, at))
+                self.demands[user].add(at)
             case None if located.value is None:
                 self._bury(located)
 
@@ -91,7 +94,7 @@ class Online:
     def _bury(self, located: Located) -> None:
         name = (located.key or b"").decode("utf-8", "replace")
         if located.topic is Topic.INTERACTIONS:
-            self.erased.add(name)
+            self.erased.setdefault(name, located.timestamp_ms * 1_000)
             gone = self.served.pop(name, None)
             if gone is not None:
                 self.served_at_place.pop(gone.place, None)

@@ -482,6 +482,45 @@ def _disagree(log: RunLog) -> None:
     log.put(plan_of(replace(step, inputs=[], seed=9), "trainer-1"), at=START_US)
 
 
+def plan_on_answer(log: RunLog, name: str, user: str) -> r.TrainStep:
+    """Step 4 is planned on a further online batch, of one answer to a user; the step as it would be recorded."""
+    made = interaction(name, user, version=3, served_at=START_US + 20 * SECOND)
+    served = replace(made, incarnation=INCARNATION)
+    place = (0, log.put(served, at=served.served_at))
+    end = outcome(served, 1.0, place=place)
+    log.put(end, at=end.closed_at)
+    offset = log.put(online_batch(1, [member(end, place)], version=3), at=START_US + 40 * SECOND)
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    batch = r.StepInput(log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[-1].batch_id, "online-batches", 0, offset)
+    at = START_US + 50 * SECOND
+    step = replace(last, step=4, parent_version=3, inputs=[batch], exclusions=[], started_at=at)
+    log.put(plan_of(step), at=at)
+    return step
+
+
+def plan_anew(log: RunLog, step: r.TrainStep, **changes: Any) -> None:
+    """A trainer that came back plans a step on nothing of what was planned."""
+    log.put(plan_of(replace(step, inputs=[], **changes), "trainer-1"), at=step.started_at + SECOND)
+
+
+def _replan_for_another_user(log: RunLog) -> None:
+    """Of the users of the run one was erased, and the plan that is replaced reads nothing of his."""
+    plan_anew(log, plan_on_answer(log, "i9", "eve"))
+
+
+def _replan_before_erasure(log: RunLog) -> None:
+    step = plan_on_answer(log, "i9", "eve")
+    plan_anew(log, step)
+    log.put_bytes(Topic.INTERACTIONS, "i9", None, step.started_at + AuditRules(RUN).grace_us + SECOND)
+
+
+def _replan_from_the_same_version(log: RunLog) -> None:
+    """The gate rejected a version, and both plans start from another one."""
+    step = plan_on_answer(log, "i9", "eve")
+    log.put(r.GateDecision(RUN, "main", r.GateVerdict.REJECT, 2, "worse", "gate", {}, START_US), at=step.started_at)
+    plan_anew(log, step)
+
+
 def _serve_unproved(log: RunLog) -> None:
     log.put(replace(ack(3, r.AckStatus.REFUSED), replica_id="replica-1", serving_version=3), at=START_US)
 
@@ -562,6 +601,15 @@ PLANTED_FAULTS: tuple[PlantedFault, ...] = (
     ),
     PlantedFault("a step with other inputs than were planned", "plans", "train.steps[0]@5", _swap_inputs),
     PlantedFault("two plans of a step that disagree", "plans", "train.steps[0]@7", _disagree),
+    PlantedFault(
+        "a plan replaced though another user was erased", "plans", "train.steps[0]@7", _replan_for_another_user
+    ),
+    PlantedFault(
+        "a plan replaced before what it reads was erased", "plans", "train.steps[0]@7", _replan_before_erasure
+    ),
+    PlantedFault(
+        "a plan replaced though the gate left its version", "plans", "train.steps[0]@7", _replan_from_the_same_version
+    ),
     PlantedFault(
         "a step that counts a rollout too many",
         "inputs",

@@ -17,12 +17,16 @@ from tests.consumers.ledger_support import (
     START_US,
     PlantedFault,
     RunLog,
+    plan_anew,
     plan_of,
+    plan_on_answer,
     rollout,
     sound_log,
     task,
 )
+from tests.consumers.product_support import request
 from tidemill.consumers.ledger.audit import CHECKS
+from tidemill.consumers.ledger.rules import AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.trainer.batch_builder import BatchBuilder, Rules
@@ -259,6 +263,45 @@ def test_a_plan_may_be_replaced_for_a_reason_that_the_log_knows(why: str):
     other = replace(step, parent_version=2, config_hash="other" if why == "settings" else step.config_hash)
     log.put(plan_of(other, "trainer-1"), at=START_US)
     assert log.audit().passed
+
+
+GONE = {"a tombstone": True, "a demand": True, "compaction": True, "an older demand": False, "a later demand": False}
+
+
+@pytest.mark.parametrize("why", GONE)
+def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_is_gone(why: str):
+    log = sound_log()
+    step = plan_on_answer(log, "i9", "eve")
+    match why:
+        case "a tombstone":
+            log.put_bytes(Topic.INTERACTIONS, "i9", None, step.started_at)
+        case "a demand":
+            log.put(request("eve", r.UserWish.ERASE, step.started_at), at=step.started_at)
+        case "an older demand":
+            log.put(request("eve", r.UserWish.ERASE, START_US), at=step.started_at)
+        case "a later demand":
+            late = step.started_at + AuditRules(RUN).grace_us + SECOND
+            log.put(request("eve", r.UserWish.ERASE, late), at=step.started_at)
+        case "compaction":
+            log.hidden.add((Topic.INTERACTIONS, len(log.entries[Topic.INTERACTIONS]) - 1))
+            log.put(request("eve", r.UserWish.ERASE, step.started_at), at=step.started_at)
+    plan_anew(log, step)
+    assert [check.name for check in log.audit().failed] == ([] if GONE[why] else ["plans"])
+
+
+@pytest.mark.parametrize("topic", [Topic.ROLLOUTS, Topic.GROUPS])
+@pytest.mark.parametrize("beyond", [True, False], ids=["gone", "there"])
+def test_a_plan_may_be_replaced_when_the_log_begins_behind_what_it_reads(topic: Topic, beyond: bool):
+    log = sound_log()
+    waits = log.group_offsets["waits"][0]
+    read = min(one.offset for one in log.group(waits).members) if topic is Topic.ROLLOUTS else waits
+    inputs = [r.StepInput("waits", Topic.GROUPS.value, 0, waits)]
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    step = replace(last, step=4, parent_version=3, inputs=inputs, exclusions=[])
+    log.put(plan_of(step), at=START_US)
+    plan_anew(log, step)
+    log.low = {topic: read + beyond}
+    assert [check.name for check in log.audit(allow_truncated=True).failed] == ([] if beyond else ["plans"])
 
 
 def test_an_unknown_check_is_told_with_those_that_there_are():

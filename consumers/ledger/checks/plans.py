@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from tidemill.consumers.ledger.check import Case, Check
 from tidemill.consumers.ledger.facts import Facts
 from tidemill.consumers.ledger.finding import Finding
-from tidemill.consumers.ledger.model_facts import named
+from tidemill.consumers.ledger.gone import Readable
 from tidemill.consumers.trace.place import Place
-from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import StepPlan, TrainStep
+from tidemill.schemas.records import GateVerdict, StepPlan, TrainStep
 
 DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
+GIVES_UP = frozenset({GateVerdict.REJECT, GateVerdict.ROLL_BACK, GateVerdict.PROMOTE})
+"""Decisions after which versions may not be trained on."""
 
 
 _Plans = dict[int, tuple[Place, StepPlan]]
@@ -20,11 +21,12 @@ _Plans = dict[int, tuple[Place, StepPlan]]
 
 def _find(case: Case) -> Iterator[Finding]:
     plans: _Plans = {}
+    readable = Readable(case.facts, case.rules.grace_us)
     taken: dict[int, Place] = {}
     for standing in case.facts.model.begun_and_taken:
         said, number = standing.record, standing.record.step
         if isinstance(said, StepPlan):
-            problem = _of_plan(case.facts, said, plans, taken)
+            problem = _of_plan(case.facts, readable, said, plans, taken)
             plans[number] = (standing.place, said)
         else:
             problem = _of_step(said, plans)
@@ -42,25 +44,24 @@ def _of_step(step: TrainStep, plans: _Plans) -> str:
     return f"was taken with other {field} than {place} planned" if field else ""
 
 
-def _of_plan(facts: Facts, plan: StepPlan, plans: _Plans, taken: dict[int, Place]) -> str:
+def _of_plan(facts: Facts, readable: Readable, plan: StepPlan, plans: _Plans, taken: dict[int, Place]) -> str:
     if plan.step in taken:
         return f"was planned after it was taken, at {taken[plan.step]}"
     place, before = plans.get(plan.step, (None, plan))
     field = _difference(before, plan)
-    if not field or _is_outdated(facts, before, plan):
+    if not field or _is_outdated(facts, readable, before, plan):
         return ""
     return f"was planned at {place} with other {field}, and nothing in the log stood against that plan"
 
 
-def _is_outdated(facts: Facts, before: StepPlan, now: StepPlan) -> bool:
-    """Whether a trainer that came back may have had to plan anew."""
+def _is_outdated(facts: Facts, readable: Readable, before: StepPlan, now: StepPlan) -> bool:
+    """Whether a trainer that came back had to plan anew."""
     if before.trainer == now.trainer:
         return False
-    batches = {batch.place for batch in facts.online.batches}
-    places = [named(reference) for reference in before.inputs]
-    gone = any(place not in facts.model.group_at and place not in batches for place in places)
-    erased = any(place.topic == Topic.ONLINE_BATCHES for place in places) and bool(facts.online.erasures)
-    return before.config_hash != now.config_hash or facts.model.decisions > 0 or erased or gone
+    # Who goes on from a version that was given up goes on from another one.
+    moved = before.parent_version != now.parent_version
+    given_up = moved and any(decision.record.verdict in GIVES_UP for decision in facts.model.decisions)
+    return before.config_hash != now.config_hash or given_up or readable.lacks(before, now.at)
 
 
 def _difference(plan: StepPlan, other: StepPlan | TrainStep) -> str:
@@ -70,6 +71,7 @@ def _difference(plan: StepPlan, other: StepPlan | TrainStep) -> str:
 CHECK = Check(
     "plans",
     "every step was planned before it was taken, and was taken as it was planned last; a trainer that came back "
-    "planned it anew only where the settings, the gate, an erasure or a missing input stood against the first plan",
+    "planned it anew only where the settings, the gate, or the loss of something that it reads to retention or an "
+    "erasure stood against the first plan",
     _find,
 )
