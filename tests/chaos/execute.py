@@ -156,15 +156,24 @@ class Execution:
         """Nobody asks any more, and everything that was begun comes to its end. Raises Wedged."""
         for name in (USERS, self._course.feeder):
             self._keeper.retire(name)
-        self._moved = time.monotonic()
-        tally = self.result.tally
-        while (open_groups := tally.open_groups()) or tally.product.unended():
+        since = time.monotonic()
+        while still_open := self._still_open():
             self._listen()
             self._mend()
-            silent = time.monotonic() - self._moved
-            if silent > self._stall_s:
-                what = f"{len(open_groups)} groups and {len(tally.product.unended())} interactions did not end"
-                raise Wedged(f"{what} within {silent:.0f} s; the roles' logs are in {self._site.plan.log_directory}")
+            if time.monotonic() - since > self._stall_s:
+                raise Wedged(
+                    f"after {self._stall_s:.0f} s there are still {len(still_open)} groups and interactions without "
+                    f"an end, {still_open[0]} for one; the roles' logs are in {self._site.plan.log_directory}"
+                )
+
+    def _still_open(self) -> list[str]:
+        """Groups that were asked for and answers that were recorded which have no end."""
+        tally = self.result.tally
+        if not (tally.open_groups() or tally.product.unended()):
+            # What was written while nothing was known to be open counts as well.
+            for located in self._reader.read_to_end():
+                tally.observe(located)
+        return [*sorted(tally.open_groups()), *tally.product.unended()]
 
     def _listen(self) -> None:
         tally = self.result.tally

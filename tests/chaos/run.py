@@ -10,7 +10,8 @@ Prints one JSON line a figure.
     python -m tests.chaos.run brokers --brokers 3
 
 The first word may be `storm` (the default) or `brokers`: each broker of a stack killed and returned in turn, then
-paused in turn, under acknowledged load. Progress goes to standard error. Exit status 1 when anything was lost, done
+paused in turn, under acknowledged load. Each life of a role begins from the source tree as it then is: change nothing
+in it while a storm lasts, or run a copy. Progress goes to standard error. Exit status 1 when anything was lost, done
 twice or is not equal.
 """
 
