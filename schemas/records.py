@@ -591,7 +591,8 @@ class Interaction:
     session_id: str
     """Conversation that the answer belongs to; empty when the product names none."""
     arm: str
-    """Experiment arm that the user was in: the pool of replicas that answered."""
+    """Experiment arm that the user was in: the pool of replicas that answered. "fallback": drawn for the canary pool,
+    and answered by the stable one in its place."""
     propensity: float
     """Probability with which the arm was chosen, when it was."""
     consent: bool

@@ -19,10 +19,13 @@ SHARE = "share"
 
 
 class Arm(StrEnum):
-    """An arm of the experiment, which is a pool of replicas."""
+    """An arm of the experiment, which is a pool of replicas; and who is in none."""
 
     STABLE = "stable"
     CANARY = "canary"
+    FALLBACK = "fallback"
+    """Drawn for the canary arm and answered by the stable pool, since no canary replica answered: no answer of either
+    arm. Counted as the stable arm's, it would take its user from the canary arm for the whole of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class Exchange:
     def _served(self, answer: Answer) -> Served:
         lot = self._lot
         if lot.arm is not answer.arm:
-            lot = Lot(answer.arm, 1.0 - lot.propensity)
+            lot = Lot(Arm.FALLBACK, lot.propensity)
         return Served(
             interaction_id=self._id,
             user_id=self._user,

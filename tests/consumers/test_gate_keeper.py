@@ -136,6 +136,21 @@ def test_a_comparison_without_evidence_ends_as_the_settings_say(promote, verdict
     assert timed.last().verdict is verdict
 
 
+@pytest.mark.parametrize("arm", ["fallback", "stable"])
+def test_users_for_whom_the_stable_pool_stood_in_count_when_the_canary_is_back(arm: str):
+    product = Product(QUICK.model_copy(update={"max_seconds": 5.0, "promote_without_evidence": True, "min_users": 3}))
+    product.start()
+    for name in ("ann", "bob", "cid"):
+        product.serve(arm, 0, 1.0, user=name)
+        product.serve("stable", 0, 1.0, user=f"{name}'s neighbour")
+    tick(product, 6.0)
+    for name in ("ann", "bob", "cid"):
+        product.serve("canary", 1, 1.0, user=name)
+    tick(product, QUICK.user_window_s + 1.0)
+    # As answers of the stable arm they would have taken their users from the canary arm: it would never have enough.
+    assert (product.last().verdict is GateVerdict.PROMOTE) == (arm == "fallback")
+
+
 @pytest.mark.parametrize(
     "change", [{"observed": {"edit_made": 0.0}}, {"observed": {"edit_made": 1.0, "question_asked": 1.0}},
     {"observed": {"edit_made": 1.0, "tool_error": 1.0}}, {"sampled_tokens": 400}, {"sampled_tokens": 4},

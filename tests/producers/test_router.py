@@ -391,12 +391,12 @@ def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
 
     async def scenario():
         async with rig(canary=1, told=told) as router:
-            router.router.canary.observe(decision("canary", 7, share=0.9))
+            router.router.canary.observe(decision("canary", 7, share=0.6))
             for user in range(20):
                 assert (await router.asked({**ASK, "user": f"u{user}"}))[0] == 200
             made = router.outbox.written
-            assert {(one.arm, one.replica_id) for one in made} == {("stable", "s0")} and len(made) == 20
-            assert {round(one.propensity, 9) for one in made} == {0.1}
+            assert {one.replica_id for one in made} == {"s0"} and len(made) == 20
+            assert {(one.arm, round(one.propensity, 9)) for one in made} == {("stable", 0.4), ("fallback", 0.6)}
 
     run(scenario)
 
