@@ -9,6 +9,8 @@ What it keeps true:
   to be made; none that a replay wrote, unless it was told of the replay;
 - a batch holds the oldest groups waiting, none of them staler than the bound at the moment it is closed;
 - no more groups wait than `full` allows: the caller reads no further then;
+- no batch has more exclusions than a record can name: those that are left over go with the next one, unless `in_order`,
+  where it must not depend on stops which step says what;
 - `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
   batches before it lead to, whenever it is read;
 - `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
@@ -59,6 +61,10 @@ SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLA
 """Reasons that say nothing of what a record is about: another one stands for it, or will."""
 
 
+MOST_EXCLUSIONS = 4_096
+"""As many references fit into one record."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """The settings that decide."""
@@ -76,6 +82,8 @@ class Rules:
     in_order: bool = False
     max_waiting: int | None = None
     """Groups that may wait; None: no bound."""
+    most_exclusions: int = MOST_EXCLUSIONS
+    """Exclusions that one step names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +216,13 @@ class BatchBuilder:
                 self._waiting.append(candidate)
 
     def take(self, size: int) -> Batch:
-        """A batch of at most `size` groups, the oldest that wait, with every exclusion since the batch before."""
+        """A batch of at most `size` groups, the oldest that wait, with the exclusions that no batch has named yet."""
         self._waiting.sort(key=_age)
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         for candidate in chosen:
             self._endings.end(candidate.place, remember=True)
-        exclusions, self._excluded = self._excluded, []
+        most = len(self._excluded) if self._rules.in_order else self._rules.most_exclusions
+        exclusions, self._excluded = self._excluded[:most], self._excluded[most:]
         self._set_aside = SetAside()
         for exclusion in exclusions:
             # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.

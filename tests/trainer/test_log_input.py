@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
-from tidemill.schemas.client_settings import consumer_settings
+from tidemill.schemas.client_settings import MAX_RECORD_BYTES, consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.located import Located, Position
@@ -28,7 +28,7 @@ from tidemill.schemas.records import (
     TrainStep,
 )
 from tidemill.schemas.replayed import replay_headers
-from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
+from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, Batch, BatchBuilder, Rules
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import LogInput
@@ -233,6 +233,25 @@ def test_groups_wait_up_to_a_bound(good) -> None:
     assert (builder.waiting, builder.full) == (1, False)
 
 
+def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log_takes(good) -> None:
+    builder = BatchBuilder(RULES)
+    useless = replace(good("useless", mode=Mode.EVAL), members=[])
+    long = 3 * MOST_EXCLUSIONS - 1
+    for offset in range(long):
+        name = f"{offset:0100d}"
+        assert not feed(builder, replace(useless, group_id=name), offset)
+    named = []
+    for step in range(4):
+        for n in range(RULES.groups_per_step):
+            feed(builder, good(f"g{step}-{n}"), long + step * RULES.groups_per_step + n)
+        batch = builder.close(0)
+        assert batch is not None
+        assert len(Codec().encode(recorded(batch))) < MAX_RECORD_BYTES
+        named.append([entry.offset for entry in batch.exclusions])
+    assert [len(offsets) for offsets in named] == [MOST_EXCLUSIONS, MOST_EXCLUSIONS, MOST_EXCLUSIONS - 1, 0]
+    assert [offset for offsets in named for offset in offsets] == list(range(long))
+
+
 def recorded(batch, step: int = 1) -> TrainStep:
     """What a train step record says of its batch."""
     return TrainStep(
@@ -248,24 +267,30 @@ KINDS = st.sampled_from(["good", "good", "good", "eval", "no_signal", "foreign",
 ACTIONS = st.one_of(st.integers(0, 2), st.sampled_from(["checkpoint", "stop"]))
 
 
-@given(kinds=st.lists(st.tuples(KINDS, st.integers(0, 2)), max_size=30), actions=st.lists(ACTIONS, max_size=60))
+@given(
+    kinds=st.lists(st.tuples(KINDS, st.integers(0, 2)), max_size=30),
+    actions=st.lists(ACTIONS, max_size=60),
+    most=st.sampled_from([1, 2, RULES.most_exclusions]),
+)
 @settings(max_examples=150, deadline=None)
-def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions) -> None:
+def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) -> None:
     """Going on from the last checkpoint and the steps recorded since repeats nothing and skips nothing."""
     log = synthetic_log(kinds)
     endings: dict[tuple[int, int], str] = {}
-    builder, saved, since_saved = BatchBuilder(RULES), Progress(), []
+    rules = replace(RULES, most_exclusions=most)
+    builder, saved, since_saved = BatchBuilder(rules), Progress(), []
     for action in [*actions, *(partition for partition in range(3) for _ in range(len(kinds)))]:
         if action == "checkpoint":
             saved, since_saved = builder.progress(), []
         elif action == "stop":
-            builder = BatchBuilder(RULES, saved)
+            builder = BatchBuilder(rules, saved)
             for step in since_saved:
                 builder.observe_step(step)
         else:
             read_next(builder, log[action], action)
         batch = builder.close(0)
         if batch is not None:
+            assert len(batch.exclusions) <= most
             end_all(endings, batch)
             since_saved.append(recorded(batch))
     trained = [log[p][o].group_id for (p, o), ending in endings.items() if ending == "trained"]
