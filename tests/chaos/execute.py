@@ -268,9 +268,9 @@ class Execution:
                 self._later(now + fault.lasts_s, lambda: self._heal(target))
                 return self._keeper.pid(target) is not None
             case FaultKind.DISK:
-                if self._keeper.fill_disk(target):
-                    self._full[target] = len(self.result.struck)
-                    self._later(now + DISK_HIT_S, lambda: self._empty_disk(target))
+                self._keeper.fill_disk(target)
+                self._full[target] = len(self.result.struck)
+                self._later(now + DISK_HIT_S, lambda: self._empty_disk(target))
                 return False
             case FaultKind.BROKER_KILL:
                 node = int(target.removeprefix("broker-"))

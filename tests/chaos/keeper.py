@@ -130,14 +130,12 @@ class Keeper:
         """SIGCONT."""
         self._signal(self._kept[name], signal.SIGCONT)
 
-    def fill_disk(self, name: str) -> bool:
+    def fill_disk(self, name: str) -> None:
         """No file of the role's may grow beyond what its log needs for last words, until `free_disk`, however often it
-        is started again; whether a process ran."""
+        is started again."""
         kept = self._kept[name]
-        kept.full = kept.role is not None and kept.role.process.poll() is None
-        if kept.full:
-            _allow_growth(kept)
-        return kept.full
+        kept.full = True
+        _allow_growth(kept)
 
     def free_disk(self, name: str) -> None:
         """Take `fill_disk` back."""
