@@ -1,12 +1,24 @@
-"""When a batch is flushed: full by rows, full by bytes, or old. Pure; the clock is given."""
+"""When a batch is flushed, full by rows, full by bytes, or old, and how it is cut. Pure; the clock is given."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.rows import Place, Row
+
+
+def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
+    """The rows in their order, in runs of at most `most_bytes`; a longer row is a run of its own."""
+    first, held = 0, 0
+    for place, row in enumerate(rows):
+        if held and held + row.n_bytes > most_bytes:
+            yield rows[first:place]
+            first, held = place, 0
+        held += row.n_bytes
+    if first < len(rows):
+        yield rows[first:]
 
 
 @dataclass

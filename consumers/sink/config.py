@@ -9,6 +9,8 @@ from pydantic import Field, SecretStr
 
 from tidemill.schemas.config import Section
 
+FLUSH_BYTES = 16 * 2**20
+
 
 class TableEngine(StrEnum):
     """Engine of the record tables. The sink writes each record once into either."""
@@ -17,6 +19,24 @@ class TableEngine(StrEnum):
     """One writer per partition, exact by its watermarks."""
     REPLACING = "ReplacingMergeTree"
     """Merges rows of equal position: a second guard where several writers may overlap; exact with FINAL."""
+
+
+class MergeSettings(Section):
+    """What a merge of a table's parts holds at once. ClickHouse expects many small rows; the sink's are trajectories,
+    large long before they are many. Existing tables are changed to these."""
+
+    vertical_rows: int = Field(default=1, ge=1)
+    """Rows from which a merge of a table with many columns takes one column after the other, so that it holds the
+    buffers of one and not of all (`vertical_merge_algorithm_min_rows_to_activate`)."""
+
+    block_bytes: int = Field(default=2**20, ge=2**16)
+    """Bytes of each part that are read at a time (`merge_max_block_size_bytes`)."""
+
+    parts: int = Field(default=10, ge=2)
+    """Parts that are merged into one at most (`max_parts_to_merge_at_once`)."""
+
+    at_once: int = Field(default=2, ge=1)
+    """Merges that the embedded engine runs at once, and as many deletions. A server has settings of its own."""
 
 
 class SinkSettings(Section):
@@ -50,6 +70,17 @@ class SinkSettings(Section):
     """Loopback port where the embedded engine answers ClickHouse's HTTP protocol, read-only. 0: a free one, named in
     the log line and in the state file. Unused with a server, which answers for itself."""
 
+    merges: MergeSettings = MergeSettings()
+    """How the parts of the tables are merged."""
+
+    cache_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Most memory of each of the embedded engine's caches of marks and of primary indexes, which queries and merges
+    fill. A server has settings of its own."""
+
+    keep_freed_ms: int = Field(default=0, ge=0)
+    """Milliseconds for which the embedded engine keeps memory that it has done with before the system has it back. The
+    environment's JE_MALLOC_CONF wins. Unused with a server."""
+
     accept_gaps: bool = False
     """Go on where the log deleted records before the sink had read them, and enter what is missing in the table
     `sink_gaps`. Else the sink ends and says so."""
@@ -57,8 +88,9 @@ class SinkSettings(Section):
     flush_rows: int = Field(default=4000, ge=1)
     """Rows that one flush holds at most; ClickHouse wants few large inserts."""
 
-    flush_bytes: int = Field(default=64 * 2**20, ge=2**16)
-    """Bytes of record values that one flush holds at most."""
+    flush_bytes: int = Field(default=FLUSH_BYTES, ge=2**16)
+    """Bytes of record values that one insert holds at most, a longer record aside, and at which a flush is due. An
+    insert takes several times as much memory while it lasts."""
 
     flush_seconds: float = Field(default=1.0, gt=0)
     """Age in seconds at which a smaller batch is flushed all the same."""

@@ -7,10 +7,10 @@ in `readonly = 1`, with bounds on time, memory and size, so that no state passes
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import clickhouse_connect
@@ -27,6 +27,8 @@ UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 
 
+ALLOCATOR = "JE_MALLOC_CONF"
+"""Where the embedded engine's allocator looks for its settings when it is loaded."""
 ESCAPES = (("\\", "\\\\"), ("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r"), ("\0", "\\0"))
 
 
@@ -56,7 +58,7 @@ class Answer:
 def connect(settings: SinkSettings) -> Client:
     """A client that may write. Raises EngineBusy, or ClickHouse's own error for a server out of reach."""
     if settings.embedded:
-        return _embedded(settings.directory)
+        return _embedded(settings)
     return clickhouse_connect.get_client(
         host=settings.host,
         port=settings.port,
@@ -67,15 +69,30 @@ def connect(settings: SinkSettings) -> Client:
     )
 
 
-def _embedded(directory: Path) -> Client:
+def _embedded(settings: SinkSettings) -> Client:
+    directory = settings.directory
     directory.mkdir(parents=True, exist_ok=True)
+    # Only a process that has not loaded the engine before heeds it.
+    os.environ.setdefault(ALLOCATOR, f"dirty_decay_ms:{settings.keep_freed_ms},muzzy_decay_ms:0")
     try:
-        return clickhouse_connect.get_client(interface="chdb", path=str(directory))
+        return clickhouse_connect.get_client(
+            interface="chdb", path=str(directory), chdb_options=engine_options(settings)
+        )
     except ClickHouseError as error:
         raise EngineBusy(
             f"the tables in {directory} cannot be opened: another process has them open (a running sink: ask it with "
             f"`tidemill query`), or this process has opened another directory. The engine says: {error}"
         ) from error
+
+
+def engine_options(settings: SinkSettings) -> dict[str, int]:
+    """What bounds the embedded engine's memory, by ClickHouse's names: a server would take gigabytes for each cache."""
+    return {
+        "mark_cache_size": settings.cache_bytes,
+        "primary_index_cache_size": settings.cache_bytes,
+        "background_pool_size": settings.merges.at_once,
+        "background_merges_mutations_concurrency_ratio": 1,
+    }
 
 
 def _error(message: str) -> QueryError:

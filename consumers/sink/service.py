@@ -12,6 +12,7 @@ from tidemill.consumers.sink.batch import Batch
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasure import Erasures
+from tidemill.consumers.sink.freed import give_back
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.source import Source
 from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
@@ -24,6 +25,8 @@ from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)
 
+READ_ROWS = 100
+"""Records of one read: what a batch may hold beyond its bound."""
 FLUSH_S = 900.0
 """Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
 
@@ -46,7 +49,14 @@ def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, s
     client = connect(sink)
     with ExitStack() as stack:
         stack.callback(client.close)
-        writer = Writer(client, sink.database, sink.table_engine, known_erasures(kafka))
+        writer = Writer(
+            client,
+            sink.database,
+            sink.table_engine,
+            known_erasures(kafka),
+            insert_bytes=sink.flush_bytes,
+            merges=sink.merges,
+        )
         url = _announce(stack, sink)
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
         _pump(stop, kafka, sink, writer)
@@ -77,7 +87,7 @@ def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, write
         batch = Batch(sink)
         while not stop.is_set():
             liveness.beat("reading")
-            batch.add(source.read(sink.flush_rows), time.monotonic())
+            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
             if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
                 _flush(writer, batch, source, liveness)
         _flush(writer, batch, source, liveness)
@@ -89,3 +99,4 @@ def _flush(writer: Writer, batch: Batch, source: Source, liveness: Liveness) -> 
     if written:
         log.debug("wrote %d rows", written)
     batch.clear()
+    give_back()

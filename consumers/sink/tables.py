@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tidemill.consumers.sink.columns import POSITION, Column, record_columns
-from tidemill.consumers.sink.config import TableEngine
+from tidemill.consumers.sink.config import MergeSettings, TableEngine
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import schema_file_name
@@ -34,18 +34,32 @@ class Table:
         """Position columns and the record's."""
         return (*POSITION, *self.columns)
 
-    def create(self, database: str, engine: TableEngine) -> str:
+    def create(self, database: str, engine: TableEngine, merges: MergeSettings) -> str:
         """CREATE TABLE IF NOT EXISTS."""
         columns = ",\n".join(f"    `{column.name}` {column.type}" for column in self.all_columns)
         return (
             f"CREATE TABLE IF NOT EXISTS `{database}`.`{self.name}`\n(\n{columns}\n)\nENGINE = {engine.value}\n"
             f"ORDER BY (_topic, _partition, _offset)\n"
-            f"SETTINGS non_replicated_deduplication_window = {DEDUPLICATION_WINDOW}"
+            f"SETTINGS non_replicated_deduplication_window = {DEDUPLICATION_WINDOW}, "
+            f"{', '.join(table_settings(merges))}"
         )
+
+    def change(self, database: str, merges: MergeSettings) -> str:
+        """ALTER TABLE for other settings of its merges."""
+        return f"ALTER TABLE `{database}`.`{self.name}` MODIFY SETTING {', '.join(table_settings(merges))}"
 
     def add(self, database: str, column: Column) -> str:
         """ALTER TABLE for a column that a newer schema has."""
         return f"ALTER TABLE `{database}`.`{self.name}` ADD COLUMN IF NOT EXISTS `{column.name}` {column.type}"
+
+
+def table_settings(merges: MergeSettings) -> list[str]:
+    """The settings of a table's merges, as SHOW CREATE TABLE lists them."""
+    return [
+        f"vertical_merge_algorithm_min_rows_to_activate = {merges.vertical_rows}",
+        f"merge_max_block_size_bytes = {merges.block_bytes}",
+        f"max_parts_to_merge_at_once = {merges.parts}",
+    ]
 
 
 def table_name(topic: Topic, record_type: type) -> str:

@@ -19,11 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from tidemill.consumers.sink.batch import cut
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
-from tidemill.consumers.sink.config import TableEngine
+from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
 from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
 from tidemill.consumers.sink.rows import Place, Row, Tombstone
-from tidemill.consumers.sink.tables import GAPS, WATERMARKS, Table, create_gaps, create_watermarks, tables
+from tidemill.consumers.sink.tables import (
+    GAPS,
+    WATERMARKS,
+    Table,
+    create_gaps,
+    create_watermarks,
+    table_settings,
+    tables,
+)
 from tidemill.schemas.retention import RetentionGap
 
 if TYPE_CHECKING:
@@ -72,14 +81,26 @@ class Writer:
 
     Args:
         erasures: what is known of erased users from the start; the rows themselves add to it.
+        insert_bytes: of record values that one insert holds at most, a longer record aside.
+        merges: what a merge of a table's parts holds at once; tables of other settings are changed.
     """
 
-    def __init__(self, client: Client, database: str, engine: TableEngine, erasures: Erasures | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        database: str,
+        engine: TableEngine,
+        erasures: Erasures | None = None,
+        *,
+        insert_bytes: int = FLUSH_BYTES,
+        merges: MergeSettings | None = None,
+    ) -> None:
         self._client = client
         self._database = database
         self._erasures = erasures or Erasures()
         self._carried_out: dict[str, int] = {}
-        self._create(engine)
+        self._insert_bytes = insert_bytes
+        self._create(engine, merges or MergeSettings())
         self._progress = self._read_progress()
 
     @property
@@ -134,9 +155,9 @@ class Writer:
 
     def _insert(self, table: Table, rows: list[Row]) -> int:
         missing = self._progress.missing(table.name, rows)
-        if missing:
-            self._insert_arrow(table.name, arrow_table(table.columns, missing), insert_token(missing))
-            self._progress.wrote(table.name, missing)
+        for part in cut(missing, self._insert_bytes):
+            self._insert_arrow(table.name, arrow_table(table.columns, part), insert_token(part))
+            self._progress.wrote(table.name, part)
         return len(missing)
 
     def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
@@ -158,13 +179,24 @@ class Writer:
         self._insert_arrow(WATERMARKS, data, "")
         self._progress.next_offsets.update(moved)
 
-    def _create(self, engine: TableEngine) -> None:
+    def _create(self, engine: TableEngine, merges: MergeSettings) -> None:
         self._client.command(f"CREATE DATABASE IF NOT EXISTS `{self._database}`")
         self._client.command(create_watermarks(self._database))
         self._client.command(create_gaps(self._database))
         for table in tables().values():
-            self._client.command(table.create(self._database, engine))
+            self._client.command(table.create(self._database, engine, merges))
             self._migrate(table)
+        self._set_merges(merges)
+
+    def _set_merges(self, merges: MergeSettings) -> None:
+        listed = self._client.query(
+            "SELECT name, engine_full FROM system.tables WHERE database = {database:String}",
+            parameters={"database": self._database},
+        ).result_rows
+        said = {name: set(full.partition("SETTINGS ")[2].split(", ")) for name, full in listed}
+        for table in tables().values():
+            if not said[table.name].issuperset(table_settings(merges)):
+                self._client.command(table.change(self._database, merges))
 
     def _migrate(self, table: Table) -> None:
         """Add the columns that a newer schema has; refuse a table whose columns have other types."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,18 +16,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.consumers.sink_support import PACKED, PREFIX, generated, rows_of, small_run, topic_of
+from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, rows_of, small_run, topic_of
 from tidemill.consumers.sink.arrays import list_array, packed_array
+from tidemill.consumers.sink.batch import cut
 from tidemill.consumers.sink.columns import Column, Schema, record_columns
-from tidemill.consumers.sink.config import SinkSettings, TableEngine
-from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
+from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
+from tidemill.consumers.sink.freed import give_back
 from tidemill.consumers.sink.rows import DeadLetter, row_of
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Progress, TableMismatch, Writer, insert_token
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
 from tidemill.schemas.located import Located
-from tidemill.schemas.records import Document, Rollout
+from tidemill.schemas.records import Document, Rollout, Segment, VersionSpan
 
 PLACES = count()
 """A partition of its own for every example."""
@@ -151,6 +157,73 @@ def test_a_retried_block_is_recognised_by_its_token(client: Any):
     assert insert_token(rows) == "tidemill.documents:0:0-0"
 
 
+def test_an_insert_holds_no_more_than_its_bound_and_a_crash_between_two_writes_nothing_twice(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [replace(row, n_bytes=size) for row, size in zip(
+        rows_of([Document(str(i), "s", "t") for i in range(6)]), (40, 40, 40, 150, 10, 10), strict=True
+    )]  # fmt: skip
+    assert [[row.n_bytes for row in run] for run in cut(rows, 100)] == [[40, 40], [40], [150], [10, 10]]
+    assert list(cut([], 100)) == []
+    inserted: list[int] = []
+    insert_arrow = type(client).insert_arrow
+
+    def crashing(self: Any, table: str, data: Any, **options: Any) -> Any:
+        if table == "documents":
+            inserted.append(len(data))
+            if len(inserted) == 3:
+                raise ConnectionError
+        return insert_arrow(self, table, data, **options)
+
+    monkeypatch.setattr(type(client), "insert_arrow", crashing)
+    with pytest.raises(ConnectionError):
+        Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {})
+    assert Writer(client, "bounded", TableEngine.MERGE_TREE, insert_bytes=100).write(rows, {}) == 3
+    assert inserted == [2, 1, 1, 1, 2]
+    assert client.query("SELECT count() FROM bounded.documents").result_rows == [(6,)]
+
+
+def test_tables_of_other_merges_are_changed_and_keep_their_rows(client: Any):
+    writer(client, "merged").write(rows_of([Document("d", "s", "t")]), {})
+    Writer(client, "merged", TableEngine.MERGE_TREE, merges=MergeSettings(parts=3, block_bytes=2**17))
+    found = client.query("SELECT name, engine_full FROM system.tables WHERE database = 'merged'").result_rows
+    said = {name: full for name, full in found if not name.startswith("sink_")}
+    assert len(said) == len(tables())
+    assert all("max_parts_to_merge_at_once = 3" in full for full in said.values())
+    assert all("merge_max_block_size_bytes = 131072" in full for full in said.values())
+    assert client.query("SELECT count() FROM merged.documents").result_rows == [(1,)]
+
+
+def test_wide_rows_are_merged_one_column_after_the_other(client: Any):
+    """With ClickHouse's own bound a merge of few rows holds every column at once."""
+    tokens = 500_000
+    ids = np.random.default_rng(0).integers(0, 2**32, tokens, dtype=np.uint32).astype("<u4").tobytes()
+    long = Segment(tokens, ids, b"\x01" * tokens, ids, [VersionSpan(1, 0, tokens)])
+    gathered = {}
+    for name, merges in {"ours": MergeSettings(), "theirs": MergeSettings(vertical_rows=131_072)}.items():
+        one = Writer(client, name, TableEngine.MERGE_TREE, merges=merges)
+        before = gathered_columns(client)
+        for number in range(3):
+            made = replace(rollout(f"r{number}", "g"), segments=[long])
+            one.write(rows_of([made], first=number), {})
+        client.command(f"OPTIMIZE TABLE {name}.rollouts FINAL")
+        gathered[name] = gathered_columns(client) - before
+    assert gathered["ours"] > 10
+    assert gathered["theirs"] == 0
+
+
+def gathered_columns(client: Any) -> int:
+    """Columns that merges of the process took one after the other."""
+    found = client.query("SELECT value FROM system.events WHERE event = 'GatheredColumns'").result_rows
+    return int(found[0][0]) if found else 0
+
+
+def test_the_embedded_engine_takes_its_bounds(client: Any):
+    said = dict(client.query("SELECT name, value FROM system.server_settings").result_rows)
+    wanted = engine_options(SinkSettings())
+    assert {name: said[name] for name in wanted} == {name: str(value) for name, value in wanted.items()}
+
+
 def test_progress_keeps_tables_and_partitions_apart():
     rows = rows_of([Document(str(i), "s", "t") for i in range(4)])
     progress = Progress()
@@ -205,3 +278,37 @@ def test_a_record_that_no_column_can_hold_is_a_dead_letter(field: str):
     else:
         assert isinstance(row(torn), DeadLetter)
         assert row(torn).reason == f"segments.{field} has 3 bytes, which is no whole number of elements of 4"
+
+
+CHILD = """
+import sys
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
+client = connect(SinkSettings(path=sys.argv[1], keep_freed_ms=int(sys.argv[2])))
+said = client.raw_query("SELECT * FROM system.jemalloc_stats FORMAT TSVRaw").decode()
+print(next(line for line in said.splitlines() if "opt.dirty_decay_ms" in line))
+"""
+
+
+@pytest.mark.parametrize("keep_ms", [0, 700])
+def test_the_embedded_engine_gives_back_what_it_has_freed(keep_ms: int, tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name != ALLOCATOR}
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "engine"), str(keep_ms)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert f"opt.dirty_decay_ms: {keep_ms} " in said
+
+
+def test_what_python_and_arrow_have_freed_goes_back_to_the_system():
+    """Blocks that a smaller one at their end keeps the C library from giving back by itself."""
+    blocks = [bytes(2**16) for _ in range(800)]
+    held = blocks[::100]
+    before = resident()
+    del blocks
+    give_back()
+    assert resident() < before - 20 * 2**20
+    assert len(held) == 8
+
+
+def resident() -> int:
+    """Of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
