@@ -1,13 +1,15 @@
-"""Memory under a burst: what each role holds at most while it works off a backlog, and off a ten times longer one.
+"""Memory under a burst: what each role holds at most while it works off a backlog, and off ten and thirty times it.
 
 A role is started on a backlog that lies in the log already, and asked for its peak of resident memory (VmHWM) when it
-has done with it; the peak of the same role on a handful of records is taken off both. One JSON line a role, and one
-that says what a sink that stands still costs those who write:
+has done with it; the peak of the same role on a handful of records is taken off each. Where ten times the backlog takes
+more than the backlog, thirty times tells what has its bound in between from what grows on. One JSON line a role, and
+one that says what a sink that stands still costs those who write:
 
-    python tests/bench/bench_burst.py --bootstrap HOST:PORT [--megabytes 32] [--factor 10] [--role sink]
+    python tests/bench/bench_burst.py --bootstrap HOST:PORT [--megabytes 32] [--factors 10 30] [--role sink]
 
-The bounds are the settings': `kafka.read_ahead_bytes`, `stream.buffer_records`, `sink.flush_bytes`. The bench sets them
-low, so that a short backlog passes them by far.
+The bounds are the settings': `kafka.read_ahead_bytes`, `stream.buffer_records`, `sink.flush_bytes`,
+`trainer.read_ahead_bytes` and `trainer.max_waiting_batches`. The bench sets them low, so that a short backlog passes
+them by far. The feeder's backlog is the history of a run, all of which it reads; what it holds of it are names.
 """
 
 from __future__ import annotations
@@ -22,17 +24,27 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+import torch
 from join_support import feedback, interaction
-from stream_support import fresh_topics, rollout, stream_process
+from stream_support import RUN_ID, fresh_topics, rollout, stream_process
 
+from tests.consumers.product_support import interaction as answer
+from tests.consumers.product_support import outcome
+from tests.consumers.sink_support import ack, manifest, step
+from tests.trainer.conftest import group_of, member_of, tiny_model
+from tests.trainer.conftest import rollout as trajectory
+from tests.trainer.conftest import segment as turns
 from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import read_state
@@ -42,7 +54,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.partitioner import partition_of
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Segment, VersionSpan
+from tidemill.schemas.records import AckStatus, Group, Mode, Segment, StepInput, Task, VersionSpan
 from tidemill.streams.config import ProcessorName
 
 PARTITIONS = 2
@@ -61,6 +73,8 @@ JOIN: dict[str, Any] = {
     "bot_max_events": 1_000_000,
 }
 """Event times that a bench can wait for: what is remembered is a hundred seconds' worth."""
+BATCHES = {"min_members": 8, "max_members": 8, "done_ttl_s": 100.0}
+"""As many members as `BATCH_MEMBERS`; what is remembered is a hundred seconds' worth."""
 HANDFUL = 8
 SINK = """
 import json, sys
@@ -79,8 +93,45 @@ with LogReader(KafkaSettings(**json.loads(sys.argv[1])), [Topic.ROLLOUTS]) as re
     print(sum(1 for _ in reader.read_to_end(200)), flush=True)
     sys.stdin.read()
 """
-Role = Callable[[KafkaSettings, int, Path], int]
-"""Works off a backlog of so many records in an empty directory; its peak in bytes."""
+TRAINER = """
+import json, sys, threading
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.run import run
+kafka, of, store, trainer = json.loads(sys.argv[1])
+run(KafkaSettings(**kafka), RunSettings(**of), StoreSettings(root=store), TrainerSettings(**trainer), threading.Event())
+print("done", flush=True)
+sys.stdin.read()
+"""
+FEEDER = """
+import json, sys, threading
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.feeder import run
+from tidemill.schemas.config import KafkaSettings, RunSettings
+kafka, of, feed = json.loads(sys.argv[1])
+assert run(KafkaSettings(**kafka), RunSettings(**of), FeedSettings(**feed), threading.Event())
+print("done", flush=True)
+sys.stdin.read()
+"""
+STEP_GROUPS = 8
+"""Groups of a step in the feeder's history."""
+GROUP_ROLLOUTS = 2
+"""Rollouts of a group that the trainer learns from."""
+TRAINED_TOKENS = 1_000
+BATCH_MEMBERS = 8
+TRAINER_STEPS = 6
+Work = Callable[[KafkaSettings, int, Path], int]
+"""Works off a backlog of so many records in an empty directory; the role's peak in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A role, and the backlog that it works off."""
+
+    work: Work
+    per_megabyte: float = 2**20 / RECORD_BYTES
+    """Records for each megabyte asked for: fewer than fit into it where they are small."""
+    handful: int = HANDFUL
 
 
 def main() -> None:
@@ -88,36 +139,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--megabytes", type=int, default=32, help="the shorter backlog")
-    parser.add_argument("--factor", type=int, default=10, help="how much longer the other one is")
+    parser.add_argument("--factors", type=int, nargs="+", default=[10, 30], help="how much longer the others are")
     parser.add_argument("--role", choices=[*ROLES, "slow-sink"], action="append", help="only these; repeat")
     options = parser.parse_args()
     if not options.bootstrap:
         parser.error("give --bootstrap HOST:PORT or set TIDEMILL_KAFKA__BOOTSTRAP")
-    count = options.megabytes * 2**20 // RECORD_BYTES
     for name in options.role or [*ROLES, "slow-sink"]:
-        figures = slow_sink(options.bootstrap) if name == "slow-sink" else burst(name, options, count)
+        figures = slow_sink(options.bootstrap) if name == "slow-sink" else burst(ROLES[name], options)
         print(json.dumps({"figure": f"burst.{name}", **figures}), flush=True)
 
 
-def burst(name: str, options: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Peaks of one role, MiB: on a handful of records, and what the two backlogs add to that."""
-    base, short, long = (peak(name, options.bootstrap, n) for n in (HANDFUL, count, options.factor * count))
+def burst(role: Role, options: argparse.Namespace) -> dict[str, Any]:
+    """Peaks of one role, MiB: on a handful of records, and what the backlogs add to that, each also as a ratio to the
+    next shorter one."""
+    plain = int(options.megabytes * role.per_megabyte)
+    counts = [plain, *(factor * plain for factor in options.factors)]
+    base, *peaks = (peak(role, options.bootstrap, count) for count in (role.handful, *counts))
     return {
-        "records": [count, options.factor * count],
-        "backlog_mb": [round(n * RECORD_BYTES / 2**20) for n in (count, options.factor * count)],
+        "records": counts,
         "base_mb": round(base / 2**20, 1),
-        "above_base_mb": [round((found - base) / 2**20, 1) for found in (short, long)],
-        "ratio": round((long - base) / max(short - base, 1), 2),
-        "ratio_with_base": round(long / short, 2),
+        "above_base_mb": [round((found - base) / 2**20, 1) for found in peaks],
+        "ratios": ratios([found - base for found in peaks]),
+        "ratios_with_base": ratios(peaks),
     }
 
 
-def peak(name: str, bootstrap: str, count: int) -> int:
+def ratios(peaks: Sequence[int]) -> list[float]:
+    """Each to the one before it."""
+    return [round(longer / max(shorter, 1), 2) for shorter, longer in pairwise(peaks)]
+
+
+def peak(role: Role, bootstrap: str, count: int) -> int:
     """Peak of a role that begins with `count` records in the log, in bytes."""
     kafka = fresh_topics(bootstrap, f"burst-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     kafka = kafka.model_copy(update={"read_ahead_bytes": READ_AHEAD, "write_ahead_bytes": READ_AHEAD})
     with tempfile.TemporaryDirectory() as directory:
-        return ROLES[name](kafka, count, Path(directory))
+        return role.work(kafka, count, Path(directory))
 
 
 def high_water(pid: int) -> int:
@@ -167,9 +224,9 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any] | Non
 
 
 def of_stream(processor: ProcessorName, output: Topic, kafka: KafkaSettings, count: int, directory: Path) -> int:
-    """A stream worker until it has written an output a record."""
+    """A stream worker until it has written so many outputs."""
     seen: set[bytes | None] = set()
-    rules = {"join": JOIN}
+    rules = {"join": JOIN, "batches": BATCHES}
     options: dict[str, Any] = {"buffer_records": 100, "max_batch": 50, "done_ttl_s": 60.0}
     with LogReader(kafka, [output]) as reader, stream_process(
         kafka, directory, processor=processor, rules=rules, **options
@@ -194,6 +251,101 @@ def of_join(kafka: KafkaSettings, count: int, directory: Path) -> int:
     """The feedback join."""
     write_interactions(kafka, count)
     return of_stream(ProcessorName.JOIN, Topic.OUTCOMES, kafka, count, directory)
+
+
+def of_batches(kafka: KafkaSettings, count: int, directory: Path) -> int:
+    """Online batches of outcomes a second of event time apart."""
+    begun = now_us() - count * SECOND_US
+    with RecordProducer(kafka, "bench") as producer:
+        for number in range(count):
+            at = begun + number * SECOND_US
+            served = replace(answer(f"i{number}", f"u{number % 50}", served_at=at), run_id=RUN_ID)
+            producer.send(Topic.OUTCOMES, outcome(served, 1.0), key=served.interaction_id, timestamp_ms=to_ms(at))
+    return of_stream(ProcessorName.BATCHES, Topic.ONLINE_BATCHES, kafka, count // BATCH_MEMBERS, directory)
+
+
+def of_feeder(kafka: KafkaSettings, count: int, _directory: Path) -> int:
+    """The task feeder on the history of a run of so many groups, which is over."""
+    steps = count // STEP_GROUPS
+    with RecordProducer(kafka, "bench") as producer:
+        producer.send(Topic.MANIFESTS, manifest(0), key="main")
+        for number in range(1, steps + 1):
+            groups = [f"{RUN_ID}/train/{STEP_GROUPS * (number - 1) + place}" for place in range(STEP_GROUPS)]
+            for name in groups:
+                producer.send(Topic.TASKS, task(name), key=name)
+                producer.send(Topic.GROUPS, closed(name), key=name)
+            inputs = [StepInput(name, Topic.GROUPS.value, 0, 0) for name in groups]
+            producer.send(Topic.STEPS, step(number, inputs, []), key=RUN_ID)
+            producer.send(Topic.MANIFESTS, manifest(number), key="main")
+            producer.send(Topic.ACKS, ack(number, AckStatus.PROVED), key="replica-0")
+    of = {"run_id": RUN_ID, "groups_per_step": STEP_GROUPS, "max_steps": steps}
+    return until_done(FEEDER, [kafka.model_dump(), of, {"eval_before": False, "eval_after": False}])
+
+
+def task(name: str) -> Task:
+    """A task whose payload is its own."""
+    payload = json.dumps({"ledger": name, "entries": list(range(40))})
+    return Task(name, name, RUN_ID, "ledger", payload, Mode.TRAIN, 2, 4, 0, 0, SECOND_US, issued_version=0)
+
+
+def closed(name: str) -> Group:
+    """Its group, which can be trained on."""
+    members = [member_of(trajectory(name, place, float(place), size=2), 0, place) for place in range(2)]
+    return group_of(name, members)
+
+
+def of_trainer(kafka: KafkaSettings, count: int, directory: Path) -> int:
+    """The trainer on a backlog of groups, all of which it could learn from, until it has taken its steps."""
+    write_groups(kafka, range(count // GROUP_ROLLOUTS))
+    return train(kafka, directory)
+
+
+def of_trainer_unused(kafka: KafkaSettings, count: int, directory: Path) -> int:
+    """The trainer on a backlog of groups that it cannot learn from, and the few behind them that it can."""
+    useless = count // GROUP_ROLLOUTS
+    write_groups(kafka, range(useless), useless=True)
+    write_groups(kafka, range(useless, useless + TRAINER_STEPS * GROUP_ROLLOUTS))
+    return train(kafka, directory)
+
+
+def write_groups(kafka: KafkaSettings, numbers: range, *, useless: bool = False) -> None:
+    """Groups of rollouts with equal rewards, or with different ones."""
+    with RecordProducer(kafka, "bench") as producer, LogReader(kafka, [Topic.ROLLOUTS]) as reader:
+        following = {partition: end for (_, partition), end in reader.end_offsets().items()}
+        for number in numbers:
+            name, members, partition = f"g{number}", [], number % PARTITIONS
+            for place in range(GROUP_ROLLOUTS):
+                segments = [turns(number, TRAINED_TOKENS)]
+                reward = 1.0 if useless else float(place)
+                made = trajectory(name, place, reward, size=GROUP_ROLLOUTS, segments=segments)
+                producer.send(Topic.ROLLOUTS, made, key=name, partition=partition)
+                members.append(member_of(made, partition, following[partition]))
+                following[partition] += 1
+            producer.send(Topic.GROUPS, group_of(name, members, closed_at=number), key=name, partition=partition)
+
+
+def train(kafka: KafkaSettings, directory: Path) -> int:
+    """A trainer of a tiny model until it has taken its steps, so far apart that it could read on meanwhile."""
+    tiny_model().to(torch.bfloat16).save_pretrained(directory / "model")
+    of = {"run_id": "run", "groups_per_step": GROUP_ROLLOUTS, "max_steps": TRAINER_STEPS, "max_policy_lag": 100}
+    settings = {
+        "model": str(directory / "model"),
+        "read_ahead_bytes": READ_AHEAD,
+        "max_waiting_batches": 4,
+        "min_step_seconds": 1.0,
+        "publish": {"skips": []},
+    }
+    return until_done(TRAINER, [kafka.model_dump(), of, str(directory / "store"), settings])
+
+
+def until_done(program: str, settings: Sequence[Any]) -> int:
+    """Peak of a role's process that says when it has done, in bytes."""
+    command = [sys.executable, "-c", program, json.dumps(settings)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise RuntimeError("the role ended before it had done")
+        return high_water(process.pid)
 
 
 @contextmanager
@@ -235,7 +387,16 @@ def of_reader(kafka: KafkaSettings, count: int, _directory: Path) -> int:
         return high_water(process.pid)
 
 
-ROLES: dict[str, Role] = {"reader": of_reader, "assembly": of_assembly, "join": of_join, "sink": of_sink}
+ROLES: dict[str, Role] = {
+    "reader": Role(of_reader),
+    "assembly": Role(of_assembly),
+    "join": Role(of_join),
+    "batches": Role(of_batches, 100),
+    "sink": Role(of_sink),
+    "feeder": Role(of_feeder, 50),
+    "trainer": Role(of_trainer, 100, 2 * TRAINER_STEPS * GROUP_ROLLOUTS),
+    "trainer-unused": Role(of_trainer_unused, 100),
+}
 
 
 def slow_sink(bootstrap: str, count: int = 150, rounds: int = 4) -> dict[str, Any]:
