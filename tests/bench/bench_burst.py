@@ -61,6 +61,8 @@ PARTITIONS = 2
 TOKENS = 7_000
 RECORD_BYTES = 9 * TOKENS
 READ_AHEAD = 8 * 2**20
+NOISE = 2**20
+"""By so many bytes the peaks of one role on one backlog differ."""
 SECOND_US = 1_000_000
 DEADLINE_S = 240.0
 JOIN: dict[str, Any] = {
@@ -164,9 +166,9 @@ def burst(role: Role, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def ratios(peaks: Sequence[int]) -> list[float]:
-    """Each to the one before it."""
-    return [round(longer / max(shorter, 1), 2) for shorter, longer in pairwise(peaks)]
+def ratios(peaks: Sequence[int]) -> list[float | None]:
+    """Each to the one before it; None where that is too small to tell."""
+    return [round(longer / shorter, 2) if shorter >= NOISE else None for shorter, longer in pairwise(peaks)]
 
 
 def peak(role: Role, bootstrap: str, count: int) -> int:
