@@ -116,8 +116,8 @@ class Execution:
         self._undo: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
         self._cut: set[str] = set()
-        self._full: dict[str, int] = {}
-        """Roles whose disk is full, with the place of the fault in what struck."""
+        self._full: dict[str, tuple[int, float]] = {}
+        """Roles whose disk is full, with the place of the fault in what struck and the time until which it lasts."""
         self._tables = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
         self._sink_asked = 0.0
         self._moved = time.monotonic()
@@ -220,7 +220,7 @@ class Execution:
                 self._say(f"  {ended.name} ended by itself with status {ended.status}: {ended.last_words}")
                 self._fallen(ended.name, ITSELF)
             if ended.name in self._full and ended.by_itself:
-                place = self._full.pop(ended.name)
+                place, _ = self._full.pop(ended.name)
                 self._keeper.free_disk(ended.name)
                 self.result.struck[place] = replace(self.result.struck[place], hit=True)
                 self._fallen(ended.name, FaultKind.DISK)
@@ -234,6 +234,9 @@ class Execution:
     def _take_back(self, now: float) -> None:
         while self._undo and self._undo[0][0] <= now:
             heapq.heappop(self._undo)[2]()
+        for name in [name for name, (_, until) in self._full.items() if until <= now]:
+            del self._full[name]
+            self._keeper.free_disk(name)
 
     def _strike(self, now: float) -> None:
         if self._left and now > self._calm_at:
@@ -269,8 +272,7 @@ class Execution:
                 return self._keeper.pid(target) is not None
             case FaultKind.DISK:
                 self._keeper.fill_disk(target)
-                self._full[target] = len(self.result.struck)
-                self._later(now + DISK_HIT_S, lambda: self._empty_disk(target))
+                self._full[target] = len(self.result.struck), now + DISK_HIT_S
                 return False
             case FaultKind.BROKER_KILL:
                 node = int(target.removeprefix("broker-"))
@@ -296,10 +298,6 @@ class Execution:
         self._site.links.heal(target)
         self._cut.discard(target)
         self._fallen(target, FaultKind.PARTITION)
-
-    def _empty_disk(self, target: str) -> None:
-        if self._full.pop(target, None) is not None:
-            self._keeper.free_disk(target)
 
     def _later(self, at: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._undo, (at, next(self._ids), what))
