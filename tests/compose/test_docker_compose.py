@@ -16,7 +16,7 @@ import yaml
 
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings, load_settings
-from tidemill.consumers.sink.config import TableEngine
+from tidemill.consumers.sink.config import MergeSettings, TableEngine
 from tidemill.consumers.sink.tables import tables
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -194,7 +194,7 @@ def test_every_query_of_the_dashboard_runs_on_the_sinks_tables():
     queries += [variable["query"] for variable in dashboard()["templating"]["list"]]
     statements = [
         "CREATE DATABASE tidemill",
-        *(table.create("tidemill", TableEngine.MERGE_TREE) for table in tables().values()),
+        *(table.create("tidemill", TableEngine.MERGE_TREE, MergeSettings()) for table in tables().values()),
         "USE tidemill",
         *(plain_sql(query) for query in queries),
     ]
