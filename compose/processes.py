@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tidemill.schemas.shutdown import signals_deferred
+
 GRACE_S = 20.0
 LOG_TAIL_LINES = 15
 PR_SET_PDEATHSIG = 1
@@ -67,7 +69,7 @@ class Supervisor:
         """Start `tidemill ARGUMENTS`, or another Python program, as the role `name`; its output goes to
         `<log_dir>/<name>.log`."""
         log = self._log_dir / f"{name}.log"
-        with log.open("ab") as output:
+        with log.open("ab") as output, signals_deferred():
             process = subprocess.Popen(
                 [sys.executable, *program, *arguments],
                 stdout=output,
@@ -77,7 +79,8 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        self._roles[name] = Role(name, process, log)
+            # Before a signal takes effect, so that whoever it ends stops this role as well.
+            self._roles[name] = Role(name, process, log)
         return self._roles[name]
 
     def ended(self, name: str) -> bool:

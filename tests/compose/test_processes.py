@@ -74,6 +74,28 @@ def test_stopping_insists_and_takes_grandchildren_along(tmp_path: Path, monkeypa
     wait_until(lambda: not alive(role.process.pid) and not alive(grandchild))
 
 
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from tidemill.compose.processes import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with Supervisor(Path(sys.argv[1])) as supervisor:
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        supervisor.start("role", ["--help"])
+    except KeyboardInterrupt:
+        supervisor.check(may_end=["role"])
+        print("interrupted", flush=True)
+"""
+
+
+def test_an_interrupt_while_a_role_is_being_started_is_not_lost(tmp_path: Path):
+    """Python swallows what a handler raises while it forks."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "interrupted\n", done.stderr
+
+
 PARENT = """
 import sys, time
 from pathlib import Path

@@ -1,0 +1,68 @@
+"""Signals set an event, or wait until whoever they interrupt can heed them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tidemill.schemas.shutdown import STOPS, signals_deferred, stop_on_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The handlers of before, whatever a test does to them."""
+    before = {number: signal.getsignal(number) for number in STOPS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_sets_the_event(number: signal.Signals):
+    stop = stop_on_signals()
+    os.kill(os.getpid(), number)
+    assert stop.wait(10)
+
+
+def test_an_interrupt_takes_effect_at_the_end_of_the_block():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reached = []
+    with pytest.raises(KeyboardInterrupt), signals_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("end")
+    assert reached == ["end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_is_not_lost_to_an_error_of_the_block():
+    stop = stop_on_signals()
+    with pytest.raises(ValueError, match="own"), signals_deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.is_set()
+        raise ValueError("its own")
+    assert stop.wait(10)
+
+
+def test_what_is_ignored_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with signals_deferred():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_another_thread_leaves_the_handlers_alone():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def look() -> None:
+        with signals_deferred():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]
