@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="start from this checkpoint instead of making one")
     parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-bench-real-time")
     parser.add_argument("demo", nargs="*", help="after --: further arguments of `tidemill demo`")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.data_dir.mkdir(parents=True, exist_ok=True)
     what[options.figure](options)
 
