@@ -16,6 +16,7 @@ from http import HTTPStatus
 
 from rich.console import Console
 
+from tidemill.compose.demo.first_version import promote_first
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
 from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
@@ -23,10 +24,6 @@ from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, Watch, display, l
 from tidemill.compose.processes import Supervisor
 from tidemill.producers.users.crowd import Seen
 from tidemill.producers.users.satisfaction import Satisfaction
-from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.clock import now_us
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.records import GateDecision, GateVerdict
 
 BEFORE = "users-before"
 AFTER = "users-after"
@@ -99,12 +96,12 @@ def _open(stage: _Stage) -> int:
     with spinner(stage.console, "starting a stable and a canary replica, the router, the join and the gate") as say:
         known = stage.watch.state.version
         if known >= 0:
-            _promote(plan, known)
+            promote_first(plan.settings, known, OPERATOR)
         for role in plan.online_roles():
             stage.start(role)
         stage.wait(lambda: stage.watch.state.version >= 0, limit_s, "the trainer has published no version")
         if known < 0:
-            _promote(plan, stage.watch.state.version)
+            promote_first(plan.settings, stage.watch.state.version, OPERATOR)
         stage.start_product(plan.router_role())
         for replica in (STABLE, CANARY):
             say(f"waiting for {replica}")
@@ -117,22 +114,6 @@ def _open(stage: _Stage) -> int:
 def _serves(stage: _Stage, replica: str) -> bool:
     online = stage.watch.online
     return bool(online.promoted()) and online.serving.get(replica, -1) >= online.promoted()[0]
-
-
-def _promote(plan: DemoPlan, version: int) -> None:
-    run = plan.settings.run
-    decision = GateDecision(
-        run_id=run.run_id,
-        branch=run.branch,
-        verdict=GateVerdict.PROMOTE,
-        version=version,
-        reason="the version that users meet first",
-        decided_by=OPERATOR,
-        numbers={},
-        at=now_us(),
-    )
-    with RecordProducer(plan.settings.kafka, "tidemill-demo") as producer:
-        producer.send_acked(Topic.GATE, [(run.branch, decision)])
 
 
 def _is_up(url: str) -> bool:

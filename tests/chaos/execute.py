@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from tests.chaos.first_version import promote_first
 from tests.chaos.keeper import Ended, Keeper
 from tests.chaos.sink_tables import SinkTables
 from tests.chaos.site import Site
 from tests.chaos.storm import Fault, FaultKind, Storm
 from tests.chaos.tally import SINK, USERS, Tally
 from tidemill.compose.demo.config import Act
+from tidemill.compose.demo.first_version import promote_first
 from tidemill.compose.demo.plan import STABLE
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
@@ -46,6 +46,7 @@ ITSELF = "itself"
 DISK_HIT_S = 240.0
 """A full disk that no role has run into by then is emptied again."""
 SINK_ASKED_EVERY_S = 1.0
+OPERATOR = "chaos"
 
 
 class Wedged(RuntimeError):
@@ -192,7 +193,7 @@ class Execution:
         tally = self.result.tally
         if not self._promoted and 0 in tally.versions:
             self._promoted = True
-            promote_first(self._site.settings)
+            promote_first(self._site.settings, 0, OPERATOR)
         if tally.written[STABLE]:
             for name in self._course.later:
                 self._keeper.let_begin(name)

@@ -1,4 +1,4 @@
-"""The one decision of a run that is a person's: which version users meet first."""
+"""The one decision of the second act that is a person's: which version users meet first."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.records import GateDecision, GateVerdict
 
-OPERATOR = "chaos"
 
-
-def promote_first(settings: TidemillSettings) -> None:
-    """Give everyone version 0."""
+def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> None:
+    """Give everyone `version`. Raises DeliveryError when the log refuses."""
     run = settings.run
     decision = GateDecision(
         run_id=run.run_id,
         branch=run.branch,
         verdict=GateVerdict.PROMOTE,
-        version=0,
+        version=version,
         reason="the version that users meet first",
-        decided_by=OPERATOR,
+        decided_by=decided_by,
         numbers={},
         at=now_us(),
     )
-    with RecordProducer(settings.kafka, "chaos-operator") as producer:
+    with RecordProducer(settings.kafka, "tidemill-demo") as producer:
         producer.send_acked(Topic.GATE, [(run.branch, decision)])
