@@ -429,6 +429,10 @@ class SkipDelta:
     published_at: int
 
 
+CANARY_SHARE = "share"
+"""Name, in a CANARY's numbers, of the canary pool's part of the users, 0 to 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class GateDecision:
     """Which version a branch may serve. Topic `gate.decisions`, key `branch`. The newest one of a branch holds."""

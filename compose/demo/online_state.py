@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_s, to_us
 from tidemill.schemas.records import (
+    CANARY_SHARE,
     AckStatus,
     Feedback,
     GateDecision,
@@ -29,8 +30,6 @@ from tidemill.schemas.records import (
 RATE_WINDOW_US = to_us(10)
 REWARDED = "rewarded"
 """The ending of an interaction that is not excluded."""
-SHARE = "share"
-"""Name of the canary's share of the users in a decision's numbers."""
 _ENDS = (GateVerdict.PROMOTE, GateVerdict.REJECT, GateVerdict.HOLD, GateVerdict.ROLL_BACK)
 
 
@@ -165,7 +164,7 @@ class OnlineState:
         last = served[-1]
         if last.verdict is not GateVerdict.CANARY:
             return f"{last.verdict.value} v{last.version}: {last.reason}"
-        share = last.numbers.get(SHARE, 0.0)
+        share = last.numbers.get(CANARY_SHARE, 0.0)
         return f"v{last.version} is compared among {share:.0%} of the users" if share else f"v{last.version} is benched"
 
     def to_a_share_s(self) -> list[float]:
@@ -205,7 +204,7 @@ class OnlineState:
         if replica_id in self.stable:
             return 0
         shares = [d.at for d in self.decisions if d.verdict is GateVerdict.CANARY and d.version == version
-                  and d.numbers.get(SHARE, 0.0) > 0]  # fmt: skip
+                  and d.numbers.get(CANARY_SHARE, 0.0) > 0]  # fmt: skip
         return min(shares, default=None)
 
     def _descends(self, version: int | None, ancestor: int) -> bool:

@@ -15,6 +15,7 @@ from tidemill.consumers.gate.standing import Standing, by_gate
 from tidemill.consumers.gate.trial import Arm, Comparison, Watch
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
+    CANARY_SHARE,
     AckStatus,
     GateDecision,
     GateVerdict,
@@ -26,9 +27,6 @@ from tidemill.schemas.records import (
     UserWish,
     WeightAck,
 )
-
-SHARE = "share"
-"""Name, in a CANARY's numbers, of the canary pool's part of the users."""
 
 REMEMBERED = 20
 """Decisions that are shown."""
@@ -167,7 +165,7 @@ class Branch:
                 pass
 
     def _follow_canary(self, decision: GateDecision) -> None:
-        version, share = decision.version, decision.numbers.get(SHARE, 0.0)
+        version, share = decision.version, decision.numbers.get(CANARY_SHARE, 0.0)
         if version is None:
             return
         if self.trial is None or self.trial.version != version:

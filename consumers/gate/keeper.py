@@ -16,14 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tidemill.consumers.gate.bench import BenchResult
-from tidemill.consumers.gate.branch import SHARE, Branch, Trial
+from tidemill.consumers.gate.branch import Branch, Trial
 from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.gate.guardrails import names
 from tidemill.consumers.gate.standing import GENERATION
 from tidemill.consumers.gate.trial import Watch
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import GateDecision, GateVerdict, Record
+from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Keeper:
             reason = f"version {trial.version} waits for a person: {done.reason}" if holds else done.reason
             yield self._decision(done.verdict, version, reason, self._trial_numbers(trial))
         elif trial.share == 0.0:
-            numbers = {**self._trial_numbers(trial), SHARE: self._gate.share}
+            numbers = {**self._trial_numbers(trial), CANARY_SHARE: self._gate.share}
             yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
 
     def _in_bench(self, trial: Trial) -> Iterator[GateDecision]:
@@ -177,7 +177,7 @@ class Keeper:
             yield self._decision(GateVerdict.REJECT, trial.version, objection, numbers)
             return
         said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
-        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, SHARE: self._gate.share})
+        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: self._gate.share})
 
     def _pass_over(self, trial: Trial) -> Iterator[GateDecision]:
         """Not for ever does a candidate without a bench result keep newer ones waiting."""
@@ -206,7 +206,7 @@ class Keeper:
             return
         skipped = self._branch.skipped(version)
         said = f"{reason}; skipped: {', '.join(map(str, skipped))}" if skipped else reason
-        numbers = {SHARE: 0.0, "skipped": float(len(skipped)), "baseline": float(self._branch.standing.baseline)}
+        numbers = {CANARY_SHARE: 0.0, "skipped": float(len(skipped)), "baseline": float(self._branch.standing.baseline)}
         yield self._decision(GateVerdict.CANARY, version, f"{said}; the bench comes first", numbers)
 
     def _trial_numbers(self, trial: Trial) -> dict[str, float]:

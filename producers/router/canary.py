@@ -12,10 +12,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tidemill.schemas.records import GateDecision, GateVerdict
-
-SHARE = "share"
-"""Name of the canary's share of the traffic in a decision's numbers."""
+from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict
 
 
 class Arm(StrEnum):
@@ -65,10 +62,13 @@ class CanaryShare:
         return Lot(Arm.CANARY, self.share) if canary else Lot(Arm.STABLE, 1.0 - self.share)
 
     def _begin(self, decision: GateDecision) -> str:
-        share = decision.numbers.get(SHARE, math.nan)
+        share = decision.numbers.get(CANARY_SHARE, math.nan)
         if decision.version is None or not 0.0 <= share <= 1.0:
             self.share, self.version = 0.0, None
-            return f"a canary needs a version and numbers[{SHARE!r}] from 0 to 1, not {decision.version} and {share:g}"
+            return (
+                f"a canary needs a version and numbers[{CANARY_SHARE!r}] from 0 to 1, not {decision.version} and "
+                f"{share:g}"
+            )
         self.share, self.version = share, decision.version
         return ""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import (
+    CANARY_SHARE,
     Feedback,
     GateDecision,
     GateVerdict,
@@ -21,7 +22,6 @@ from tidemill.schemas.records import (
     TrainStep,
 )
 
-SHARE = "share"
 Place = tuple[int, int]
 """Partition and offset."""
 
@@ -132,7 +132,7 @@ class ProductTally:
         self._signals_used += [f"signal {n} counts twice in {name[0]}" for n, times in used.items() if times > 1]
 
     def _decision(self, decision: GateDecision) -> None:
-        said = decision.verdict, decision.numbers.get(SHARE, 0.0)
+        said = decision.verdict, decision.numbers.get(CANARY_SHARE, 0.0)
         self.decisions[decision.verdict.value] += 1
         # A version may be tried again when something was decided about it in between.
         if self._last_said.get(decision.version) == said:

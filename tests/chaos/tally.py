@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.product_tally import ProductTally
-from tidemill.consumers.gate.standing import GENERATION
+from tidemill.consumers.gate.standing import by_gate
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import (
@@ -58,7 +58,7 @@ def author(topic: Topic, record: Record | None) -> str | None:
         case OnlineBatch():
             return BATCHES
         case GateDecision():
-            return GATE if GENERATION in record.numbers else None
+            return GATE if by_gate(record) else None
         case _:
             return None
 
