@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.chaos import observed_users
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.tally import BATCHES, FEED, GATE, GATEWAY, JOIN, ROUTE, SINK, STREAM, TRAIN, USERS
+from tests.second_act import QUICK_SECOND_ACT
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.plan import CANARY, CONFIG_NAME, ONLINE_CONFIG_NAME, STABLE, DemoPlan
@@ -46,27 +47,16 @@ SIMULATED = (
     "feed.eval_every=0",
 )
 FROM_USERS = (
-    "feed.eval_tasks=4",
-    "feed.eval_during_tasks=4",
+    *QUICK_SECOND_ACT,
     "feed.eval_group_size=4",
     "feed.group_size=8",
-    "trainer.online.simulated_groups_per_batch=1",
     "trainer.online.max_wait_seconds=10",
-    "users.ordinary=40",
     "users.interactions_per_second=8",
     "users.concurrency=8",
-    "batches.min_members=12",
-    "batches.max_wait_s=6",
-    "gate.floor=0",
-    "gate.bench_rollouts=12",
-    "gate.bench_margin=1",
-    "gate.min_users=3",
-    "gate.max_seconds=5",
-    "gate.margin=1",
     "gateway.user_rate=1000",
     "gateway.user_burst=1000",
 )
-"""Few users, small batches, and a gate that lets pass whatever is not shown to be harmful."""
+"""A quick second act with slower users, whom the gateway's caps do not meet."""
 
 
 @dataclass(frozen=True, slots=True)

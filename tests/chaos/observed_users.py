@@ -53,6 +53,11 @@ def note(what: str, name: str) -> None:
         file.write(json.dumps([what, name]).encode() + b"\n")
 
 
+def interaction_of(token: str) -> str:
+    """The interaction that a signed token is of; the signature is the product's to check."""
+    return token.rpartition(".")[0]
+
+
 def _use() -> None:
     """Put the observed product in the place of the users' own."""
     from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
@@ -72,7 +77,7 @@ def _use() -> None:
         async def complete(self, prompt: str) -> Served:
             served: Served = await self._model.complete(prompt)
             if served.interaction:
-                note(SERVED, served.interaction.partition(".")[0])
+                note(SERVED, interaction_of(served.interaction))
             return served
 
     class ObservedProduct(plain):  # type: ignore[misc, valid-type]  # a class held in a variable, to be replaced
@@ -85,7 +90,7 @@ def _use() -> None:
             send = _over_http if sum(report.event_id.encode()) % 2 else self._over_sdk
             while not await send(report):
                 await asyncio.sleep(AGAIN_S)
-            note(ACKNOWLEDGED, feedback_key(report.interaction.partition(".")[0], report.event_id))
+            note(ACKNOWLEDGED, feedback_key(interaction_of(report.interaction), report.event_id))
 
         async def _over_sdk(self, report: Report) -> bool:
             try:

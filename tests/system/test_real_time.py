@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from demonstration import ABOUT_USERS, Finished, run_demonstration
 
+from tests.second_act import QUICK_SECOND_ACT
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import Topic
@@ -43,21 +44,8 @@ QUICK = [
     "demo.start_timeout_s=600",
     "demo.stall_timeout_s=600",
     "demo.measured_answers=16",
-    "feed.eval_tasks=4",
-    "feed.eval_during_tasks=4",
-    "trainer.online.simulated_groups_per_batch=1",
-    "run.skip_no_signal=false",
-    "users.ordinary=40",
-    "batches.min_members=12",
-    "batches.max_wait_s=6",
-    "gate.floor=0",
-    "gate.bench_rollouts=12",
-    "gate.bench_margin=1",
-    "gate.min_users=3",
-    "gate.max_seconds=5",
-    "gate.margin=1",
+    *QUICK_SECOND_ACT,
 ]
-"""A second act that is quick, with a gate that lets pass whatever is not shown to be harmful."""
 
 
 @pytest.fixture(scope="module")

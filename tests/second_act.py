@@ -1,0 +1,20 @@
+"""Settings with which the demonstration's second act is quick, for whoever plays it in a test."""
+
+from __future__ import annotations
+
+QUICK_SECOND_ACT = (
+    "run.skip_no_signal=false",
+    "feed.eval_tasks=4",
+    "feed.eval_during_tasks=4",
+    "trainer.online.simulated_groups_per_batch=1",
+    "users.ordinary=40",
+    "batches.min_members=12",
+    "batches.max_wait_s=6",
+    "gate.floor=0",
+    "gate.bench_rollouts=12",
+    "gate.bench_margin=1",
+    "gate.min_users=3",
+    "gate.max_seconds=5",
+    "gate.margin=1",
+)
+"""Few users, small batches, and a gate that lets pass whatever is not shown to be harmful."""
