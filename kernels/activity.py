@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.classes import SEGMENT, Active, all_active, segments
+from tidemill.kernels.class_tiles import SEGMENT
+from tidemill.kernels.classes import Active, all_active, segments
+from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import Indices
 from tidemill.kernels.frames import compress, decompress
@@ -15,14 +17,13 @@ from tidemill.kernels.information import BIT, choice_cost, log2
 from tidemill.kernels.wire import Reader, varint
 
 ALL, BITS, FRAME = 0, 1, 2
-SEGMENT_SHIFT = SEGMENT.bit_length() - 1
 FIXED_COST = 300 * BIT
 
 
 def find_active(indices: Indices, n_elements: int) -> Active:
     """The segments with changes, or all, whichever is cheaper, for ascending `indices` (i8[changed]) in the block."""
     active = np.zeros(segments(n_elements), np.uint8)
-    active[indices >> SEGMENT_SHIFT] = 1
+    _activate(indices, active)
     n_active = int(active.sum())
     saved = indices.size * (log2(active.size) - log2(n_active))
     return active if saved > choice_cost(active.size, n_active) + FIXED_COST else all_active(n_elements)
@@ -48,3 +49,9 @@ def read_active(source: Reader, n_elements: int) -> Active:
         raise DeltaError(f"unknown form {form} of active segments")
     data = source.take(size) if form == BITS else decompress(source.take(source.varint()), size)
     return np.unpackbits(np.frombuffer(data, np.uint8), count=n, bitorder="little")
+
+
+@compiled
+def _activate(indices: Indices, active: Active) -> None:
+    for index in indices:
+        active[np.uint64(index) // np.uint64(SEGMENT)] = 1

@@ -131,10 +131,16 @@ def scatter(bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
 
 
 def split_classes(
-    kind: ElementType, old: AnyArray, new_at: AnyArray, indices: AnyArray, table: ClassTable, active: Active
+    kind: ElementType,
+    old: AnyArray,
+    old_at: AnyArray,
+    new_at: AnyArray,
+    indices: AnyArray,
+    table: ClassTable,
+    active: Active,
 ) -> ClassStreams:
     """Split a block's changes into classes: see `kernels.classes.split_classes`."""
-    return backend_for(old).split_classes(kind, old, new_at, indices, table, active)
+    return backend_for(old).split_classes(kind, old, old_at, new_at, indices, table, active)
 
 
 def count_exponents(kind: ElementType, bits: AnyArray) -> Counts:

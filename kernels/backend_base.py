@@ -34,6 +34,11 @@ class KernelBackend(ABC, Generic[Array]):
     def compare_and_compact(self, old: Array, new: Array) -> Array:
         """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each)."""
 
+    def compare_and_take(self, old: Array, new: Array) -> tuple[Array, Array, Array]:
+        """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+        indices = self.compare_and_compact(old, new)
+        return indices, self.take(old, indices), self.take(new, indices)
+
     @abstractmethod
     def take(self, bits: Array, indices: Array) -> Array:
         """The patterns (uN[k]) of `bits` at `indices` (i8[k], each in range)."""
@@ -44,7 +49,14 @@ class KernelBackend(ABC, Generic[Array]):
 
     @abstractmethod
     def split_classes(
-        self, kind: ElementType, old: Array, new_at: Array, indices: Array, table: ClassTable, active: Active
+        self,
+        kind: ElementType,
+        old: Array,
+        old_at: Array,
+        new_at: Array,
+        indices: Array,
+        table: ClassTable,
+        active: Active,
     ) -> ClassStreams:
         """Split a block's changes into classes: see `kernels.classes.split_classes`."""
 

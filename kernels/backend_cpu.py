@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from tidemill.kernels import classes, fingerprint
+from tidemill.kernels import classes, exponents, fingerprint
 from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
-from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.elements import ElementType
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 
@@ -29,7 +29,11 @@ class CpuBackend(KernelBackend[Row]):
 
     def compare_and_compact(self, old: Row, new: Row) -> Row:
         """See `KernelBackend`."""
-        return changed_indices(old, new)
+        return changed_elements(old, new)[0]
+
+    def compare_and_take(self, old: Row, new: Row) -> tuple[Row, Row, Row]:
+        """See `KernelBackend`."""
+        return changed_elements(old, new)
 
     def take(self, bits: Row, indices: Row) -> Row:
         """See `KernelBackend`."""
@@ -43,14 +47,14 @@ class CpuBackend(KernelBackend[Row]):
         bits[indices] = new_at
 
     def split_classes(
-        self, kind: ElementType, old: Row, new_at: Row, indices: Row, table: ClassTable, active: Active
+        self, kind: ElementType, old: Row, old_at: Row, new_at: Row, indices: Row, table: ClassTable, active: Active
     ) -> ClassStreams:
         """See `KernelBackend`."""
-        return classes.split_classes(kind, old, new_at, indices, table, active)
+        return classes.split_classes(kind, old, old_at, new_at, indices, table, active)
 
     def count_exponents(self, kind: ElementType, bits: Row) -> Counts:
         """See `KernelBackend`."""
-        return classes.count_exponents(kind, bits)
+        return exponents.count_exponents(kind, bits)
 
     def fingerprint(self, bits: Row, key: TensorKey, start: int = 0) -> Fingerprint:
         """See `KernelBackend`."""

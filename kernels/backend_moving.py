@@ -114,6 +114,11 @@ class MovingBackend(KernelBackend[Array], Generic[Array, Inner]):
         """See `KernelBackend`."""
         return self._move.back(self.inner.compare_and_compact(*self._there(old, new)), old)
 
+    def compare_and_take(self, old: Array, new: Array) -> tuple[Array, Array, Array]:
+        """See `KernelBackend`."""
+        indices, old_at, new_at = self.inner.compare_and_take(*self._there(old, new))
+        return self._move.back(indices, old), self._move.back(old_at, old), self._move.back(new_at, old)
+
     def take(self, bits: Array, indices: Array) -> Array:
         """See `KernelBackend`."""
         return self._move.back(self.inner.take(*self._there(bits, indices)), bits)
@@ -125,11 +130,18 @@ class MovingBackend(KernelBackend[Array], Generic[Array, Inner]):
         self._move.write_back(moved, bits)
 
     def split_classes(
-        self, kind: ElementType, old: Array, new_at: Array, indices: Array, table: ClassTable, active: Active
+        self,
+        kind: ElementType,
+        old: Array,
+        old_at: Array,
+        new_at: Array,
+        indices: Array,
+        table: ClassTable,
+        active: Active,
     ) -> ClassStreams:
         """See `KernelBackend`."""
-        moved_old, moved_new, places = self._there(old, new_at, indices)
-        return self.inner.split_classes(kind, moved_old, moved_new, places, table, active)
+        moved_old, moved_old_at, moved_new_at, places = self._there(old, old_at, new_at, indices)
+        return self.inner.split_classes(kind, moved_old, moved_old_at, moved_new_at, places, table, active)
 
     def count_exponents(self, kind: ElementType, bits: Array) -> Counts:
         """See `KernelBackend`."""

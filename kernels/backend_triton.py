@@ -47,6 +47,7 @@ class TritonBackend(KernelBackend[torch.Tensor]):
         self,
         kind: ElementType,
         old: torch.Tensor,
+        old_at: torch.Tensor,
         new_at: torch.Tensor,
         indices: torch.Tensor,
         table: ClassTable,

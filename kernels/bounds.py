@@ -5,9 +5,9 @@ For N elements of which n change, p = n / N, with H the entropy in bits and h th
     iid              N h(p) + n H(step)
     exponent class   sum over exponents e of the old patterns:  N_e h(n_e / N_e) + n_e H(step | e)
 
-A step is how many representable values lie from the old pattern to the new one, signed (`kernels.classes`). The second
-model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types without an
-exponent (integers) have one class, and both models agree.
+A step is how many representable values lie from the old pattern to the new one, signed (`kernels.ulp_steps`). The
+second model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types
+without an exponent (integers) have one class, and both models agree.
 
 Both are fitted to the very change they measure. A codec must also send what is fitted here for nothing (p_e and the
 distributions of the steps), so on a small tensor it stays above; and a codec that knows more than the exponent may go
@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.classes import Values, count_exponents, fold_steps
-from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError, element_type, flat_bits
+from tidemill.kernels.exponents import count_exponents
 from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.ulp_steps import Values, fold_steps
 
 Counts = npt.NDArray[np.int64]
 
@@ -84,10 +85,9 @@ class DeltaCounts:
         if old.size != new.size:
             raise DeltaError(f"{old.size} elements became {new.size}: a delta keeps shapes")
         self._elements += count_exponents(kind, old)
-        changed = changed_indices(old, new)
-        before = old[changed]
+        _, before, after = changed_elements(old, new)
         exponents = (before >> before.dtype.type(kind.mantissa_bits)) & before.dtype.type(kind.exponents - 1)
-        _count(exponents, fold_steps(kind, before, new[changed]), self._leading, self._steps, self._used)
+        _count(exponents, fold_steps(kind, before, after), self._leading, self._steps, self._used)
 
     def add(self, other: DeltaCounts) -> None:
         """Count what `other` has counted. Raises DeltaError for another element type."""

@@ -11,10 +11,11 @@ from typing import ClassVar
 import numpy as np
 from pcodec import ChunkConfig, standalone
 
-from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.coder_zstd import checked
 from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import Reader, varint
 
 

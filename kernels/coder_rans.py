@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels import rans, step_tables
-from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.gap_models import ALL_ZERO, MODELS, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.step_tables import StepTable, fit_tables
+from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
 
 STATE_BYTES = 5

@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.frames import compress, decompress
+from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import Reader, varint
 
 ESCAPE = 255

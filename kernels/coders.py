@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.classes import ClassStreams, Counts, Values
+from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.coder_pcodec import PcodecCoder
 from tidemill.kernels.coder_rans import RansCoder
@@ -13,6 +13,7 @@ from tidemill.kernels.compiled import compiled
 from tidemill.kernels.information import BIT, choice_cost, kind_cost
 from tidemill.kernels.settings import CoderChoice
 from tidemill.kernels.step_tables import TOKENS, token_of
+from tidemill.kernels.ulp_steps import Values
 
 RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
 CODERS: dict[int, Coder] = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}

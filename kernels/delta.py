@@ -193,11 +193,10 @@ def _encode_block(
     name: str, kind: ElementType, total: int, start: int, old: AnyArray, new: AnyArray, settings: CodecSettings
 ) -> bytes | None:
     kernels, key = backend_for(old), TensorKey.of(name)
-    indices = kernels.compare_and_compact(old, new)
+    indices, old_at, new_at = kernels.compare_and_take(old, new)
     if not len(indices):
         return None
     base = kernels.fingerprint(old, key, start)
-    old_at, new_at = kernels.take(old, indices), kernels.take(new, indices)
     target = base + kernels.fingerprint_change(key, indices + start, old_at, new_at)
     encoding, payload = pack(kind, old, new, Changes(indices, old_at, new_at), settings.coder)
     header = BlockHeader(

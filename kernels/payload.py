@@ -20,20 +20,15 @@ from tidemill.kernels.activity import find_active, read_active, write_active
 from tidemill.kernels.backend import AnyArray, backend_for
 from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.class_table import choose_table, read_table, write_table
-from tidemill.kernels.classes import (
-    SEGMENT,
-    Active,
-    Counts,
-    count_exponents,
-    fold_steps,
-    move,
-    select_classes,
-)
+from tidemill.kernels.class_tiles import SEGMENT
+from tidemill.kernels.classes import Active, Counts, select_classes
 from tidemill.kernels.coders import CODERS, encode_streams
 from tidemill.kernels.elements import DeltaError, ElementType
+from tidemill.kernels.exponents import count_active_exponents
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.settings import CoderChoice
+from tidemill.kernels.ulp_steps import fold_steps, move
 from tidemill.kernels.wire import Reader, varint
 
 RAW_SHARE = 4
@@ -134,7 +129,7 @@ def _pack_classes(
     active = find_active(kernels.host(changes.indices), len(old))
     changed = kernels.count_exponents(kind, changes.old)
     table = choose_table(_exponents(kernels, kind, old, active), changed)
-    streams = kernels.split_classes(kind, old, changes.new, changes.indices, table, active)
+    streams = kernels.split_classes(kind, old, changes.old, changes.new, changes.indices, table, active)
     code, coded = encode_streams(streams, coder)
     counts = b"".join(varint(count) for count in streams.counts.tolist())
     return b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
@@ -158,11 +153,12 @@ def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed
 
 def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, active: Active) -> Counts:
     """How often each exponent occurs in the active segments, of large blocks about."""
+    n_active = int(active.sum()) * SEGMENT
+    every = 1 if kind.exponents == 1 or n_active < 8 * SAMPLE_RUN * SAMPLE_EVERY else SAMPLE_EVERY
     if not active.all():
-        whole = len(old) // SEGMENT
-        inside = kernels.host(old)[: whole * SEGMENT].reshape(-1, SEGMENT)[active[:whole] == 1].reshape(-1)
-        return count_exponents(kind, inside)
-    if kind.exponents == 1 or len(old) < 8 * SAMPLE_RUN * SAMPLE_EVERY:
+        run = -(-SAMPLE_RUN // SEGMENT)
+        return every * count_active_exponents(kind, kernels.host(old), active, run, every)
+    if every == 1:
         return kernels.count_exponents(kind, old)
     stride = SAMPLE_RUN * SAMPLE_EVERY
     whole = len(old) // stride * stride

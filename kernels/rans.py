@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels import gap_models, step_tables
-from tidemill.kernels.classes import Counts, Values
+from tidemill.kernels.classes import Counts
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.gap_models import GapTables
 from tidemill.kernels.step_tables import length_of, low_bits_of, token_of
+from tidemill.kernels.ulp_steps import Values
 
 Words = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]

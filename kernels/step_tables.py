@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.classes import Counts, Values
+from tidemill.kernels.classes import Counts
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.information import BIT, kind_cost
+from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import BitReader, BitWriter
 
 PRECISION = 12

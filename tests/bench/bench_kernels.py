@@ -110,7 +110,7 @@ def works(kernels: KernelBackend[Any], step: Step, place: Callable[[np.ndarray],
     yield Work(
         "split_classes",
         dense + n * (INDEX_BYTES + size + STREAM_BYTES),
-        lambda: kernels.split_classes(step.kind, old, new_at, indices, step.table, step.active),
+        lambda: kernels.split_classes(step.kind, old, old_at, new_at, indices, step.table, step.active),
     )
 
 

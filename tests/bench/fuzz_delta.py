@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tidemill.kernels.block import BlockHeader, header_size, read_header, write_block
-from tidemill.kernels.classes import move
 from tidemill.kernels.delta import (
     CodecSettings,
     DeltaError,
@@ -45,6 +44,7 @@ from tidemill.kernels.delta import (
 from tidemill.kernels.elements import BY_CODE, BY_NAME
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.settings import CoderChoice
+from tidemill.kernels.ulp_steps import move
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
 NAME = "w"

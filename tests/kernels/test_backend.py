@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import backend, classes, fingerprint
+from tidemill.kernels import backend, classes, exponents, fingerprint
 from tidemill.kernels.backend import Choice, KernelUnavailableError, Mode, backend_for, choose, mode_of
 from tidemill.kernels.backend_cpu import CpuBackend
 from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorAsArray, TensorToDevice
-from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import TensorKey
 
@@ -135,7 +135,7 @@ def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog)
     held = on_gpu(OLD)
     with caplog.at_level(logging.WARNING):
         assert backend.fingerprint(held, KEY) == fingerprint.fingerprint(OLD, KEY)
-        places = changed_indices(OLD, NEW)
+        places = changed_elements(OLD, NEW)[0]
         backend.scatter(held, on_gpu(places), on_gpu(NEW[places]))
     assert torch.equal(held.as_subclass(torch.Tensor), torch.from_numpy(NEW))
     (record,) = caplog.records
@@ -169,17 +169,19 @@ MOVED = {
 @pytest.mark.parametrize("name", MOVED)
 def test_moved_arrays_have_the_same_results(name):
     kernels, there, back = MOVED[name]
-    places = changed_indices(OLD, NEW)
+    places = changed_elements(OLD, NEW)[0]
     old, new, at = there(OLD.copy()), there(NEW), there(places)
     np.testing.assert_array_equal(back(kernels.compare_and_compact(old, new)), places)
+    for made, expected in zip(kernels.compare_and_take(old, new), (places, OLD[places], NEW[places]), strict=True):
+        np.testing.assert_array_equal(back(made), expected)
     new_at = kernels.take(new, at)
     np.testing.assert_array_equal(back(new_at), NEW[places])
     table, active = np.repeat(np.arange(8, dtype=np.uint8), 32), classes.all_active(OLD.size)
-    found = kernels.split_classes(BF16, old, new_at, at, table, active)
-    expected = classes.split_classes(BF16, OLD, NEW[places], places, table, active)
+    found = kernels.split_classes(BF16, old, kernels.take(old, at), new_at, at, table, active)
+    expected = classes.split_classes(BF16, OLD, OLD[places], NEW[places], places, table, active)
     for part in ("counts", "gaps", "steps"):
         np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
-    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), classes.count_exponents(BF16, OLD))
+    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), exponents.count_exponents(BF16, OLD))
     assert kernels.fingerprint(old, KEY, 5) == fingerprint.fingerprint(OLD, KEY, 5)
     assert kernels.fingerprint_at(new_at, KEY, at) == fingerprint.fingerprint_at(NEW[places], KEY, places)
     change = fingerprint.fingerprint_change(KEY, places, OLD[places], NEW[places])

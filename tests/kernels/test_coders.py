@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kernels.bounds import delta_bounds
-from tidemill.kernels.classes import ClassStreams, move
+from tidemill.kernels.classes import ClassStreams
 from tidemill.kernels.coders import CODERS, PCODEC, RANS, encode_streams
 from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, encode_tensor, resolve
 from tidemill.kernels.elements import ELEMENT_TYPES
@@ -14,6 +14,7 @@ from tidemill.kernels.gap_models import ALL_ZERO, MODELS, TABLES, TOTAL, gap_tab
 from tidemill.kernels.payload import Encoding
 from tidemill.kernels.reference import rans_reference
 from tidemill.kernels.step_tables import TOKENS, StepTable, fit_tables, length_of, low_bits_of, token_of
+from tidemill.kernels.ulp_steps import move
 from tidemill.kernels.wire import BitReader, BitWriter, Reader
 
 UNHURRIED = settings(deadline=None)

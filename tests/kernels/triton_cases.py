@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 
 from tidemill.kernels import (
     classes,
+    exponents,
     fingerprint,
     payload,
     triton_compact,
@@ -29,7 +30,7 @@ from tidemill.kernels import (
     triton_split,
 )
 from tidemill.kernels.backend import Mode, choose, triton_obstacle
-from tidemill.kernels.compare import changed_indices
+from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.delta import (
     DeltaError,
     TensorChange,
@@ -91,7 +92,7 @@ def test_compact_at_the_edges_of_a_tile(name, n):
     for density in DENSITIES if n > TILE + 1 else (0.5, 1):
         old, new, indices = step_of(BY_NAME[name], n, density, n)
         np.testing.assert_array_equal(compare(old, new), indices)
-        np.testing.assert_array_equal(changed_indices(old, new), indices)
+        np.testing.assert_array_equal(changed_elements(old, new)[0], indices)
 
 
 def test_compact_of_several_programs_that_write():
@@ -163,7 +164,7 @@ def random_table(kind, generator, limit=6):
 
 
 def assert_split(kind, old, new, indices, table, active, module=triton_split):
-    expected = classes.split_classes(kind, old, new[indices], indices, table, active)
+    expected = classes.split_classes(kind, old, old[indices], new[indices], indices, table, active)
     rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), torch.tensor(table), torch.tensor(active)
     found = module.split_classes(kind, *rows, int(table[-1]) + 1, TILING)
     for name in ("counts", "gaps", "steps"):
@@ -189,7 +190,7 @@ def test_split(kind, n, density, all_active, seed):
 def test_split_with_the_tiling_of_a_gpu():
     old, new, indices = step_of(BF16, 4096 + 100, 0.02, 5)
     table, active = random_table(BF16, np.random.default_rng(5), classes.MAX_CLASSES), classes.all_active(old.size)
-    expected = classes.split_classes(BF16, old, new[indices], indices, table, active)
+    expected = classes.split_classes(BF16, old, old[indices], new[indices], indices, table, active)
     rows = (torch.tensor(array) for array in (old, new[indices], indices, table, active))
     found = triton_split.split_classes(BF16, *rows, int(table[-1]) + 1)
     np.testing.assert_array_equal(found.gaps.numpy(), expected.gaps)
@@ -211,7 +212,7 @@ def test_split_between_special_patterns(kind):
 def test_count_exponents(kind, n):
     bits, _, _ = step_of(kind, n, 0, n)
     found = triton_split.count_exponents(kind, inside(bits, 1)).numpy()
-    np.testing.assert_array_equal(found, classes.count_exponents(kind, bits))
+    np.testing.assert_array_equal(found, exponents.count_exponents(kind, bits))
 
 
 def test_rows_that_do_not_fit_are_refused():
