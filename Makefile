@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 # Tests run beside each other, a file in one process; those of the whole loop have the machine to themselves.
 WORKERS ?= 2
 FOLDERS := schemas kernels producers streams trainer consumers compose
+# Tests and roles are many processes: without bytecode, which containers often forbid, each compiles what it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test lint lock clean
 
@@ -15,7 +17,7 @@ setup: $(STAMP)
 $(STAMP): requirements.lock pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet uv==$(UV_VERSION)
-	$(VENV)/bin/uv pip sync --python $(VENV)/bin/python requirements.lock
+	$(VENV)/bin/uv pip sync --compile-bytecode --python $(VENV)/bin/python requirements.lock
 	$(VENV)/bin/uv pip install --python $(VENV)/bin/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(VENV)/typed/tidemill
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder $(VENV)/typed/tidemill/$$folder; done
