@@ -53,5 +53,5 @@ def read_active(source: Reader, n_elements: int) -> Active:
 
 @compiled
 def _activate(indices: Indices, active: Active) -> None:
-    for index in indices:
-        active[np.uint64(index) // np.uint64(SEGMENT)] = 1
+    for i in range(indices.size):
+        active[np.uint64(indices[i]) // np.uint64(SEGMENT)] = 1

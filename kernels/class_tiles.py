@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.ulp_steps import Form
-from tidemill.kernels.vectors import at_least, count_ones, extract_field
+from tidemill.kernels.vectors import count_ones, extract_field, within
 
 SEGMENT = 256
 """Elements that are active, or not, together."""
@@ -36,8 +36,8 @@ class Tile(NamedTuple):
 
     exponents: Bytes
     """u1[4096], of each element."""
-    above: Masks
-    """u8[64], elements of this class and higher ones; scratch."""
+    active: Masks
+    """u8[64], the active elements."""
     masks: Masks
     """u8[classes, 64], the active elements of each class."""
     ranks: Masks
@@ -58,44 +58,43 @@ def new_tile(classes: int) -> Tile:
 
 
 @compiled
-def mark(old: Bits, first: np.uint64, firsts: Bytes, active: Bytes, form: Form, tile: Tile) -> None:
+def mark(old: Bits, first: np.uint64, firsts: Bytes, spans: Bytes, active: Bytes, form: Form, tile: Tile) -> None:
     """Mark the tile of `old` that begins at element `first`; the last one may be short.
 
-    `firsts` (u1[classes]) is the first exponent of each class. Tiles are marked in ascending order.
+    A class has the exponents from its one of `firsts` (u1[classes]) on, and so many more as its one of `spans` says.
+    Tiles are marked in ascending order.
     """
-    exponents, above, masks, ranks, totals = tile
-    words = _begin(old, first, active, form, exponents, above)
-    for which in range(firsts.size):
-        one = np.uint64(which)
-        rank = totals[one]
+    exponents, inside, masks, ranks, totals = tile
+    words = _read(old, first, active, form, exponents, inside)
+    for group in range(firsts.size):
+        which = np.uint64(group)
+        least, span, rank = firsts[which], spans[which], totals[which]
+        own_masks, own_ranks = masks[which], ranks[which]
         for at in range(words):
             word = np.uint64(at)
-            own = above[word]
-            if which + 1 < firsts.size:
-                above[word] &= at_least(exponents, word << WORD_BITS, firsts[one + ONE])
-                own ^= above[word]
-            masks[one, word] = own
-            ranks[one, word] = rank
+            own = inside[word] & within(exponents, word << WORD_BITS, least, span)
+            own_masks[word] = own
+            own_ranks[word] = rank
             rank += count_ones(own)
         for at in range(words, WORDS):
-            ranks[one, np.uint64(at)] = rank
-        totals[one] = rank
+            own_ranks[np.uint64(at)] = rank
+        totals[which] = rank
 
 
 @compiled
-def _begin(old: Bits, first: np.uint64, active: Bytes, form: Form, exponents: Bytes, above: Masks) -> np.uint64:
-    """Read the exponents, and mark all active elements as of the lowest class or above; how many words there are."""
+def _read(old: Bits, first: np.uint64, active: Bytes, form: Form, exponents: Bytes, inside: Masks) -> np.uint64:
+    """Read the exponents, and mark the active elements; how many words there are."""
     shift, mask = form[0], form[1]
     size = min(np.uint64(TILE), np.uint64(old.size) - first)
     whole, rest = size >> WORD_BITS, size & IN_WORD
     for at in range(whole):
         begin = np.uint64(at) << WORD_BITS
         extract_field(old, first + begin, shift, mask, exponents, begin)
-        above[np.uint64(at)] = ALL if active[(first + begin) >> SEGMENT_BITS] else ZERO
+        inside[np.uint64(at)] = ALL if active[(first + begin) >> SEGMENT_BITS] else ZERO
     if not rest:
         return whole
     begin = whole << WORD_BITS
     for at in range(rest):
         exponents[begin + np.uint64(at)] = (np.uint64(old[first + begin + np.uint64(at)]) >> shift) & mask
-    above[whole] = (ONE << rest) - ONE if active[(first + begin) >> SEGMENT_BITS] else ZERO
+    inside[whole] = (ONE << rest) - ONE if active[(first + begin) >> SEGMENT_BITS] else ZERO
     return whole + ONE

@@ -77,7 +77,7 @@ def split_classes(
     """
     counts = np.zeros(int(table[-1]) + 1, np.int64)
     gaps, steps = np.empty(indices.size, np.uint32), np.empty(indices.size, np.uint32)
-    _split(old, old_at, new_at, indices, table, _firsts(table), active, form_of(kind), new_tile(counts.size),
+    _split(old, old_at, new_at, indices, table, *_ranges(table), active, form_of(kind), new_tile(counts.size),
            counts, gaps, steps)  # fmt: skip
     return ClassStreams(counts, gaps, steps)
 
@@ -93,7 +93,7 @@ def select_classes(
     indices = np.empty(streams.gaps.size, np.int64)
     old_at, new_at = np.empty(indices.size, kind.bits), np.empty(indices.size, kind.bits)
     found = _select(
-        old, streams.counts, streams.gaps, streams.steps, _firsts(table), active, form_of(kind),
+        old, streams.counts, streams.gaps, streams.steps, *_ranges(table), active, form_of(kind),
         new_tile(streams.counts.size), start, indices, old_at, new_at,
     )  # fmt: skip
     if found != indices.size:
@@ -101,9 +101,11 @@ def select_classes(
     return indices, old_at, new_at
 
 
-def _firsts(table: ClassTable) -> ClassTable:
-    """u1[classes], the first exponent of each class."""
-    return np.flatnonzero(np.diff(table, prepend=np.uint8(255))).astype(np.uint8)
+def _ranges(table: ClassTable) -> tuple[ClassTable, ClassTable]:
+    """u1[classes] each: the first exponent of each class, and how many more there are up to its last."""
+    firsts = np.flatnonzero(np.diff(table, prepend=np.uint8(255)))
+    spans = np.diff(firsts, append=table.size) - 1
+    return firsts.astype(np.uint8), spans.astype(np.uint8)
 
 
 @compiled
@@ -123,6 +125,7 @@ def _split(
     indices: Indices,
     table: ClassTable,
     firsts: ClassTable,
+    spans: ClassTable,
     active: Active,
     form: Form,
     tile: Tile,
@@ -131,12 +134,12 @@ def _split(
     steps: Values,
 ) -> None:
     shift, mask = form[0], form[1]
-    for pattern in old_at:
-        counts[table[(np.uint64(pattern) >> shift) & mask]] += 1
+    for i in range(old_at.size):
+        counts[table[(np.uint64(old_at[i]) >> shift) & mask]] += 1
     place, expected = _starts(counts), np.zeros(counts.size, np.uint64)
     at, changed = ZERO, np.uint64(indices.size)
     for begin in range(0, old.size, TILE):
-        mark(old, np.uint64(begin), firsts, active, form, tile)
+        mark(old, np.uint64(begin), firsts, spans, active, form, tile)
         while at < changed and indices[at] < begin + TILE:
             inside = np.uint64(indices[at] - begin)
             which, word = np.uint64(table[tile.exponents[inside]]), inside >> WORD_BITS
@@ -157,6 +160,7 @@ def _select(
     gaps: Values,
     steps: Values,
     firsts: ClassTable,
+    spans: ClassTable,
     active: Active,
     form: Form,
     tile: Tile,
@@ -173,12 +177,13 @@ def _select(
             wanted[group] = gaps[place[group]]
     found = ZERO
     for begin in range(0, old.size, TILE):
-        mark(old, np.uint64(begin), firsts, active, form, tile)
+        mark(old, np.uint64(begin), firsts, spans, active, form, tile)
         for group in range(counts.size):
             which = np.uint64(group)
-            at, last, rank = place[which], end[which], wanted[which]
-            while at < last and rank < tile.totals[which]:
-                index = np.uint64(begin) + _element(tile.masks[which], tile.ranks[which], rank)
+            at, last, rank, total = place[which], end[which], wanted[which], tile.totals[which]
+            masks, ranks = tile.masks[which], tile.ranks[which]
+            while at < last and rank < total:
+                index = np.uint64(begin) + _element(masks, ranks, rank)
                 before = np.uint64(old[index])
                 indices[found] = start + np.int64(index)
                 old_at[found] = before

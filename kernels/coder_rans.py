@@ -9,16 +9,19 @@ low bits   what is not entropy-coded (`kernels.rans`)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels import rans, step_tables
+from tidemill.kernels import gap_models, rans, step_tables
 from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
+from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.gap_models import ALL_ZERO, MODELS, gap_tables, low_bits, model_of, table_of
+from tidemill.kernels.rans import Reciprocals, reciprocals
 from tidemill.kernels.step_tables import StepTable, fit_tables
 from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
@@ -39,12 +42,13 @@ class RansCoder(Coder):
         tables = fit_tables(streams.steps, counts)
         plan = _Plan.of(models, tables)
         common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
-        raw = np.empty(8 * streams.gaps.size + 8, np.uint8)
-        n_raw = rans.write_low_bits(*common, raw)
+        raw = np.zeros(streams.gaps.size + 2, np.uint64)
+        n_raw = -(-rans.write_low_bits(*common, raw) // 8)
         words = np.empty(2 * streams.gaps.size, np.uint16)
-        tabled = gap_tables().start, gap_tables().frequency, plan.step_start, plan.step_frequency
-        first, *states = rans.encode_symbols(*common, *tabled, words)
-        return write_fields(models, tables, states, words[first:], raw[:n_raw].tobytes())
+        step_codes = reciprocals(plan.step_start, plan.step_frequency, step_tables.TOTAL)
+        first, *states = rans.encode_symbols(*common, _gap_codes(), step_codes, words)
+        stored = raw.astype("<u8", copy=False).view(np.uint8)[:n_raw]
+        return write_fields(models, tables, states, words[first:], stored.tobytes())
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
         """See `Coder.decode`."""
@@ -57,12 +61,14 @@ class RansCoder(Coder):
         n_words = source.varint()
         gap_state = int.from_bytes(source.take(STATE_BYTES), "little")
         step_state = int.from_bytes(source.take(STATE_BYTES), "little")
-        words = np.frombuffer(source.take(2 * n_words), "<u2").astype(np.uint16)
-        raw = np.frombuffer(source.rest(), np.uint8)
+        words = _padded(source.take(2 * n_words), "<u2")
+        low_bits_read = source.rest()
+        raw = _padded(low_bits_read, "<u8")
         gaps, steps = np.empty(int(used.sum()), np.uint32), np.empty(int(used.sum()), np.uint32)
         problem = rans.decode_changes(
-            words, raw, gap_state, step_state, used, plan.tables, plan.low_bits, plan.directed, gap_tables(),
-            plan.step_start, plan.step_frequency, plan.step_symbol, n_elements, gaps, steps,
+            words, raw, n_words, len(low_bits_read), gap_state, step_state, used, plan.tables, plan.low_bits,
+            plan.directed, gap_tables(), plan.step_start, plan.step_frequency, plan.step_symbol, n_elements,
+            gaps, steps,
         )  # fmt: skip
         if problem != rans.GOOD:
             raise DeltaError(f"an entropy-coded stream {PROBLEMS[problem]}")
@@ -125,10 +131,31 @@ def write_fields(
     )
 
 
+@cache
+def _gap_codes() -> Reciprocals:
+    return reciprocals(gap_tables().start, gap_tables().frequency, gap_models.TOTAL)
+
+
+def _padded(data: memoryview, kind: str) -> npt.NDArray[Any]:
+    """Little-endian numbers, the last of them filled up with zeros, and `rans.PADDING` zeros more, to be read here."""
+    stored = np.dtype(kind)
+    row = np.zeros(-(-len(data) // stored.itemsize) + rans.PADDING, stored)
+    row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    return row.astype(stored.newbyteorder("="), copy=False)
+
+
 def _models(gaps: Values, counts: Counts) -> list[int]:
-    ends = np.cumsum(counts)
-    sums = np.add.reduceat(gaps.astype(np.int64), ends - counts)
-    return [model_of(int(total), int(count)) for total, count in zip(sums, counts, strict=True)]
+    ends = np.cumsum(counts).tolist()
+    begins = [0, *ends[:-1]]
+    return [model_of(int(_sum(gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
+
+
+@compiled
+def _sum(values: Values) -> int:
+    total = np.uint64(0)
+    for i in range(values.size):
+        total += np.uint64(values[i])
+    return int(total)
 
 
 def _write_tables(tables: list[StepTable | None]) -> bytes:

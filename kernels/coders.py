@@ -12,7 +12,7 @@ from tidemill.kernels.coder_zstd import ZstdCoder
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.information import BIT, choice_cost, kind_cost
 from tidemill.kernels.settings import CoderChoice
-from tidemill.kernels.step_tables import TOKENS, token_of
+from tidemill.kernels.step_tables import LANES, TOKENS, token_of
 from tidemill.kernels.ulp_steps import Values
 
 RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
@@ -27,7 +27,7 @@ def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, byt
     coder = CHOICES[choice]
     coded = coder.encode(streams)
     if choice == "auto":
-        geometric, binned = _gap_costs(streams.gaps, streams.counts, np.zeros(TOKENS, np.int64))
+        geometric, binned = _gap_costs(streams.gaps, streams.counts, np.zeros((LANES, TOKENS), np.int64))
         if geometric - binned > geometric // WORTH:
             other = PCODEC.encode(streams)
             if len(other) < len(coded):
@@ -36,19 +36,19 @@ def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, byt
 
 
 @compiled
-def _gap_costs(gaps: Values, counts: Counts, tokens: Counts) -> tuple[int, int]:
+def _gap_costs(gaps: Values, counts: Counts, lanes: Counts) -> tuple[int, int]:
     """What the gaps cost if they are geometric, class by class, and if their orders of magnitude are counted."""
     geometric, binned = 0, 0
-    i = 0
+    i = np.uint64(0)
     for count in counts:
-        tokens[:] = 0
-        places = count
+        lanes[:] = 0
+        places, low_bits = np.uint64(count), np.uint64(0)
         for _ in range(count):
             token, low = token_of(np.uint64(gaps[i]))
-            tokens[token] += 1
-            binned += int(low) * BIT
-            places += int(gaps[i])
-            i += 1
-        geometric += choice_cost(places, count)
-        binned += kind_cost(tokens)
+            lanes[i % np.uint64(LANES), token] += 1
+            low_bits += low
+            places += np.uint64(gaps[i])
+            i += np.uint64(1)
+        geometric += choice_cost(int(places), count)
+        binned += kind_cost(lanes.sum(axis=0)) + int(low_bits) * BIT
     return geometric, binned

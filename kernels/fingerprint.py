@@ -164,11 +164,14 @@ def _prf(position: np.uint64) -> np.uint64:
 def _sum_range(bits: Bits, start: np.uint64, key_lo: np.uint64, key_hi: np.uint64) -> Lanes:
     lo = np.uint64(0)
     hi = np.uint64(0)
+    at_lo = key_lo + start * GAMMA
+    at_hi = key_hi + start * GAMMA
     for i in range(bits.size):
-        step = (start + np.uint64(i) + ONE) * GAMMA
+        at_lo += GAMMA
+        at_hi += GAMMA
         weight = np.uint64(bits[i]) + ONE
-        lo += _prf(key_lo + step) * weight
-        hi += _prf(key_hi + step) * weight
+        lo += _prf(at_lo) * weight
+        hi += _prf(at_hi) * weight
     return lo, hi
 
 

@@ -155,7 +155,7 @@ def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, ac
     """How often each exponent occurs in the active segments, of large blocks about."""
     n_active = int(active.sum()) * SEGMENT
     every = 1 if kind.exponents == 1 or n_active < 8 * SAMPLE_RUN * SAMPLE_EVERY else SAMPLE_EVERY
-    if not active.all():
+    if isinstance(old, np.ndarray) or not active.all():
         run = -(-SAMPLE_RUN // SEGMENT)
         return every * count_active_exponents(kind, kernels.host(old), active, run, every)
     if every == 1:

@@ -5,9 +5,14 @@ at once; both take their words from one stream, in the order of decoding. What i
 directions, the rest of a very long gap) lies in a stream of bits beside it. A state is at least 2**24 between changes
 and below 2**40; 16-bit words go in and out. Decoding ends in the states that encoding began with, and at the end of
 both streams: a decoder that arrives anywhere else was given something else.
+
+What comes next is as good as random, so the loops have no branch that depends on it where sums and shifts will do; and
+they multiply by reciprocals where the definition (`kernels.reference`) divides.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +23,11 @@ from tidemill.kernels.compiled import compiled
 from tidemill.kernels.gap_models import GapTables
 from tidemill.kernels.step_tables import length_of, low_bits_of, token_of
 from tidemill.kernels.ulp_steps import Values
+from tidemill.kernels.vectors import bit_length, multiply_high
 
 Words = npt.NDArray[np.uint16]
-Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[np.uint64]
+"""A stream of bits, lowest first."""
 Table = npt.NDArray[np.uint64]
 Symbols = npt.NDArray[np.uint8]
 
@@ -35,63 +42,44 @@ NO_GAPS = -1
 GOOD, TRUNCATED, OVERLONG, LEFT_OVER = 0, 1, 2, 3
 
 U = np.uint64
-ZERO, ONE, SIXTEEN, LOW = U(0), U(1), U(16), U(LOWEST)
+ZERO, ONE, LOW = U(0), U(1), U(LOWEST)
+WORD_BITS, WORD_MASK = U(16), U(0xFFFF)
 GAP_BITS, GAP_MASK = U(gap_models.PRECISION), U(gap_models.TOTAL - 1)
 STEP_BITS, STEP_MASK = U(step_tables.PRECISION), U(step_tables.TOTAL - 1)
-GAP_ROOM = U(24 - gap_models.PRECISION + 16)
-STEP_ROOM = U(24 - step_tables.PRECISION + 16)
+ROOM = U(24 + 16)
+"""Bits of a state's limit."""
+PADDING = 4
+"""Numbers behind the end of a stream that a decoder may look at before it sees that it ended."""
+
+
+class Reciprocals(NamedTuple):
+    """What an encoder multiplies by and adds, for each symbol of each table (u8[tables, symbols])."""
+
+    frequency: Table
+    factor: Table
+    """2**64 / frequency, rounded up; 2**64 - 1 for a frequency of 1."""
+    bias: Table
+    """The sum of the frequencies before it; what a factor of 2**64 - 1 leaves out besides."""
+
+
+def reciprocals(start: Table, frequency: Table, total: int) -> Reciprocals:
+    """Of tables whose frequencies add up to `total`, 2**14 at most.
+
+    The quotient of a state, below 2**40, is exact: the factor is off by less than 1, the product, after its division by
+    2**64, by less than 2**-24, and a quotient's fraction is at most 1 - 2**-14.
+    """
+    divisor = np.maximum(frequency, ONE)
+    factor = np.where(divisor == ONE, ~ZERO, ~ZERO // divisor + ONE)
+    return Reciprocals(frequency, factor, start + np.where(divisor == ONE, U(total - 1), ZERO))
 
 
 @compiled
-def _put(out: Bytes, at: U, held: U, width: U, value: U, bits: U) -> tuple[U, U, U]:
-    """Append `bits` bits (at most 32); the new position, and what is held of the last byte."""
-    held |= value << width
-    width += bits
-    while width >= U(8):
-        out[at] = held & U(255)
-        at += ONE
-        held >>= U(8)
-        width -= U(8)
-    return at, held, width
-
-
-@compiled
-def write_low_bits(
-    gaps: Values,
-    steps: Values,
-    counts: Counts,
-    tables: Counts,
-    low_bits: Counts,
-    directed: Symbols,
-    last: Counts,
-    out: Bytes,
-) -> int:
-    """Write what is not entropy-coded of every change into `out` (u1, 8 bytes a change and 8 more); how many."""
-    at, held, width = ZERO, ZERO, ZERO
-    i = 0
-    for which in range(counts.size):
-        low, table = U(low_bits[which]), tables[which]
-        for _ in range(counts[which]):
-            if table != NO_GAPS:
-                gap = U(gaps[i])
-                high, highest = gap >> low, U(last[table])
-                if high >= highest:
-                    excess, bits = high - highest + ONE, ZERO
-                    while excess >> bits:
-                        bits += ONE
-                    at, held, width = _put(out, at, held, width, bits - ONE, U(EXCESS_BITS))
-                    at, held, width = _put(out, at, held, width, excess & ((ONE << (bits - ONE)) - ONE), bits - ONE)
-                at, held, width = _put(out, at, held, width, gap & ((ONE << low) - ONE), low)
-            length = U(steps[i]) >> ONE
-            bits = token_of(length)[1]
-            at, held, width = _put(out, at, held, width, length & ((ONE << bits) - ONE), bits)
-            if not directed[which]:
-                at, held, width = _put(out, at, held, width, U(steps[i]) & ONE, ONE)
-            i += 1
-    if width:
-        out[at] = held
-        at += ONE
-    return int(at)
+def _symbol_written(state: U, frequency: U, factor: U, bias: U, precision: U, words: Words, at: U) -> tuple[U, U]:
+    """The state after one more symbol, and where the words begin then."""
+    full = U(state >= frequency << (ROOM - precision))
+    words[at - ONE] = state & WORD_MASK
+    state >>= full * WORD_BITS
+    return multiply_high(state, factor) * ((ONE << precision) - frequency) + state + bias, at - full
 
 
 @compiled
@@ -103,10 +91,8 @@ def encode_symbols(
     low_bits: Counts,
     directed: Symbols,
     last: Counts,
-    gap_start: Table,
-    gap_frequency: Table,
-    step_start: Table,
-    step_frequency: Table,
+    gap_codes: Reciprocals,
+    step_codes: Reciprocals,
     words: Words,
 ) -> tuple[int, int, int]:
     """Fill `words` (u2, two a change) from its end; where they begin, and both states. The last change comes first."""
@@ -115,34 +101,100 @@ def encode_symbols(
     i = U(steps.size)
     for back in range(counts.size):
         which = counts.size - 1 - back
-        low, table = U(low_bits[which]), tables[which]
+        low, table, direction = U(low_bits[which]), tables[which], U(directed[which])
         for _ in range(counts[which]):
             i -= ONE
             step = U(steps[i])
-            token = token_of(step >> ONE)[0]
-            if directed[which]:
-                token = (token << ONE) | (step & ONE)
-            frequency = step_frequency[which, token]
-            if step_state >= frequency << STEP_ROOM:
-                at -= ONE
-                words[at] = step_state & U(0xFFFF)
-                step_state >>= SIXTEEN
-            step_state = ((step_state // frequency) << STEP_BITS) + step_state % frequency + step_start[which, token]
+            token = (token_of(step >> ONE)[0] << direction) | (step & direction)
+            step_state, at = _symbol_written(
+                step_state,
+                step_codes.frequency[which, token],
+                step_codes.factor[which, token],
+                step_codes.bias[which, token],
+                STEP_BITS,
+                words,
+                at,
+            )
             if table != NO_GAPS:
                 symbol = min(U(gaps[i]) >> low, U(last[table]))
-                frequency = gap_frequency[table, symbol]
-                if gap_state >= frequency << GAP_ROOM:
-                    at -= ONE
-                    words[at] = gap_state & U(0xFFFF)
-                    gap_state >>= SIXTEEN
-                gap_state = ((gap_state // frequency) << GAP_BITS) + gap_state % frequency + gap_start[table, symbol]
+                gap_state, at = _symbol_written(
+                    gap_state,
+                    gap_codes.frequency[table, symbol],
+                    gap_codes.factor[table, symbol],
+                    gap_codes.bias[table, symbol],
+                    GAP_BITS,
+                    words,
+                    at,
+                )
     return int(at), int(gap_state), int(step_state)
+
+
+@compiled
+def _appended(out: Bits, at: U, value: U, bits: U) -> U:
+    """The position after `bits` bits (at most 63) more; `out` is 0 from `at` on."""
+    word, width = at >> U(6), at & U(63)
+    out[word] |= value << width
+    out[word + ONE] = (value >> ONE) >> (U(63) - width)
+    return at + bits
+
+
+@compiled
+def write_low_bits(
+    gaps: Values,
+    steps: Values,
+    counts: Counts,
+    tables: Counts,
+    low_bits: Counts,
+    directed: Symbols,
+    last: Counts,
+    out: Bits,
+) -> int:
+    """Write what is not entropy-coded into `out` (u8, zeros, one a change and two more); how many bits that is."""
+    at = ZERO
+    i = 0
+    for which in range(counts.size):
+        low, table, plain = U(low_bits[which]), tables[which], ONE - U(directed[which])
+        for _ in range(counts[which]):
+            value, width = ZERO, ZERO
+            if table != NO_GAPS:
+                gap = U(gaps[i])
+                high, highest = gap >> low, U(last[table])
+                if high >= highest:
+                    excess = high - highest + ONE
+                    bits = bit_length(excess) - ONE
+                    value, width = bits | ((excess ^ (ONE << bits)) << U(EXCESS_BITS)), bits + U(EXCESS_BITS)
+                value |= (gap & ((ONE << low) - ONE)) << width
+                width += low
+            step = U(steps[i])
+            length = step >> ONE
+            bits = token_of(length)[1]
+            tail = (length & ((ONE << bits) - ONE)) | ((step & plain) << bits)
+            at = _appended(out, at, value | (tail << width), width + bits + plain)
+            i += 1
+    return int(at)
+
+
+@compiled
+def _peeked(raw: Bits, at: U) -> U:
+    """The next 64 bits."""
+    word, width = at >> U(6), at & U(63)
+    held: U = (raw[word] >> width) | ((raw[word + ONE] << ONE) << (U(63) - width))
+    return held
+
+
+@compiled
+def _refilled(state: U, words: Words, at: U) -> tuple[U, U]:
+    """The state with one more word if it is below the limit, and the position of the next word."""
+    wanted = U(state < LOW)
+    return (state << (wanted * WORD_BITS)) | (U(words[at]) * wanted), at + wanted
 
 
 @compiled
 def decode_changes(
     words: Words,
-    raw: Bytes,
+    raw: Bits,
+    n_words: int,
+    n_bytes: int,
     gap_state: int,
     step_state: int,
     counts: Counts,
@@ -159,85 +211,48 @@ def decode_changes(
 ) -> int:
     """The inverse of both; gaps of `limit` or more are refused. GOOD, or what is wrong. Reads within its arrays only.
 
-    Both states are below 2**40; a row of `step_frequency` adds up to 2**12 and its row of `step_symbol` (u1[2**12])
-    says whose each place is.
+    `words` and `raw` end in `PADDING` zeros beyond their `n_words` and `n_bytes`. Both states are below 2**40; a row of
+    `step_frequency` adds up to 2**12 and its row of `step_symbol` (u1[2**12]) says whose each place is.
     """
     first, second = U(gap_state), U(step_state)
-    at, n_words = ZERO, U(words.size)
-    byte, n_bytes, held, width = ZERO, U(raw.size), ZERO, ZERO
+    at, end = ZERO, U(n_words)
+    bit, last_bit = ZERO, U(n_bytes) << U(3)
     i = U(0)
     for which in range(counts.size):
-        low, table = U(low_bits[which]), tables[which]
+        low, table, direction = U(low_bits[which]), tables[which], U(directed[which])
         highest = U(gap_tables.last[table]) if table != NO_GAPS else ZERO
         for _ in range(counts[which]):
-            while width < U(32) and byte < n_bytes:
-                held |= U(raw[byte]) << width
-                byte += ONE
-                width += U(8)
+            gap = ZERO
             if table != NO_GAPS:
                 place = first & GAP_MASK
-                symbol = U(gap_tables.symbol[table, place])
-                frequency, start = gap_tables.frequency[table, symbol], gap_tables.start[table, symbol]
-                first = frequency * (first >> GAP_BITS) + place - start
-                if first < LOW:
-                    if at >= n_words:
-                        return TRUNCATED
-                    first = (first << SIXTEEN) | U(words[at])
-                    at += ONE
-                gap = symbol
-                if symbol == highest:
-                    if width < U(EXCESS_BITS):
-                        return TRUNCATED
+                gap = U(gap_tables.symbol[table, place])
+                first = gap_tables.frequency[table, gap] * (first >> GAP_BITS) + place - gap_tables.start[table, gap]
+                first, at = _refilled(first, words, at)
+                held = _peeked(raw, bit)
+                if gap == highest:
                     bits = held & ((ONE << U(EXCESS_BITS)) - ONE)
                     held >>= U(EXCESS_BITS)
-                    width -= U(EXCESS_BITS)
-                    if width < bits:
-                        return TRUNCATED
                     gap += ((ONE << bits) | (held & ((ONE << bits) - ONE))) - ONE
                     held >>= bits
-                    width -= bits
-                    while width < U(32) and byte < n_bytes:
-                        held |= U(raw[byte]) << width
-                        byte += ONE
-                        width += U(8)
-                if width < low:
-                    return TRUNCATED
+                    bit += U(EXCESS_BITS) + bits
                 gap = (gap << low) | (held & ((ONE << low) - ONE))
-                held >>= low
-                width -= low
-                if gap >= U(limit):
-                    return OVERLONG
-                gaps[i] = gap
-            else:
-                gaps[i] = 0
+                bit += low
             place = second & STEP_MASK
             token = U(step_symbol[which, place])
             second = step_frequency[which, token] * (second >> STEP_BITS) + place - step_start[which, token]
-            if second < LOW:
-                if at >= n_words:
-                    return TRUNCATED
-                second = (second << SIXTEEN) | U(words[at])
-                at += ONE
-            while width < U(32) and byte < n_bytes:
-                held |= U(raw[byte]) << width
-                byte += ONE
-                width += U(8)
-            direction = ZERO
-            if directed[which]:
-                direction = token & ONE
-                token >>= ONE
-            bits = low_bits_of(token)
-            if width < bits + ONE - U(directed[which]):
+            second, at = _refilled(second, words, at)
+            held = _peeked(raw, bit)
+            bits = low_bits_of(token >> direction)
+            length = length_of(token >> direction, held & ((ONE << bits) - ONE))
+            sign = token & ONE if direction else (held >> bits) & ONE
+            bit += bits + ONE - direction
+            if at > end or bit > last_bit:
                 return TRUNCATED
-            length = length_of(token, held & ((ONE << bits) - ONE))
-            held >>= bits
-            width -= bits
-            if not directed[which]:
-                direction = held & ONE
-                held >>= ONE
-                width -= ONE
-            steps[i] = (length << ONE) | direction
+            if gap >= U(limit):
+                return OVERLONG
+            gaps[i] = gap
+            steps[i] = (length << ONE) | sign
             i += ONE
-    if at != n_words or byte != n_bytes or width >= U(8) or held or first != LOW or second != LOW:
+    if at != end or last_bit - bit >= U(8) or _peeked(raw, bit) or first != LOW or second != LOW:
         return LEFT_OVER
     return GOOD

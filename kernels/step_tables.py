@@ -21,6 +21,7 @@ from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.information import BIT, kind_cost
 from tidemill.kernels.ulp_steps import Values
+from tidemill.kernels.vectors import bit_length
 from tidemill.kernels.wire import BitReader, BitWriter
 
 PRECISION = 12
@@ -31,6 +32,8 @@ LENGTH_BITS, LEVEL_BITS = 7, 6
 TABLE_BITS = 1 + LENGTH_BITS
 TOP_LEVEL = 56
 TOP_WEIGHT = 7 << 13
+LANES = 4
+"""Counters of each token that take turns, so that none waits for itself."""
 ONE = np.uint64(1)
 
 
@@ -78,8 +81,7 @@ def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
     tables: list[StepTable | None] = []
     first, group, group_cost, group_at = 0, np.zeros(TOKENS, np.int64), 0, 0
     for count in counts[counts > 0].tolist():
-        own = np.zeros(TOKENS, np.int64)
-        _count_tokens(steps[first : first + count], own)
+        own = _count_tokens(steps[first : first + count], np.zeros((LANES, TOKENS), np.int64))
         own_cost, shared_cost = _cost(own), _cost(group + own)
         first += count
         if tables and shared_cost <= group_cost + own_cost:
@@ -141,9 +143,7 @@ def token_of(length: np.uint64) -> tuple[np.uint64, np.uint64]:
     """The token of a length, and how many of its lowest bits are sent as they are."""
     if length < np.uint64(8):
         return length, np.uint64(0)
-    bits = np.uint64(4)
-    while length >> bits:
-        bits += ONE
+    bits = bit_length(length)
     low = bits - np.uint64(2)
     return np.uint64(8) + ((bits - np.uint64(4)) << ONE) + ((length >> low) & ONE), low
 
@@ -164,7 +164,11 @@ def low_bits_of(token: np.uint64) -> np.uint64:
 
 
 @compiled
-def _count_tokens(steps: Values, counts: Counts) -> None:
-    for step in steps:
-        token, _ = token_of(np.uint64(step) >> ONE)
-        counts[(token << ONE) | (np.uint64(step) & ONE)] += 1
+def _count_tokens(steps: Values, lanes: Counts) -> Counts:
+    """How often each token with its direction occurs; `lanes` (i8[4, tokens]) take turns and are zeros."""
+    for i in range(steps.size):
+        step = np.uint64(steps[i])
+        token, _ = token_of(step >> ONE)
+        lanes[np.uint64(i) % np.uint64(LANES), (token << ONE) | (step & ONE)] += 1
+    counts: Counts = lanes.sum(axis=0)
+    return counts

@@ -16,20 +16,20 @@ from tidemill.kernels.fingerprint import Bits
 
 Values = npt.NDArray[np.uint32]
 Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
-"""Of an element type: where the exponent begins; its mask; the sign's bit; all bits; the bits in which the place of a
-pattern with that bit differs from it; those of a pattern without."""
+"""Of an element type: where the exponent begins; its mask; where the sign lies; all bits; the bits in which the place
+of a pattern with sign 0 differs from it; those in which the flips of both signs differ."""
 
-ONE = np.uint64(1)
+ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 def form_of(kind: ElementType) -> Form:
     """What the loops need to know of an element type."""
-    sign = 1 << (kind.width - 1)
-    ones = 2 * sign - 1
-    flips = {Order.SIGN_MAGNITUDE: (ones, sign), Order.TWOS_COMPLEMENT: (sign, sign), Order.UNSIGNED: (0, 0)}
-    fields = (kind.mantissa_bits, kind.exponents - 1, sign, ones, *flips[kind.order])
-    shift, mask, sign_bit, all_bits, negative, positive = map(np.uint64, fields)
-    return shift, mask, sign_bit, all_bits, negative, positive
+    top = kind.width - 1
+    sign, ones = 1 << top, (2 << top) - 1
+    flips = {Order.SIGN_MAGNITUDE: (sign, ones ^ sign), Order.TWOS_COMPLEMENT: (sign, 0), Order.UNSIGNED: (0, 0)}
+    fields = (kind.mantissa_bits, kind.exponents - 1, top, ones, *flips[kind.order])
+    shift, mask, sign_shift, all_bits, flip, difference = map(np.uint64, fields)
+    return shift, mask, sign_shift, all_bits, flip, difference
 
 
 def fold_steps(kind: ElementType, old: Bits, new: Bits) -> Values:
@@ -47,23 +47,30 @@ def move(kind: ElementType, old: Bits, step: int) -> Bits:
 
 
 @compiled
+def _place(pattern: np.uint64, form: Form) -> np.uint64:
+    """A pattern's place among all patterns by value."""
+    top, flip, difference = form[2], form[4], form[5]
+    return pattern ^ flip ^ (difference & (ZERO - (pattern >> top)))
+
+
+@compiled
 def folded(old: np.uint64, new: np.uint64, form: Form) -> np.uint64:
     """The folded step from one pattern to another, which differs."""
-    sign, ones, negative, positive = form[2], form[3], form[4], form[5]
-    before = old ^ (negative if old & sign else positive)
-    after = new ^ (negative if new & sign else positive)
-    step = (after - before) & ones
-    return ((ones - step) << ONE) | ONE if step & sign else (step - ONE) << ONE
+    top, ones = form[2], form[3]
+    step = (_place(new, form) - _place(old, form)) & ones
+    down = step >> top
+    length = (step ^ (ZERO - down)) & ones
+    return ((length - (ONE - down)) << ONE) | down
 
 
 @compiled
 def moved(old: np.uint64, step: np.uint64, form: Form) -> np.uint64:
     """The pattern that a folded step leads to."""
-    sign, ones, negative, positive = form[2], form[3], form[4], form[5]
+    top, ones, flip, difference = form[2], form[3], form[4], form[5]
+    down = step & ONE
     length = (step >> ONE) + ONE
-    before = old ^ (negative if old & sign else positive)
-    after = (before + (~length + ONE if step & ONE else length)) & ones
-    return after ^ (positive if after & sign else negative)
+    place = (_place(old, form) + (length ^ (ZERO - down)) + down) & ones
+    return place ^ flip ^ (difference & ((place >> top) - ONE))
 
 
 @compiled

@@ -110,10 +110,11 @@ def extract_field(
     out.store(at, builder.and_(field, _spread(builder, builder.trunc(mask, BYTE))))
 
 
-@generated(Row, types.uint64, types.uint8)
-def at_least(builder: ir.IRBuilder, values: Row, first: ir.Value, limit: ir.Value) -> ir.Value:
-    """The mask of elements of the word of `values` (u1) at `first` that are `limit` (u1) or more."""
-    return builder.bitcast(builder.icmp_unsigned(">=", values.load(first), _spread(builder, limit)), MASK)
+@generated(Row, types.uint64, types.uint8, types.uint8)
+def within(builder: ir.IRBuilder, values: Row, first: ir.Value, least: ir.Value, span: ir.Value) -> ir.Value:
+    """The mask of elements of the word of `values` (u1) at `first` from `least` to `least` + `span` (u1, inclusive)."""
+    above = builder.sub(values.load(first), _spread(builder, least))
+    return builder.bitcast(builder.icmp_unsigned("<=", above, _spread(builder, span)), MASK)
 
 
 @generated(types.uint64)

@@ -33,8 +33,8 @@ def extract_field(bits, first, shift, mask, out, at):
 
 
 @njit
-def at_least(values, first, limit):
-    return vectors.at_least(values, first, limit)
+def within(values, first, least, span):
+    return vectors.within(values, first, least, span)
 
 
 @njit
@@ -75,8 +75,9 @@ def test_words_of_elements(kind, first, seed):
     extract_field(old, first, shift, mask, out, first)
     np.testing.assert_array_equal(out[first:], (old[word].astype(np.int64) >> shift) & mask)
     assert (out[:first] == 7).all()
-    limit = np.uint8(generator.integers(0, 256))
-    assert at_least(out, first, limit) == mask_of(out[first:] >= limit)
+    least = int(generator.integers(0, 256))
+    span = int(generator.integers(0, 256 - least))
+    assert within(out, first, least, span) == mask_of((out[first:] >= least) & (out[first:] <= least + span))
 
 
 @UNHURRIED
