@@ -54,6 +54,9 @@ class ChunkLog(Protocol):
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
         """Go to an offset."""
 
+    def next_offsets(self) -> dict[tuple[Topic, int], int]:
+        """The next offset to be read, by (topic, partition)."""
+
 
 class ShardSource(Protocol):
     """Where the bytes of a delta's shards come from; `ChunkFetcher` is one."""
@@ -75,7 +78,8 @@ class ChunkFetcher:
         self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
         self._held: OrderedDict[Place, Located] = OrderedDict()
         self._held_bytes = 0
-        self._read_to: dict[int, int] = {}
+        # From the first chunk on: going to an offset throws away what is read ahead of it and what is on its way.
+        self._read_to = {partition: offset for (_, partition), offset in log.next_offsets().items()}
         self._wanted: set[Place] = set()
         self._arrived = 0.0
         self._lock = Condition()

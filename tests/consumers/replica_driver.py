@@ -89,6 +89,7 @@ class MemoryLog:
 
     located: list[Located] = field(default_factory=list)
     at: int = 0
+    sought: list[int] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def append(self, record: Record) -> Located:
@@ -117,6 +118,11 @@ class MemoryLog:
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
         """As `LogReader.seek`."""
         self.at = offset
+        self.sought.append(offset)
+
+    def next_offsets(self) -> dict[tuple[Topic, int], int]:
+        """As `LogReader.next_offsets`."""
+        return {(Topic.DELTAS, 0): self.at}
 
 
 def send_delta(

@@ -226,6 +226,19 @@ def test_the_fetcher_goes_over_chunks_that_nobody_wants():
     assert fetcher._held_bytes == 0 and many.log.at == len(many.log.located)
 
 
+def test_the_fetcher_stays_where_the_log_was_opened_when_that_is_just_before_the_first_delta():
+    many = ManyChunks(1)
+    many.read(ChunkFetcher(many.log, 5.0), 0)
+    assert many.log.sought == []
+
+
+def test_the_fetcher_goes_back_to_a_delta_from_before_the_log_was_opened():
+    many = ManyChunks(1)
+    many.log.at = len(many.log.located)
+    many.read(ChunkFetcher(many.log, 5.0), 0)
+    assert many.log.sought == [0]
+
+
 def test_shards_are_decoded_at_once():
     """Two shards that each wait for the other to be read come through only beside each other."""
     many, both = ManyChunks(2), Barrier(2, timeout=20)
