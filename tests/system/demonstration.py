@@ -18,7 +18,7 @@ from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 
 STEPS = 5
-GROUPS = 8
+GROUPS = 4
 DEADLINE_S = 1200.0
 SMALL = [
     "sink.http_port=0",
