@@ -1,14 +1,15 @@
-"""One block: the independent unit of a delta. It changes at most 2**24 consecutive elements of one tensor.
+"""One block: the independent unit of a delta. It changes at most 2**24 elements: a run of one tensor, or small tensors.
 
 A block says what it changes (tensor, element type, range), from what (base fingerprint) and into what (target
 fingerprint), and carries a digest over all of its bytes. It can be checked and refused alone; what it writes can be
 read only beside the weights that it changes. Layout, little-endian, integers variable (`kernels.wire`):
 
-    prefix    5 bytes   magic, which names the format; how many bytes of fields follow
+    prefix    5 bytes   magic, which names the format: one tensor, or several; how many bytes of fields follow
     fields              encoding, element type, digest, a byte each; name length, tensor elements, start, elements,
-                        changed, payload length; base fingerprint, target fingerprint, 16 bytes each
+                        changed, payload length; base fingerprint, target fingerprint, 16 bytes each. Of several
+                        tensors: elements of all, start 0, and the sums of their fingerprints
     digest   16 bytes   of everything but itself: xxh3-128, or the first half of blake3
-    name                the tensor's name in the checkpoint, UTF-8
+    name                the tensor's name in the checkpoint, UTF-8; of several, their directory (`kernels.parts`)
     payload             `kernels.payload`
 """
 
@@ -21,12 +22,12 @@ import xxhash
 
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
+from tidemill.kernels.parts import DIRECTORY_LIMIT, NAME_LIMIT, BlockPart, read_directory, read_name
 from tidemill.kernels.payload import payload_limit
 from tidemill.kernels.settings import BLOCK_ELEMENTS, DigestChoice
 from tidemill.kernels.wire import Reader, varint
 
-MAGIC = b"TMb\x02"
-NAME_LIMIT = 1024
+MAGIC, SEVERAL_MAGIC = b"TMb\x02", b"TMb\x03"
 TENSOR_LIMIT = 1 << 48
 PREFIX_SIZE = len(MAGIC) + 1
 DIGEST_SIZE = 16
@@ -38,6 +39,8 @@ DIGESTS: tuple[DigestChoice, ...] = ("xxh3", "blake3")
 class BlockHeader:
     """What a block says of itself before its payload is read."""
 
+    several: bool
+    """Whether the block covers several tensors."""
     encoding: int
     kind: ElementType
     name_length: int
@@ -61,12 +64,11 @@ class BlockHeader:
 class EncodedBlock:
     """A block whose digest and bounds have been checked; whether it fits some weights is for `resolve`."""
 
-    name: str
+    parts: tuple[BlockPart, ...]
+    """What it covers."""
     dtype: str
-    tensor_elements: int
-    start: int
     n: int
-    """The block covers elements [start, start + n) of the tensor."""
+    """Elements that it covers."""
     changed: int
     """How many of them it changes."""
     base: Fingerprint
@@ -77,9 +79,17 @@ class EncodedBlock:
     payload: memoryview
     """What is written, for `kernels.payload` to read beside the old bits."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that it covers."""
+        return tuple(part.name for part in self.parts)
+
 
 def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
-    """The bytes of a block; the digest and the lengths in `header` are computed, whatever it says."""
+    """The bytes of a block; the digest and the lengths in `header` are computed, whatever it says.
+
+    `name` is the tensor's name, or the directory of several.
+    """
     numbers = len(name), header.tensor_elements, header.start, header.elements, header.changed, len(payload)
     fields = b"".join(
         (
@@ -89,7 +99,7 @@ def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
             header.target.to_bytes(),
         )
     )
-    fields = MAGIC + bytes([len(fields)]) + fields
+    fields = (SEVERAL_MAGIC if header.several else MAGIC) + bytes([len(fields)]) + fields
     return b"".join((fields, _digest(header.digest_kind, fields, name, payload), name, payload))
 
 
@@ -97,7 +107,7 @@ def header_size(prefix: bytes | memoryview) -> int:
     """Length of the header that begins with `PREFIX_SIZE` bytes. Raises DeltaError where no block begins."""
     if len(prefix) < PREFIX_SIZE:
         raise DeltaError(f"the delta ends inside a block's header: {len(prefix)} of {PREFIX_SIZE} bytes")
-    if prefix[: len(MAGIC)] != MAGIC:
+    if prefix[: len(MAGIC)] not in (MAGIC, SEVERAL_MAGIC):
         raise DeltaError(f"not a block of this format: it begins with {bytes(prefix[:PREFIX_SIZE]).hex()}")
     return PREFIX_SIZE + prefix[len(MAGIC)] + DIGEST_SIZE
 
@@ -116,8 +126,8 @@ def read_header(data: memoryview) -> BlockHeader:
     if len(source.rest()):
         raise DeltaError("a block's header has bytes to spare")
     header = BlockHeader(
-        encoding, BY_CODE[code], name_length, total, start, elements, changed, length, base, target,
-        DIGESTS[digest_code], bytes(data[size - DIGEST_SIZE : size]),
+        data[: len(MAGIC)] == SEVERAL_MAGIC, encoding, BY_CODE[code], name_length, total, start, elements, changed,
+        length, base, target, DIGESTS[digest_code], bytes(data[size - DIGEST_SIZE : size]),
     )  # fmt: skip
     _check_bounds(header)
     return header
@@ -133,10 +143,13 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
         raise DeltaError(f"the delta ends inside a block: {len(body)} of {header.body_length} bytes")
     if _digest(header.digest_kind, fields[:-DIGEST_SIZE], name, payload) != header.digest:
         raise DeltaError(f"digest mismatch in a block of {bytes(name)[:80]!r}: its bytes were changed on the way")
+    if header.several:
+        parts = read_directory(name, header.elements)
+    else:
+        parts = (BlockPart(read_name(name), header.tensor_elements, header.start, header.elements),)
     return EncodedBlock(
-        _tensor_name(name), header.kind.name, header.tensor_elements, header.start, header.elements, header.changed,
-        header.base, header.target, header.encoding, payload,
-    )  # fmt: skip
+        parts, header.kind.name, header.elements, header.changed, header.base, header.target, header.encoding, payload
+    )
 
 
 def _check_bounds(header: BlockHeader) -> None:
@@ -146,17 +159,12 @@ def _check_bounds(header: BlockHeader) -> None:
         raise DeltaError(f"a block at {header.start} + {header.elements} leaves its tensor of {header.tensor_elements}")
     if not 0 < header.changed <= header.elements:
         raise DeltaError(f"{header.changed} changed elements in a block of {header.elements}")
-    if not 0 < header.name_length <= NAME_LIMIT:
-        raise DeltaError(f"a tensor name of {header.name_length} bytes")
+    if header.several and header.elements != header.tensor_elements:
+        raise DeltaError(f"a block of several tensors has {header.elements} of their {header.tensor_elements} elements")
+    if not 0 < header.name_length <= (DIRECTORY_LIMIT if header.several else NAME_LIMIT):
+        raise DeltaError(f"a tensor name or directory of {header.name_length} bytes")
     if header.payload_length > payload_limit(header.elements, header.kind):
         raise DeltaError(f"a payload of {header.payload_length} bytes for {header.elements} elements")
-
-
-def _tensor_name(name: memoryview) -> str:
-    try:
-        return bytes(name).decode()
-    except UnicodeDecodeError as error:
-        raise DeltaError(f"a tensor name is not UTF-8: {bytes(name)[:80]!r}") from error
 
 
 def _digest(kind: DigestChoice, *parts: bytes | memoryview) -> bytes:

@@ -2,8 +2,9 @@
 
 Every block is encoded, decoded, resolved and applied as a replica would, and the result compared bit for bit. Tensors
 are taken one after the other and blocks one by one: beyond the tensors that it is given, which may be mapped from
-files, the comparison holds a few blocks. Speeds are bytes of dense weights for each second of processor time of this
-process; the first, compiling run of each element type is not counted.
+files, the comparison holds a few blocks, small tensors that wait for a block together among them. Speeds are bytes of
+dense weights for each second of processor time of this process; the first, compiling run of each element type is not
+counted.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import numpy as np
 from tidemill.kernels.bounds import NOTHING, Bounds, ModelBounds
 from tidemill.kernels.delta import (
     CodecSettings,
+    DeltaEncoder,
+    Encoded,
     StreamWriter,
     TensorChange,
     apply_change,
     decode_blocks,
-    encode_tensor,
     resolve,
+    resolve_all,
 )
 from tidemill.kernels.elements import element_type, flat_bits
 from tidemill.kernels.fingerprint import Bits
@@ -119,6 +122,8 @@ class _Comparison:
 
     def __init__(self, settings: CodecSettings, formats: Iterable[Format]) -> None:
         self._settings = settings
+        self._encoder = DeltaEncoder(settings)
+        self._open: dict[str, _Open] = {}
         self._writer = StreamWriter(1, 0)
         self._edges = len(self._writer.header())
         self._wire: dict[str, int] = {}
@@ -134,15 +139,10 @@ class _Comparison:
             _warm_up(change, self._settings)
         kind = element_type(change.dtype)
         old, new = flat_bits(change.old_bits, kind), flat_bits(change.new_bits, kind)
-        size, compared = 0, 0
-        for block in self._encoded(change):
-            size += len(self._writer.block(block))
-            start, end = self._applied(block, old, new)
-            self._equal &= np.array_equal(old[compared:start], new[compared:start])
-            compared = end
-        self._equal &= np.array_equal(old[compared:], new[compared:])
+        self._open[change.name] = _Open(old, new)
+        self._take_all(self._encoder.add(*change))
+        self._close(self._open.keys() - self._encoder.waiting)
         self._tensors += 1
-        self._wire[change.dtype] += size
         self._encode.n_bytes += old.nbytes
         for first in range(0, old.size, self._settings.block_elements):
             part = slice(first, first + self._settings.block_elements)
@@ -152,7 +152,9 @@ class _Comparison:
         self._bounds.end_tensor()
 
     def report(self) -> DeltaReport:
-        """What was measured."""
+        """What was measured; to be called once."""
+        self._take_all(self._encoder.finish())
+        self._close(set(self._open))
         whole, apart = self._bounds.whole(), self._bounds.by_tensor()
         by_dtype = {
             dtype: _size(wire, whole.get(dtype, NOTHING), apart.get(dtype, NOTHING))
@@ -170,29 +172,54 @@ class _Comparison:
             against=tuple(meter.report(total) for meter in self._formats),
         )
 
-    def _encoded(self, change: TensorChange) -> Iterator[bytes]:
-        """The blocks of a tensor, with the time that each takes to make."""
-        blocks = encode_tensor(*change, settings=self._settings)
+    def _take_all(self, blocks: Iterator[Encoded]) -> None:
+        """Apply blocks, with the time that each takes to make."""
         while True:
             with self._encode:
                 block = next(blocks, None)
             if block is None:
                 return
-            yield block
+            self._take(self._writer.block(block.data))
 
-    def _applied(self, data: bytes, old: Bits, new: Bits) -> tuple[int, int]:
-        """Apply a block to its part of `old`, compare with `new`, and say which elements [start, end) it covers."""
+    def _take(self, data: bytes) -> None:
+        """Apply a block to a copy of what it covers, and compare."""
         with self._apply:
             (block,) = decode_blocks(data)
-        part = slice(block.start, block.start + block.n)
-        held = old[part].copy()
+        self._wire[block.dtype] += len(data)
+        held = {part.name: self._open[part.name].old[part.start : part.start + part.n].copy() for part in block.parts}
+        first = block.parts[0]
         with self._apply:
-            resolved = resolve(block, held, offset=block.start)
-            if resolved is not None:
-                apply_change(resolved, held, offset=block.start)
-        self._apply.n_bytes += held.nbytes
-        self._equal &= np.array_equal(held, new[part])
-        return part.start, part.stop
+            if len(block.parts) > 1:
+                changes = resolve_all(block, held)
+            else:
+                resolved = resolve(block, held[first.name], offset=first.start)
+                changes = () if resolved is None else (resolved,)
+            for change in changes:
+                apply_change(change, held[change.name], offset=change.start)
+        for part in block.parts:
+            self._apply.n_bytes += held[part.name].nbytes
+            self._equal &= self._open[part.name].goes_on(part.start, held[part.name])
+
+    def _close(self, names: Iterable[str]) -> None:
+        """Nothing more is applied to these tensors: what is left of them has not changed."""
+        for name in names:
+            tensor = self._open.pop(name)
+            self._equal &= tensor.goes_on(tensor.old.size, tensor.old[:0])
+
+
+@dataclass(slots=True)
+class _Open:
+    """A tensor of which blocks are being applied."""
+
+    old: Bits
+    new: Bits
+    _compared: int = 0
+
+    def goes_on(self, start: int, made: Bits) -> bool:
+        """Whether the elements up to `start` have not changed, and those from there on became what was `made`."""
+        before, end = slice(self._compared, start), start + made.size
+        self._compared = end
+        return np.array_equal(self.old[before], self.new[before]) and np.array_equal(made, self.new[start:end])
 
 
 class _FormatMeter:
@@ -251,9 +278,9 @@ def _warm_up(change: TensorChange, settings: CodecSettings) -> None:
     old = flat_bits(change.old_bits, element_type(change.dtype))[:WARM_UP_ELEMENTS]
     new = old.copy()
     new[::WARM_UP_STRIDE] += new.dtype.type(1)
-    for block in encode_tensor(change.name, change.dtype, old, new, settings=settings):
+    encoder = DeltaEncoder(settings)
+    for encoded in (*encoder.add(change.name, change.dtype, old, new), *encoder.finish()):
         held = old.copy()
-        for decoded in decode_blocks(block):
-            resolved = resolve(decoded, held[decoded.start : decoded.start + decoded.n], offset=decoded.start)
-            if resolved is not None:
+        for block in decode_blocks(encoded.data):
+            for resolved in resolve_all(block, {change.name: held}):
                 apply_change(resolved, held)

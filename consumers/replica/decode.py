@@ -23,8 +23,8 @@ SHARDS_AT_ONCE = 4
 Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
 """The bytes of a shard, as `ChunkFetcher.pieces`."""
 
-Resolve = Callable[[EncodedBlock], BlockChange | None]
-"""What a block changes, None for nothing; called from several threads."""
+Resolve = Callable[[EncodedBlock], tuple[BlockChange, ...]]
+"""What a block changes; called from several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Attempt:
 
     delta: Delta
     resolve: Resolve
-    blocks: list[Future[BlockChange | None]] = field(default_factory=list)
+    blocks: list[Future[tuple[BlockChange, ...]]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
 
 
@@ -61,10 +61,9 @@ class Decoder:
         attempt = _Attempt(delta, resolve)
         shards = [self._shards.submit(self._read, attempt, pieces(delta.manifest, shard)) for shard in delta.shards]
         seconds = [shard.result() for shard in shards]
-        changes = [block.result() for block in attempt.blocks]
+        found = tuple(change for block in attempt.blocks for change in block.result())
         if attempt.errors:
             raise attempt.errors[0]
-        found = tuple(change for change in changes if change is not None)
         return Decoded(found, 1e3 * max(seconds, default=0.0))
 
     def close(self) -> None:
@@ -85,11 +84,11 @@ class Decoder:
             return waits.seconds
         return 0.0
 
-    def _resolve(self, attempt: _Attempt, block: EncodedBlock) -> BlockChange | None:
+    def _resolve(self, attempt: _Attempt, block: EncodedBlock) -> tuple[BlockChange, ...]:
         try:
             with _noting(attempt):
                 return attempt.resolve(block)
-            return None
+            return ()
         finally:
             self._slots.release()
 

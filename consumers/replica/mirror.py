@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, Patterns, save_checkpoint
 from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.weight_map import TensorSpec
-from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, resolve
+from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.schemas.records import Manifest, TensorInfo
 from tidemill.schemas.tensor_table import with_tensors
@@ -68,15 +68,16 @@ class Mirror:
         """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
         return self._tensors[name]
 
-    def resolve(self, block: EncodedBlock) -> BlockChange | None:
-        """What a block changes here; None where its target is there already. From any thread; nothing is written.
+    def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
+        """What a block changes here; nothing where its target is there already. From any thread; nothing is written.
 
         Raises DeltaError when the block is malformed or does not fit these weights.
         """
-        spec = self._specs.get(block.name)
-        if spec is None or spec.dtype != block.dtype:
-            raise DeltaError(f"the delta changes {block.name} ({block.dtype}), which is not served")
-        return resolve(block, self._tensors[block.name])
+        for name in block.names:
+            spec = self._specs.get(name)
+            if spec is None or spec.dtype != block.dtype:
+                raise DeltaError(f"the delta changes {name} ({block.dtype}), which is not served")
+        return resolve_all(block, self._tensors)
 
     def save(self, directory: Path) -> None:
         """Write the version's tensors as `model.safetensors`, for the engine to read whole."""

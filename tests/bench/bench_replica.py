@@ -30,7 +30,7 @@ from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.live_weights import ElementChange
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 
 _PATH = Path(__file__).parents[1] / "consumers" / "replica_driver.py"
@@ -140,7 +140,7 @@ class Chain:
     def decode(self, pieces: list[bytes]) -> list[Any]:
         """The checked changes of a delta."""
         blocks = decode_delta(pieces, self.version, self.version - 1)
-        return [change for block in blocks if (change := resolve(block, self._mirror[block.name])) is not None]
+        return [change for block in blocks for change in resolve_all(block, self._mirror)]
 
     def commit(self, changes: list[Any]) -> None:
         """The mirror becomes the version."""

@@ -249,7 +249,7 @@ def test_shards_are_decoded_at_once():
         yield from fetcher.pieces(manifest, shard)
 
     delta = Delta(many.manifest, 0, tuple(many.manifest.shards), 0)
-    decoded = decoder.decode(delta, pieces, lambda block: None)
+    decoded = decoder.decode(delta, pieces, lambda block: ())
     decoder.close()
     assert decoded.changes == ()
 
@@ -260,6 +260,6 @@ def test_an_error_of_one_shard_ends_the_others():
     fetcher, decoder = ChunkFetcher(many.log, 30.0), Decoder(2)
     begun = time.monotonic()
     with pytest.raises(ValueError, match="not what its record names"):
-        decoder.decode(Delta(many.manifest, 0, tuple(shards), 0), fetcher.pieces, lambda block: None)
+        decoder.decode(Delta(many.manifest, 0, tuple(shards), 0), fetcher.pieces, lambda block: ())
     assert time.monotonic() - begun < 20
     decoder.close()

@@ -20,6 +20,7 @@ from tidemill.kernels.delta import (
     encode_delta,
     encode_tensor,
     resolve,
+    resolve_all,
 )
 from tidemill.kernels.elements import ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
@@ -59,11 +60,11 @@ def apply_all(blocks, tensors):
     """Apply every block to the tensor of its name, in place; for each, whether it was not there already."""
     applied = []
     for block in blocks:
-        change = resolve(block, tensors[block.name])
-        applied.append(change is not None)
-        if change is not None:
-            np.testing.assert_array_equal(tensors[block.name].reshape(-1)[change.indices], change.old_bits)
-            apply_change(change, tensors[block.name])
+        changes = resolve_all(block, tensors)
+        applied.append(bool(changes))
+        for change in changes:
+            np.testing.assert_array_equal(tensors[change.name].reshape(-1)[change.indices], change.old_bits)
+            apply_change(change, tensors[change.name])
     return applied
 
 
@@ -101,8 +102,9 @@ def test_a_shard_is_cut_where_the_tensor_is(change, block_elements, before, afte
     around = whole[margin : before + old.size].copy()
     local = old.copy()
     for block in blocks:
-        assert block.start // block_elements == (block.start + block.n - 1) // block_elements
-        assert block.start % block_elements == 0 or block.start == before
+        (run,) = block.parts
+        assert run.start // block_elements == (run.start + run.n - 1) // block_elements
+        assert run.start % block_elements == 0 or run.start == before
         apply_change(resolve(block, local, offset=before), local, before)
         apply_change(resolve(block, around, offset=margin), around, margin)
         apply_change(resolve(block, whole), whole)

@@ -23,6 +23,7 @@ from tidemill.kernels.delta import (
     encode_delta,
     encode_tensor,
     resolve,
+    resolve_all,
 )
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
@@ -36,12 +37,16 @@ OLD = np.arange(2000, dtype=np.uint16)
 SPARSE = np.where(OLD % 50 == 0, OLD + 1, OLD).astype(np.uint16)
 TENSORS = [TensorChange("a", "bfloat16", OLD, SPARSE), TensorChange("b", "bfloat16", OLD, OLD + np.uint16(9))]
 STREAM = b"".join(encode_delta(6, 5, TENSORS))
+"""The tensors share a block."""
+APART = b"".join(encode_delta(6, 5, TENSORS, CodecSettings(OLD.size)))
+"""Each has its own."""
 BLOCK = b"".join(encode_tensor(*TENSORS[0]))
 
 
 def read(data, version=6, parent=5):
     """Every block of a stream, resolved."""
-    return [resolve(block, OLD) for block in decode_delta([data], version, parent)]
+    held = {"a": OLD, "b": OLD}
+    return [change for block in decode_delta([data], version, parent) for change in resolve_all(block, held)]
 
 
 def read_block(data):
@@ -55,7 +60,7 @@ def forged(payload, *, encoding=Encoding.CLASSES, elements=2000, start=0, total=
     held = OLD.astype(BY_NAME[dtype].bits)[start : start + elements]
     base = fingerprint(held, TensorKey.of("w"), start)
     header = BlockHeader(
-        encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, base, base + ONE, "xxh3", b""
+        False, encoding, BY_NAME[dtype], 1, total, start, elements, changed, 0, base, base + ONE, "xxh3", b""
     )  # fmt: skip
     return write_block(header, b"w", payload)
 
@@ -69,20 +74,24 @@ def portable(small, *, coder=ZstdCoder.code, changed=40):
     return bytes([coder, 0, 0]) + varint(changed) + varint(len(small)) + small
 
 
-def test_the_undamaged_stream_is_read():
-    assert [block.name for block in read(STREAM)] == ["a", "b"]
+@pytest.mark.parametrize(("stream", "blocks"), [(STREAM, [("a", "b")]), (APART, [("a",), ("b",)])])
+def test_the_undamaged_stream_is_read(stream, blocks):
+    assert [block.names for block in decode_delta([stream], 6, 5)] == blocks
+    assert [change.name for change in read(stream)] == ["a", "b"]
 
 
-def test_every_truncation_is_refused():
-    for length in range(len(STREAM)):
+@pytest.mark.parametrize("stream", [STREAM, APART])
+def test_every_truncation_is_refused(stream):
+    for length in range(len(stream)):
         with pytest.raises(DeltaError):
-            read(STREAM[:length])
+            read(stream[:length])
 
 
 @UNHURRIED
-@given(st.integers(0, len(STREAM) * 8 - 1))
-def test_every_flipped_bit_is_refused(bit):
-    damaged = bytearray(STREAM)
+@given(st.sampled_from([STREAM, APART]), st.data())
+def test_every_flipped_bit_is_refused(stream, data):
+    damaged = bytearray(stream)
+    bit = data.draw(st.integers(0, len(stream) * 8 - 1))
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(DeltaError):
         read(bytes(damaged))
@@ -273,9 +282,9 @@ def test_another_version_or_parent_is_refused():
 
 
 def test_missing_repeated_and_moved_blocks_are_refused():
-    head, tail = STREAM[:EDGE_SIZE], STREAM[-EDGE_SIZE:]
+    head, tail = APART[:EDGE_SIZE], APART[-EDGE_SIZE:]
     first, second = (b"".join(encode_tensor(*tensor)) for tensor in TENSORS)
-    assert head + first + second + tail == STREAM
+    assert head + first + second + tail == APART
     for blocks in ([], [first], [second, first], [first, first, second], [first, second, second]):
         with pytest.raises(DeltaError, match="missing, repeated or moved"):
             read(b"".join([head, *blocks, tail]))

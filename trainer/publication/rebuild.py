@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tidemill.kernels.delta import DeltaError, decode_delta, resolve
+from tidemill.kernels.delta import DeltaError, decode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -66,14 +66,12 @@ def _from_anchor(manifest: Manifest, tensors: Sequence[TensorInfo]) -> HeldVersi
 
 def _step(held: HeldVersion, manifest: Manifest, fetcher: ChunkFetcher) -> None:
     changes: dict[str, Fingerprint] = {}
+    bits = {name: weight.bits for name, weight in held.weights.items()}
     for shard in manifest.shards:
         for block in decode_delta(fetcher.pieces(manifest, shard), manifest.version, held.version):
-            if block.name not in held.weights:
-                raise DeltaError(f"the delta of version {manifest.version} changes {block.name}, which is no tensor")
-            change = resolve(block, held.weights[block.name].bits)
-            if change is not None:
+            for change in resolve_all(block, bits):
                 held.apply(change)
-                changes[block.name] = changes.get(block.name, ZERO) + change.target - change.base
+                changes[change.name] = changes.get(change.name, ZERO) + change.target - change.base
     held.becomes(manifest.version, changes)
     _require(held, manifest)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tidemill.kernels.delta import apply_change, decode_delta, resolve
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -87,9 +87,10 @@ class Publication:
         """Bring weights from `base` to `version` by a delta of the log."""
         for shard in shards:
             for block in decode_delta(self.payloads(shard, version), version, base):
-                change = resolve(block, held[block.name])
-                assert change is not None
-                apply_change(change, held[block.name])
+                changes = resolve_all(block, held)
+                assert changes
+                for change in changes:
+                    apply_change(change, held[change.name])
 
     def follow(self, branch: str = "main") -> Iterator[tuple[Manifest, dict[str, np.ndarray]]]:
         """Every version as a follower makes it that starts at the first anchor; yields (manifest, weights)."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.delta import decode_delta, encode_delta, resolve
+from tidemill.kernels.delta import decode_delta, encode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
 from tidemill.trainer.publication.chain import ChainError
 from tidemill.trainer.publication.config import CodecChoice, PublishSettings
@@ -79,9 +79,9 @@ def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view):
     held = HeldVersion.copy_of(0, old)
     changes = {}
     for block in decode_delta(encode_delta(1, 0, HeldVersion.copy_of(0, old).take_over(1, new)), 1, 0):
-        change = resolve(block, held.weights[block.name].bits)
-        held.apply(change)
-        changes[block.name] = change.target - change.base
+        for change in resolve_all(block, {name: weight.bits for name, weight in held.weights.items()}):
+            held.apply(change)
+            changes[change.name] = change.target - change.base
     held.becomes(1, changes)
     assert (held.version, held.tensors) == (1, tensor_infos(new))
     assert held.tensors == changed(tensor_infos(old), [changes])
