@@ -22,9 +22,16 @@ STREAM_COST = 22 * BIT
 
 def choose_table(elements: Counts, changed: Counts) -> ClassTable:
     """The cheapest classes for a block of which `changed` (i8[exponents]) of `elements` (i8[exponents]) changed."""
-    last = np.empty(elements.size, np.int64)
-    classes = _merge(np.maximum(elements, changed), changed, last)
-    return np.searchsorted(last[:classes], np.arange(elements.size)).astype(np.uint8)
+    seen = np.maximum(elements, changed)
+    used = np.flatnonzero(seen)
+    if not used.size:
+        return np.zeros(elements.size, np.uint8)
+    last = np.empty(used.size, np.int64)
+    classes = _merge(seen[used], changed[used], last)
+    # What does not occur costs nothing in a neighbour's class: the next one's, or the last.
+    ends = used[last[:classes]]
+    ends[-1] = elements.size - 1
+    return np.searchsorted(ends, np.arange(elements.size)).astype(np.uint8)
 
 
 def write_table(table: ClassTable) -> bytes:

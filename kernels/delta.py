@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
 from tidemill.kernels.backend import AnyArray, backend_for, flat_rows
 from tidemill.kernels.block import EncodedBlock
+from tidemill.kernels.compiled import compiled
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
 from tidemill.kernels.elements import DeltaError, element_type
 from tidemill.kernels.encoder import DeltaEncoder, Encoded, TensorChange, encode_delta, encode_tensor
@@ -144,16 +145,45 @@ def _unpacked(block: EncodedBlock, rows: list[Bits]) -> list[Changes]:
     if len(rows) == 1:
         return [unpack(block.encoding, block.payload, kind, rows[0], block.changed, block.parts[0].start)]
     together = unpack(block.encoding, block.payload, kind, np.concatenate(rows), block.changed, 0)
-    places: Indices = together.indices
-    ends = list(accumulate(part.n for part in block.parts))
-    owner = np.searchsorted(np.asarray(ends), places, side="right")
-    order = np.argsort(owner, kind="stable")
-    cuts = np.searchsorted(owner[order], np.arange(1, len(rows))).tolist()
-    sides = (np.split(row[order], cuts) for row in together)
-    return [
-        Changes(indices - (end - part.n), old, new)
-        for part, end, indices, old, new in zip(block.parts, ends, *sides, strict=True)
-    ]
+    begins = np.cumsum([0, *(part.n for part in block.parts)])
+    split, cuts = Changes(*map(np.empty_like, together)), np.zeros(len(rows) + 1, np.int64)
+    _split(*together, begins, *split, cuts)
+    return [Changes(*(side[a:b] for side in split)) for a, b in pairwise(cuts.tolist())]
+
+
+@compiled
+def _split(
+    indices: Indices,
+    old: Bits,
+    new: Bits,
+    begins: Indices,
+    own_indices: Indices,
+    own_old: Bits,
+    own_new: Bits,
+    cuts: Indices,
+) -> None:
+    """Order changes by tensor, and count their places from its beginning: tensor i's lie in [cuts[i], cuts[i + 1]).
+
+    The tensors lie one after the other; they begin, and the last one ends, at `begins` (i8[tensors + 1]).
+    """
+    owner = np.empty(indices.size, np.int64)
+    which = 0
+    for i in range(indices.size):
+        while indices[i] >= begins[which + 1]:
+            which += 1
+        while indices[i] < begins[which]:
+            which -= 1
+        owner[i] = which
+        cuts[which + 1] += 1
+    for tensor in range(begins.size - 1):
+        cuts[tensor + 1] += cuts[tensor]
+    place = cuts[:-1].copy()
+    for i in range(indices.size):
+        at = place[owner[i]]
+        own_indices[at] = indices[i] - begins[owner[i]]
+        own_old[at] = old[i]
+        own_new[at] = new[i]
+        place[owner[i]] += 1
 
 
 def _local(part: BlockPart, flat: AnyArray, offset: int | None) -> AnyArray:

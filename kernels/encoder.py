@@ -6,7 +6,8 @@ shares a block with them (`kernels.parts`): what is held for that is a copy, bou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from tidemill.kernels.backend import AnyArray, backend_for, flat_rows
 from tidemill.kernels.block import BlockHeader, write_block
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import DeltaError, ElementType, element_type
-from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
+from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey
 from tidemill.kernels.parts import (
     DIRECTORY_LIMIT,
     BlockPart,
@@ -58,6 +59,16 @@ class _Rows(NamedTuple):
     new: AnyArray
 
 
+class _Difference(NamedTuple):
+    """What changed in a run, and what that means for its fingerprint."""
+
+    part: BlockPart
+    changes: Changes
+    """By their places in the run, ascending."""
+    base: Fingerprint
+    added: Fingerprint
+
+
 class DeltaEncoder:
     """Encodes the tensors of a delta one after the other: `add` for each, then `finish`.
 
@@ -83,57 +94,71 @@ class DeltaEncoder:
         if not self._is_small(rows.part):
             yield from _blocks(rows, self._settings)
             return
-        if name in self.waiting:
+        if any(name in waiting.names for waiting in self._waiting.values()):
             raise DeltaError(f"{name} comes twice in one delta")
-        waiting = self._waiting.setdefault(rows.kind, _Waiting())
-        if not waiting.has_room(rows.part, self._settings.block_elements // SHARED_SHARE):
-            yield from self._write(self._waiting.pop(rows.kind))
-            waiting = self._waiting.setdefault(rows.kind, _Waiting())
-        waiting.take(rows)
+        difference = _difference(rows)
+        if difference is None:
+            return
+        if rows.kind not in self._waiting:
+            self._waiting[rows.kind] = _Waiting(rows.kind, self._settings.block_elements // SHARED_SHARE)
+        waiting = self._waiting[rows.kind]
+        if not waiting.has_room(rows.part):
+            yield waiting.write(self._settings)
+        waiting.take(difference, rows.old)
 
     def finish(self) -> Iterator[Encoded]:
         """The blocks of all tensors that still wait."""
-        for kind in list(self._waiting):
-            yield from self._write(self._waiting.pop(kind))
+        for waiting in self._waiting.values():
+            if waiting.differences:
+                yield waiting.write(self._settings)
 
     @property
     def waiting(self) -> frozenset[str]:
         """Tensors whose changes are in no block yet."""
-        return frozenset(rows.part.name for waiting in self._waiting.values() for rows in waiting.rows)
+        return frozenset().union(*(waiting.names for waiting in self._waiting.values()))
 
     def _is_small(self, part: BlockPart) -> bool:
         return part.n == part.tensor_elements <= self._settings.block_elements // SMALL_SHARE
 
-    def _write(self, waiting: _Waiting) -> Iterator[Encoded]:
-        if len(waiting.rows) == 1:
-            yield from _blocks(waiting.rows[0], self._settings)
-        elif waiting.rows:
-            parts = tuple(rows.part for rows in waiting.rows)
-            old, new = (np.concatenate([rows[side] for rows in waiting.rows]) for side in (2, 3))
-            yield from _block(parts, waiting.rows[0].kind, old, new, self._settings)
-
 
 class _Waiting:
-    """Small tensors of one type that changed, copied."""
+    """Small tensors of one type that changed, up to `limit` elements: their old patterns, copied, and the changes."""
 
-    def __init__(self) -> None:
-        self.rows: list[_Rows] = []
+    def __init__(self, kind: ElementType, limit: int) -> None:
+        self.differences: list[_Difference] = []
+        self.names: set[str] = set()
+        self._kind = kind
+        self._old = np.empty(limit, kind.bits)
         self._elements = 0
         self._directory = 0
 
-    def has_room(self, part: BlockPart, limit: int) -> bool:
-        """Whether one more tensor fits into a block of `limit` elements; the first always does."""
+    def has_room(self, part: BlockPart) -> bool:
+        """Whether one more tensor fits."""
         fits = self._directory + directory_entry_limit(part) <= DIRECTORY_LIMIT
-        return not self.rows or (fits and self._elements + part.n <= limit)
+        return fits and self._elements + part.n <= self._old.size
 
-    def take(self, rows: _Rows) -> None:
-        """Copy a tensor, unless nothing in it changed."""
-        kernels = backend_for(rows.old)
-        old, new = kernels.host(rows.old), kernels.host(rows.new)
-        if not np.array_equal(old, new):
-            self.rows.append(rows._replace(old=old.copy(), new=new.copy()))
-            self._elements += rows.part.n
-            self._directory += directory_entry_limit(rows.part)
+    def take(self, difference: _Difference, old: AnyArray) -> None:
+        """Add a tensor for which there is room."""
+        part = difference.part
+        self._old[self._elements : self._elements + part.n] = _hosted(old)
+        self.differences.append(difference)
+        self.names.add(part.name)
+        self._elements += part.n
+        self._directory += directory_entry_limit(part)
+
+    def write(self, settings: CodecSettings) -> Encoded:
+        """The block of all of them; none waits any more."""
+        old, changes = self._old[: self._elements], _together(self.differences)
+
+        def new() -> Bits:
+            made = old.copy()
+            made[changes.indices] = changes.new
+            return made
+
+        block = _block(self.differences, self._kind, old, new, changes, settings)
+        self.differences, self._elements, self._directory = [], 0, 0
+        self.names.clear()
+        return block
 
 
 def encode_tensor(
@@ -194,7 +219,14 @@ def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
     for first, last in _cuts(run.start, run.n, settings.block_elements):
         span = slice(first - run.start, last - run.start)
         part = BlockPart(run.name, run.tensor_elements, first, last - first)
-        yield from _block((part,), rows.kind, rows.old[span], rows.new[span], settings)
+        old, new = rows.old[span], rows.new[span]
+        difference = _difference(_Rows(part, rows.kind, old, new))
+        if difference is not None:
+            yield _block([difference], rows.kind, old, _given(new), difference.changes, settings)
+
+
+def _given(bits: AnyArray) -> Callable[[], AnyArray]:
+    return lambda: bits
 
 
 def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -206,29 +238,48 @@ def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int
         first = last
 
 
+def _difference(rows: _Rows) -> _Difference | None:
+    """What changed in a run; None for nothing."""
+    kernels, key = backend_for(rows.old), TensorKey.of(rows.part.name)
+    changes = Changes(*kernels.compare_and_take(rows.old, rows.new))
+    if not len(changes.indices):
+        return None
+    base = kernels.fingerprint(rows.old, key, rows.part.start)
+    added = kernels.fingerprint_change(key, changes.indices + rows.part.start, changes.old, changes.new)
+    return _Difference(rows.part, changes, base, added)
+
+
+def _together(differences: Sequence[_Difference]) -> Changes:
+    """The changes of several whole tensors, by their places among all elements."""
+    begins = accumulate((one.part.n for one in differences[:-1]), initial=0)
+    rows = [
+        (_hosted(one.changes.indices) + begin, _hosted(one.changes.old), _hosted(one.changes.new))
+        for one, begin in zip(differences, begins, strict=True)
+    ]
+    return Changes(*(np.concatenate(side) for side in zip(*rows, strict=True)))
+
+
+def _hosted(array: AnyArray) -> AnyArray:
+    return backend_for(array).host(array)
+
+
 def _block(
-    parts: Sequence[BlockPart], kind: ElementType, old: AnyArray, new: AnyArray, settings: CodecSettings
-) -> Iterator[Encoded]:
-    """One block, whose parts lie one after the other in `old` and `new`; none where nothing changed."""
-    kernels = backend_for(old)
-    indices, old_at, new_at = kernels.compare_and_take(old, new)
-    if not len(indices):
-        return
-    several = len(parts) > 1
-    changes, base, first = {}, ZERO, 0
-    ends = np.cumsum([part.n for part in parts])
-    cuts = [0, *np.searchsorted(indices, ends).tolist()] if several else [0, len(indices)]
-    for part, begin, end in zip(parts, cuts[:-1], cuts[1:], strict=True):
-        key, span = TensorKey.of(part.name), slice(begin, end)
-        base += kernels.fingerprint(old[first : first + part.n], key, part.start)
-        places = indices[span] + (part.start - first)
-        changes[part.name] = kernels.fingerprint_change(key, places, old_at[span], new_at[span])
-        first += part.n
-    target = base + sum(changes.values(), start=ZERO)
-    encoding, payload = pack(kind, old, new, Changes(indices, old_at, new_at), settings.coder)
+    differences: Sequence[_Difference],
+    kind: ElementType,
+    old: AnyArray,
+    new: Callable[[], AnyArray],
+    changes: Changes,
+    settings: CodecSettings,
+) -> Encoded:
+    """The block of one run, or of several whole tensors, one after the other in `old`, `new` and `changes`."""
+    encoding, payload = pack(kind, old, new, changes, settings.coder)
+    base = sum((one.base for one in differences), start=ZERO)
+    target = sum((one.added for one in differences), start=base)
+    first, several = differences[0].part, len(differences) > 1
+    name = write_directory([one.part for one in differences]) if several else first.name.encode()
+    total = len(old) if several else first.tensor_elements
     header = BlockHeader(
-        several, encoding, kind, 0, first if several else parts[0].tensor_elements, parts[0].start, first,
-        len(indices), 0, base, target, settings.digest, b"",
+        several, encoding, kind, 0, total, first.start, len(old), len(changes.indices), 0, base, target,
+        settings.digest, b"",
     )  # fmt: skip
-    name = write_directory(parts) if several else parts[0].name.encode()
-    yield Encoded(write_block(header, name, payload), changes)
+    return Encoded(write_block(header, name, payload), {one.part.name: one.added for one in differences})

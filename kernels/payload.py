@@ -11,6 +11,7 @@ new patterns are the right ones is for the block's fingerprints to say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -57,20 +58,21 @@ class Encoding(IntEnum):
 
 
 def pack(
-    kind: ElementType, old: AnyArray, new: AnyArray, changes: Changes, coder: CoderChoice
+    kind: ElementType, old: AnyArray, new: Callable[[], AnyArray], changes: Changes, coder: CoderChoice
 ) -> tuple[Encoding, bytes]:
-    """Encode the step from `old` to `new` (uN[n], contiguous), which differ by `changes`, in ascending order.
+    """Encode the step from `old` (uN[n], contiguous) by `changes`, in ascending order.
 
-    Of tensors on a GPU only what changed comes to the host, unless nearly all did.
+    What it leads to, `new()` (uN[n]), is asked for only where a few changes do not say it. Of tensors on a GPU only
+    what changed comes to the host, unless nearly all did.
     """
     kernels = backend_for(old)
     constant = _pack_constant(kernels, kind, old, new, kernels.host(changes.new))
     if constant is not None:
         return Encoding.CONSTANT, constant
     classes = _pack_classes(kernels, kind, old, changes, coder)
-    if len(classes) * RAW_SHARE < len(new) * kind.bits.itemsize:
+    if len(classes) * RAW_SHARE < len(old) * kind.bits.itemsize:
         return Encoding.CLASSES, classes
-    raw = _pack_raw(kernels.host(new), kind)
+    raw = _pack_raw(kernels.host(new()), kind)
     return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
 
@@ -100,17 +102,17 @@ def payload_limit(n_block: int, kind: ElementType) -> int:
 
 
 def _pack_constant(
-    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new: AnyArray, new_at: Bits
+    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new: Callable[[], AnyArray], new_at: Bits
 ) -> bytes | None:
     """The block as one pattern or one step, or None where it is neither."""
     same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
-    if same and np.all(kernels.host(new) == new_at[0]):
+    if same and np.all(kernels.host(new()) == new_at[0]):
         return b"\0" + int(new_at[0]).to_bytes(4, "little")
     if len(new_at) != len(old):
         return None
-    old, new = kernels.host(old), kernels.host(new)
-    ends = fold_steps(kind, old[[0, -1]], new[[0, -1]])
-    if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new):
+    old = kernels.host(old)
+    ends = fold_steps(kind, old[[0, -1]], new_at[[0, -1]])
+    if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new_at):
         return None
     return b"\1" + int(ends[0]).to_bytes(4, "little")
 

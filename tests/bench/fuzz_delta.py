@@ -1,9 +1,10 @@
 """Hostile bytes by the million: `python tests/bench/fuzz_delta.py --inputs 1000000 --seed 0`, one JSON line a decoder.
 
-Valid blocks of every encoding and coder are damaged (bits, bytes, lengths, header fields, pieces of other blocks) and
-sealed again with a right digest, as a hostile writer would; the container is damaged as a whole. Each must end in a
-DeltaError, or in exactly the weights that the undamaged block makes. Inputs run in a process of their own: one that
-dies, or does not come back, is counted and the run goes on after the input that did it.
+Valid blocks of every encoding and coder, and such that several tensors share, are damaged (bits, bytes, lengths, header
+fields, pieces of other blocks) and sealed again with a right digest, as a hostile writer would; the container is
+damaged as a whole. Each must end in a DeltaError, or in exactly the weights that the undamaged block makes. Inputs run
+in a process of their own: one that dies, or does not come back, is counted and the run goes on after the input that did
+it.
 
     refused     ended in a DeltaError
     accepted    made exactly the right weights
@@ -32,6 +33,7 @@ from rich.progress import Progress
 from tidemill.kernels.block import BlockHeader, header_size, read_header, write_block
 from tidemill.kernels.delta import (
     CodecSettings,
+    DeltaEncoder,
     DeltaError,
     TensorChange,
     apply_change,
@@ -39,7 +41,7 @@ from tidemill.kernels.delta import (
     decode_delta,
     encode_delta,
     encode_tensor,
-    resolve,
+    resolve_all,
 )
 from tidemill.kernels.elements import BY_CODE, BY_NAME
 from tidemill.kernels.fingerprint import Bits
@@ -47,11 +49,11 @@ from tidemill.kernels.settings import CoderChoice
 from tidemill.kernels.ulp_steps import move
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
-NAME = "w"
+NAME, OTHER_NAME = "w", "v"
 HANG_SECONDS = 60.0
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
 CODERS: dict[str, CoderChoice] = {"rans": "rans", "pcodec": "pcodec", "zstd": "zstd"}
-DECODERS = ("raw", "constant", *CODERS, "container")
+DECODERS = ("raw", "constant", *CODERS, "several", "container")
 TELLING = (0, 1, 2, 0x7F, 0x80, 0x81, 0xFE, 0xFF)
 
 
@@ -62,6 +64,12 @@ class Sample:
     data: bytes
     old: Bits
     new: Bits
+    other: int = 0
+    """So many elements at the front are those of another tensor."""
+
+    def tensors(self, bits: Bits) -> dict[str, Bits]:
+        """Weights by name, of which `bits` are the patterns."""
+        return {OTHER_NAME: bits[: self.other], NAME: bits[self.other :]} if self.other else {NAME: bits}
 
 
 def samples(decoder: str) -> list[Sample]:
@@ -84,7 +92,18 @@ def _sample(decoder: str, dtype: str, n: int, generator: np.random.Generator) ->
     settings = CodecSettings(coder=CODERS.get(decoder, "auto"))
     if decoder == "container":
         return Sample(b"".join(encode_delta(1, 0, [TensorChange(NAME, dtype, old, new)], settings)), old, new)
+    if decoder == "several":
+        return _shared_block(Sample(b"", old, new, n // 3), dtype)
     return Sample(b"".join(encode_tensor(NAME, dtype, old, new, settings=settings)), old, new)
+
+
+def _shared_block(sample: Sample, dtype: str) -> Sample:
+    """The sample with a block of both its tensors."""
+    sample.new[0] = sample.old[0] ^ 1
+    old, new, encoder = sample.tensors(sample.old), sample.tensors(sample.new), DeltaEncoder()
+    blocks = [block for name in old for block in encoder.add(name, dtype, old[name], new[name])]
+    (block,) = (*blocks, *encoder.finish())
+    return replace(sample, data=block.data)
 
 
 def damaged(decoder: str, valid: list[Sample], seed: int) -> tuple[bytes, Sample]:
@@ -95,13 +114,15 @@ def damaged(decoder: str, valid: list[Sample], seed: int) -> tuple[bytes, Sample
         return _damaged_bytes(chance, sample.data, other.data), sample
     header = read_header(memoryview(sample.data))
     body = sample.data[header_size(sample.data) :]
-    payload = body[header.name_length :]
+    name, payload = body[: header.name_length], body[header.name_length :]
+    if decoder == "several" and chance.random() < 0.4:
+        name = _damaged_bytes(chance, name, other.data[header_size(other.data) :])
     if chance.random() < 0.2:
         header = _damaged_header(chance, header)
     if chance.random() < 0.9:
-        stranger = other.data[header_size(other.data) + len(NAME) :]
+        stranger = other.data[header_size(other.data) + header.name_length :]
         payload = _damaged_bytes(chance, payload, stranger)
-    return write_block(header, NAME.encode(), payload), sample
+    return write_block(header, name, payload), sample
 
 
 def _damaged_bytes(chance: random.Random, data: bytes, other: bytes) -> bytes:
@@ -131,7 +152,10 @@ def _damage(chance: random.Random, out: bytearray, at: int, other: bytes) -> Non
 
 def _damaged_header(chance: random.Random, header: BlockHeader) -> BlockHeader:
     number = chance.choice((0, 1, 2, header.changed + 1, max(0, header.changed - 1), chance.randrange(1 << 25)))
-    field = chance.choice(("encoding", "kind", "tensor_elements", "start", "elements", "changed", "digest_kind"))
+    numbers = ("tensor_elements", "start", "elements", "changed")
+    field = chance.choice(("several", "encoding", "kind", *numbers, "digest_kind"))
+    if field == "several":
+        return replace(header, several=not header.several)
     if field == "encoding":
         return replace(header, encoding=chance.randrange(5))
     if field == "kind":
@@ -147,9 +171,9 @@ def judge(decoder: str, data: bytes, sample: Sample) -> str:
     try:
         blocks = list(decode_delta([data], 1, 0) if decoder == "container" else decode_blocks(data))
         for block in blocks:
-            change = resolve(block, held)
-            if change is not None:
-                apply_change(change, held)
+            tensors = sample.tensors(held)
+            for change in resolve_all(block, tensors):
+                apply_change(change, tensors[change.name])
     except DeltaError:
         return "refused"
     except BaseException:  # noqa: BLE001 - whatever else comes out is what is looked for
