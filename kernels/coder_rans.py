@@ -42,7 +42,7 @@ class RansCoder(Coder):
         tables = fit_tables(streams.steps, counts)
         plan = _Plan.of(models, tables)
         common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
-        raw = np.zeros(streams.gaps.size + 2, np.uint64)
+        raw = np.empty(streams.gaps.size + 2, np.uint64)
         n_raw = -(-rans.write_low_bits(*common, raw) // 8)
         words = np.empty(2 * streams.gaps.size, np.uint16)
         step_codes = reciprocals(plan.step_start, plan.step_frequency, step_tables.TOTAL)

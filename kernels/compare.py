@@ -12,7 +12,9 @@ from tidemill.kernels.fingerprint import Bits, Indices
 from tidemill.kernels.vectors import WORD, differing, lowest_one
 
 TILE = 1 << 16
-"""Elements compared between two extensions of the result: bounds what is held beside it."""
+"""Elements compared between two looks at the room that is left for differences."""
+EXPECTED_SHARE = 16
+"""Room is made for so many differences at first: 1 / 16 of the elements. What is not written to takes no memory."""
 
 ONE = np.uint64(1)
 
@@ -25,20 +27,27 @@ def changed_elements(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
     """
     if old.shape != new.shape or old.dtype != new.dtype:
         raise ValueError(f"{old.dtype}{old.shape} cannot be compared with {new.dtype}{new.shape}")
-    size = min(TILE, old.size)
-    scratch = np.empty(size, np.int64), np.empty(size, old.dtype), np.empty(size, old.dtype)
-    parts = [tuple(row[:0].copy() for row in scratch)]
+    room = min(old.size, TILE + old.size // EXPECTED_SHARE)
+    indices, old_at, new_at = _rows(room, old)
+    found = 0
     for first in range(0, old.size, TILE):
+        if indices.size < min(old.size, found + TILE):
+            more = _rows(old.size, old)
+            for row, before in zip(more, (indices, old_at, new_at), strict=True):
+                row[:found] = before[:found]
+            indices, old_at, new_at = more
         tile = slice(first, first + TILE)
-        found = _compact(old[tile], new[tile], first, *scratch)
-        parts.append(tuple(row[:found].copy() for row in scratch))
-    indices, old_at, new_at = (np.concatenate(row) for row in zip(*parts, strict=True))
-    return indices, old_at, new_at
+        found += _compact(old[tile], new[tile], first, indices[found:], old_at[found:], new_at[found:])
+    return indices[:found], old_at[:found], new_at[:found]
+
+
+def _rows(room: int, like: Bits) -> tuple[Indices, Bits, Bits]:
+    return np.empty(room, np.int64), np.empty(room, like.dtype), np.empty(room, like.dtype)
 
 
 @compiled
 def _compact(old: Bits, new: Bits, start: int, indices: Indices, old_at: Bits, new_at: Bits) -> int:
-    """Write start + the index of each difference, and both patterns, into rows as long as `old`; how many there are."""
+    """Write start + the index of each difference, and both patterns, into rows that have room; how many there are."""
     found = np.uint64(0)
     words = old.size // WORD
     for word in range(words):

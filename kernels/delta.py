@@ -114,7 +114,8 @@ def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
     if not offset <= change.start <= offset + len(flat) - change.n:
         raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
     kernels = backend_for(flat)
-    kernels.scatter(flat, kernels.beside(change.indices - offset, flat), kernels.beside(change.new_bits, flat))
+    places = change.indices - offset if offset else change.indices
+    kernels.scatter(flat, kernels.beside(places, flat), kernels.beside(change.new_bits, flat))
 
 
 def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ...]:

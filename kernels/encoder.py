@@ -140,8 +140,9 @@ class _Waiting:
     def take(self, difference: _Difference, old: AnyArray) -> None:
         """Add a tensor for which there is room."""
         part = difference.part
+        changes = Changes(*(_hosted(side).copy() for side in difference.changes))
         self._old[self._elements : self._elements + part.n] = _hosted(old)
-        self.differences.append(difference)
+        self.differences.append(difference._replace(changes=changes))
         self.names.add(part.name)
         self._elements += part.n
         self._directory += directory_entry_limit(part)
@@ -245,7 +246,8 @@ def _difference(rows: _Rows) -> _Difference | None:
     if not len(changes.indices):
         return None
     base = kernels.fingerprint(rows.old, key, rows.part.start)
-    added = kernels.fingerprint_change(key, changes.indices + rows.part.start, changes.old, changes.new)
+    places = changes.indices + rows.part.start if rows.part.start else changes.indices
+    added = kernels.fingerprint_change(key, places, changes.old, changes.new)
     return _Difference(rows.part, changes, base, added)
 
 
@@ -253,7 +255,7 @@ def _together(differences: Sequence[_Difference]) -> Changes:
     """The changes of several whole tensors, by their places among all elements."""
     begins = accumulate((one.part.n for one in differences[:-1]), initial=0)
     rows = [
-        (_hosted(one.changes.indices) + begin, _hosted(one.changes.old), _hosted(one.changes.new))
+        (one.changes.indices + begin, one.changes.old, one.changes.new)
         for one, begin in zip(differences, begins, strict=True)
     ]
     return Changes(*(np.concatenate(side) for side in zip(*rows, strict=True)))

@@ -131,7 +131,7 @@ def encode_symbols(
 
 @compiled
 def _appended(out: Bits, at: U, value: U, bits: U) -> U:
-    """The position after `bits` bits (at most 63) more; `out` is 0 from `at` on."""
+    """The position after `bits` bits (at most 63) more; the word at which it begins is 0 beyond them, then and now."""
     word, width = at >> U(6), at & U(63)
     out[word] |= value << width
     out[word + ONE] = (value >> ONE) >> (U(63) - width)
@@ -149,8 +149,8 @@ def write_low_bits(
     last: Counts,
     out: Bits,
 ) -> int:
-    """Write what is not entropy-coded into `out` (u8, zeros, one a change and two more); how many bits that is."""
-    at = ZERO
+    """Write what is not entropy-coded into `out` (u8, one a change and two more); how many bits that is."""
+    at, out[0] = ZERO, ZERO
     i = 0
     for which in range(counts.size):
         low, table, plain = U(low_bits[which]), tables[which], ONE - U(directed[which])
