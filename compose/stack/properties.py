@@ -23,6 +23,13 @@ SMALL = {
     "log.segment.bytes": "268435456",
 }
 
+FAR = {
+    # The default of 100 KiB lets a connection carry hardly more than that in a round trip: some 10 Mbit/s over a way of
+    # 100 ms. The system's own buffers grow with what the way holds.
+    "socket.send.buffer.bytes": "-1",
+    "socket.receive.buffer.bytes": "-1",
+}
+
 PROMPT = {
     "group.initial.rebalance.delay.ms": "0",
     # The partitions of a broker that is gone get another leader after 5 s, not 9.
@@ -51,6 +58,7 @@ def server_properties(cluster: Cluster, node: Node, log_dir: Path, network_liste
         "log.dirs": str(log_dir),
         **replication(len(cluster.nodes)),
         **SMALL,
+        **FAR,
         **PROMPT,
     }
 

@@ -16,6 +16,7 @@ import yaml
 
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings, load_settings
+from tidemill.compose.stack.properties import FAR
 from tidemill.consumers.sink.config import MergeSettings, TableEngine
 from tidemill.consumers.sink.tables import tables
 
@@ -102,6 +103,12 @@ def test_the_brokers_are_one_quorum():
     assert [(int(node), address) for node, address in voters] == [(n, f"kafka-{n}:9094") for n in (1, 2, 3)]
     for number, broker in enumerate(brokers, 1):
         assert f"INTERNAL://kafka-{number}:9092" in broker["KAFKA_ADVERTISED_LISTENERS"]
+
+
+def test_the_brokers_buffers_are_those_of_the_local_stack():
+    for number in (1, 2, 3):
+        given = services()[f"kafka-{number}"]["environment"]
+        assert {name: str(given[f"KAFKA_{name.replace('.', '_').upper()}"]) for name in FAR} == FAR
 
 
 def test_what_a_service_waits_for_exists_and_can_come_true():

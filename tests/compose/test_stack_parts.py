@@ -165,6 +165,12 @@ def test_properties_name_every_controller_and_only_the_loopback() -> None:
     )
 
 
+def test_socket_buffers_are_left_to_the_system() -> None:
+    cluster = new_cluster([1, 11])
+    properties = server_properties(cluster, cluster.nodes[0], Path("/x"))
+    assert {properties["socket.send.buffer.bytes"], properties["socket.receive.buffer.bytes"]} == {"-1"}
+
+
 def test_a_network_listener_is_advertised_beside_the_loopback() -> None:
     cluster = new_cluster([1, 11])
     properties = server_properties(cluster, cluster.nodes[0], Path("/x"), "198.18.0.1:9092")
