@@ -68,12 +68,23 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
     }
 
 
-def groupless_settings(kafka: KafkaSettings, client_id: str) -> dict[str, Any]:
+def groupless_settings(kafka: KafkaSettings, client_id: str, fetch_bytes: int | None = None) -> dict[str, Any]:
     """librdkafka settings of a consumer that assigns its partitions itself.
 
     It joins no group and commits nothing; librdkafka wants a group's name all the same.
+
+    Args:
+        fetch_bytes: the most that one answer of the log carries, all partitions together; librdkafka's own limits
+            where it is not given.
     """
-    return consumer_settings(kafka, client_id, f"{client_id}-groupless")
+    settings = consumer_settings(kafka, client_id, f"{client_id}-groupless")
+    if fetch_bytes is None:
+        return settings
+    return settings | {
+        "fetch.max.bytes": fetch_bytes,
+        "fetch.message.max.bytes": fetch_bytes,
+        **kafka.client_options,
+    }
 
 
 def raise_lasting(error: KafkaError) -> None:

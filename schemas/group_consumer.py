@@ -35,7 +35,7 @@ class GroupConsumer:
         self._codec = codec or Codec(kafka.registry_url)
         settings = consumer_settings(kafka, client_id, kafka.topic_prefix + group_id)
         self._consumer = Consumer({**settings, "auto.offset.reset": "error"})
-        self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka.stall_timeout_s)
+        self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka)
         self._next: dict[Place, int | None] = {}
         """Next offset of each owned partition; None for the first that is kept."""
         self._paused: set[Place] = set()
@@ -122,4 +122,5 @@ class GroupConsumer:
 
     def close(self) -> None:
         """Leave the group."""
+        self._guard.close()
         self._consumer.close()

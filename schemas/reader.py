@@ -34,6 +34,7 @@ class LogReader:
     Args:
         start: "beginning", "end", or next offsets by (topic, partition); partitions not named begin at the beginning.
         share: (n, of): one of `of` readers that share the partitions, the one that reads those of number n modulo `of`.
+        fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
 
     Raises LookupError when a topic does not exist, RetentionGap when the log no longer keeps a start offset.
     """
@@ -47,12 +48,13 @@ class LogReader:
         client_id: str = "tidemill-reader",
         codec: Codec | None = None,
         share: tuple[int, int] = (0, 1),
+        fetch_bytes: int | None = None,
     ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
         # An offset that is out of range must not be replaced in silence by one that is not.
-        self._consumer = Consumer(groupless_settings(kafka, client_id) | {"auto.offset.reset": "error"})
-        self._guard = ReadingGuard(self._consumer, client_id, kafka.stall_timeout_s)
+        self._consumer = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | {"auto.offset.reset": "error"})
+        self._guard = ReadingGuard(self._consumer, client_id, kafka)
         self._limit_bytes = kafka.read_ahead_bytes
         topics = list(topics)
         self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
@@ -171,6 +173,7 @@ class LogReader:
 
     def close(self) -> None:
         """Give the connections back."""
+        self._guard.close()
         self._consumer.close()
 
     def __enter__(self) -> Self:

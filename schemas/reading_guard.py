@@ -14,6 +14,8 @@ from collections.abc import Mapping, Set
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.client_settings import raise_lasting
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log_ends import LogEnds
 from tidemill.schemas.partitions import watermarks
 from tidemill.schemas.progress import Place, ReadingWatch, Stall
 from tidemill.schemas.retention import RetentionGap, TopicMadeAnew
@@ -37,13 +39,14 @@ class ReadingGuard:
 
     Args:
         name: says whose reading it is.
-        timeout_s: how long a partition with records may stand still; 0: for ever.
+        kafka: the log, and how long a partition with records may stand still.
     """
 
-    def __init__(self, consumer: Consumer, name: str, timeout_s: float) -> None:
+    def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings) -> None:
         self._consumer = consumer
         self._name = name
-        self._watch = ReadingWatch(timeout_s, time.monotonic())
+        self._ends = LogEnds(kafka, f"{name}, ends")
+        self._watch = ReadingWatch(kafka.stall_timeout_s, time.monotonic())
         self._trouble: LookupError | None = None
         self._warned: set[Place] = set()
 
@@ -84,7 +87,7 @@ class ReadingGuard:
         if not self._watch.due(time.monotonic()):
             return
         try:
-            ends = {place: watermarks(self._consumer, place, LOOK_TIMEOUT_S) for place in positions}
+            ends = self._ends.bounds(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
             self._say_unanswered(positions, error)
             return
@@ -104,6 +107,10 @@ class ReadingGuard:
     def rest(self) -> None:
         """Called at a poll that is to bring nothing: no partition can move."""
         self._watch.rest()
+
+    def close(self) -> None:
+        """Give its connection back."""
+        self._ends.close()
 
     def _say_unanswered(self, positions: Mapping[Place, int], error: KafkaException) -> None:
         silent_s = self._watch.unanswered(time.monotonic())

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from tidemill.schemas.config import Section
 
+FETCH_BYTES = 4 << 20
+"""Bytes that an answer of the log carries by default: four chunks."""
+
 
 class KvPolicy(StrEnum):
     """What a running request does with keys and values that older weights computed."""
@@ -76,12 +79,17 @@ class ReplicaSettings(Section):
     """Export vLLM's engine statistics on `/metrics`; costs a few percent of the server's time."""
     staging_dir: Path | None = None
     """Where anchors of a remote store are downloaded; a private temporary directory when not set."""
-    fetch_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a chunk that a manifest names may take after the last one that came, before the version is refused."""
+    fetch_timeout_s: float = Field(default=60.0, gt=0)
+    """How long a chunk that a manifest names may take after the last one that came, before the version is refused, in
+    seconds. Chunks come `fetch_bytes` at a time."""
     move_timeout_s: float = Field(default=1800.0, gt=0)
     """How long a move to another version may take in all, before the process is taken for hung and ends."""
     fetch_connections: int = Field(default=4, ge=1)
     """Connections to the log over which the shards of a delta come side by side: one alone is slow over a long way."""
+    fetch_bytes: int = Field(default=FETCH_BYTES, ge=1 << 20, le=1 << 26)
+    """The most that one answer of the log carries over a connection, in bytes. A connection is idle for a round trip
+    between two answers: make it large beside the link's rate times that, and small enough to arrive in a part of
+    `fetch_timeout_s` over every connection at once."""
     decode_threads: int = Field(default=2, ge=1)
     """Threads that decode the blocks of a delta, beside the engine's."""
     poll_interval_s: float = Field(default=0.05, gt=0, le=10)

@@ -1,7 +1,8 @@
 """Several connections to the log, each for its share of the partitions: one alone is slow over a long or lossy way.
 
 A client keeps one connection to a broker, whose window grows with every round trip and shrinks with every loss. Shards
-lie in partitions of their own, so that they can come over several connections at once.
+lie in partitions of their own, so that they can come over several connections at once. A connection is idle for a round
+trip between an answer of the log and the next, so that an answer is to carry several chunks.
 """
 
 from __future__ import annotations
@@ -32,17 +33,27 @@ class SharedFetcher:
 
 
 @contextmanager
-def open_fetcher(kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str) -> Iterator[SharedFetcher]:
+def open_fetcher(
+    kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int
+) -> Iterator[SharedFetcher]:
     """A fetcher of deltas over so many connections, following the log from its end on.
 
     Args:
         timeout_s: how long a chunk may take after the last one that came.
+        fetch_bytes: the most that one answer of the log carries over a connection.
 
     Raises LookupError when the topic does not exist.
     """
     with ExitStack() as stack:
         readers = [
-            LogReader(kafka, [Topic.DELTAS], start="end", client_id=f"{client_id}-{n}", share=(n, connections))
+            LogReader(
+                kafka,
+                [Topic.DELTAS],
+                start="end",
+                client_id=f"{client_id}-{n}",
+                share=(n, connections),
+                fetch_bytes=fetch_bytes,
+            )
             for n in range(connections)
         ]
         for reader in readers:

@@ -54,7 +54,9 @@ def join(
     chunks_id = f"{settings.replica_id}-join-chunks"
     with (
         LogReader(kafka, FOLLOWED, client_id=f"{settings.replica_id}-join") as records,
-        open_fetcher(kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id) as fetcher,
+        open_fetcher(
+            kafka, settings.fetch_timeout_s, settings.fetch_connections, chunks_id, settings.fetch_bytes
+        ) as fetcher,
         closing(Staging(fetcher, directory, settings.decode_threads)) as staging,
     ):
         for located in records.read_to_end():

@@ -98,8 +98,13 @@ class Replica:
             topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
             producer.send(topic, record, key=record.replica_id)
 
+        settings = self._settings
         fetcher = open_fetcher(
-            self._kafka, self._settings.fetch_timeout_s, self._settings.fetch_connections, self._settings.replica_id
+            self._kafka,
+            settings.fetch_timeout_s,
+            settings.fetch_connections,
+            settings.replica_id,
+            settings.fetch_bytes,
         )
         return Surroundings(stack.enter_context(fetcher), say)
 

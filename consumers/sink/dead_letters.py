@@ -61,7 +61,7 @@ class DeadLetterReader:
         self, kafka: KafkaSettings, start: Mapping[Place, int], topics: Iterable[Topic] = tuple(CATALOGUE)
     ) -> None:
         self._consumer = Consumer(groupless_settings(kafka, CLIENT_ID) | {"auto.offset.reset": "error"})
-        self._guard = ReadingGuard(self._consumer, CLIENT_ID, kafka.stall_timeout_s)
+        self._guard = ReadingGuard(self._consumer, CLIENT_ID, kafka)
         names = Names(kafka.topic_prefix)
         wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
         known = self._consumer.list_topics(timeout=METADATA_TIMEOUT_S).topics
@@ -96,6 +96,7 @@ class DeadLetterReader:
 
     def close(self) -> None:
         """Give the connections back."""
+        self._guard.close()
         self._consumer.close()
 
     def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Row]:

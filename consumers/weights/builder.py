@@ -16,6 +16,7 @@ from pathlib import Path
 import fsspec
 
 from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
+from tidemill.consumers.replica.config import FETCH_BYTES
 from tidemill.consumers.replica.connections import SharedFetcher, open_fetcher
 from tidemill.consumers.replica.decode import Decoder
 from tidemill.consumers.replica.lineage import Delta, Way
@@ -163,7 +164,7 @@ def open_builder(
     """
     with (
         tempfile.TemporaryDirectory(prefix="tidemill-weights-") as scratch,
-        open_fetcher(kafka, timeout_s, CONNECTIONS, "tidemill-weights-chunks") as fetcher,
+        open_fetcher(kafka, timeout_s, CONNECTIONS, "tidemill-weights-chunks", FETCH_BYTES) as fetcher,
         closing(Builder(fetcher, Path(scratch), progress)) as builder,
     ):
         yield builder

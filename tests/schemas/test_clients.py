@@ -9,6 +9,7 @@ import pytest
 
 from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, send_dead_letter
 from tidemill.schemas.group_consumer import GroupConsumer
@@ -55,6 +56,16 @@ def test_drift_is_reported_and_missing_topics_too(settings: KafkaSettings):
     assert Names(settings.topic_prefix).of(Topic.ROLLOUTS) in drifted
     absent = settings.model_copy(update={"topic_prefix": "absent."})
     assert all(state.drift == ["missing"] for state in check_topics(absent))
+
+
+def test_what_an_answer_carries_is_limited_for_all_its_partitions_together():
+    limits = "fetch.max.bytes", "fetch.message.max.bytes"
+    kafka = KafkaSettings(bootstrap="here:1")
+    assert not groupless_settings(kafka, "c").keys() & set(limits)
+    given = groupless_settings(kafka, "c", 4 << 20)
+    assert [given[name] for name in limits] == [4 << 20, 4 << 20]
+    told = kafka.model_copy(update={"client_options": {limits[0]: "2000000"}})
+    assert groupless_settings(told, "c", 4 << 20)[limits[0]] == "2000000"
 
 
 def test_everything_written_is_read_once_in_order_of_each_partition(settings: KafkaSettings):

@@ -28,8 +28,9 @@ from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import AckStatus, Manifest, Staleness, WeightAck
+from tidemill.schemas.records import AckStatus, DeltaChunk, Manifest, Staleness, WeightAck
 from tidemill.trainer.publish import PublishSettings, WeightPublisher
 
 HERE = Path(__file__).resolve().parent
@@ -141,6 +142,28 @@ def test_regions_follow_through_the_broker_alone(tmp_path: Path):
     if regions.backend == "userspace":
         assert all(counts["down"]["n_bytes"] > sent for counts in carried.values())
         assert carried["far"]["down"]["lost"] + carried["far"]["up"]["lost"] > 0
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "it runs")
+def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(tmp_path: Path):
+    """A look is due every 3 s and waits 2 s for its answer, the chunk takes more than 5 s."""
+    rate = 1.5e6
+    payload = bytes(np.random.default_rng(0).integers(0, 256, (1 << 20) - 4096, np.uint8))
+    with Regions() as regions:
+        region = regions.add("slow", LinkShape(delay_ms=5.0, bits_per_second=rate))
+        with broker(regions, tmp_path / "stack") as (bootstrap, outside):
+            kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", stall_timeout_s=12.0)
+            create_topics(kafka)
+            with RecordProducer(kafka, "test") as producer:
+                producer.send_acked(Topic.DELTAS, [("0", DeltaChunk("r", "main", 1, 0, 0, 1, "", payload))])
+            inside = kafka.model_copy(update={"bootstrap": f"{outside[0]}:{outside[1]}"})
+            config = {"kafka": inside.model_dump(), "deadline_s": 4 * 8 * len(payload) / rate}
+            reader = region.start(
+                [str(HERE / "region_reader.py"), json.dumps(config)], stdout=subprocess.PIPE, text=True
+            )
+            output, _ = reader.communicate(timeout=DEADLINE_S)
+    assert reader.returncode == 0
+    assert float(output) > 8 * len(payload) / rate > 5
 
 
 def publish_and_follow(
