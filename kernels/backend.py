@@ -92,13 +92,18 @@ def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
     is_numpy = isinstance(array, np.ndarray)
     if is_numpy and mode is not Mode.TRITON:
         return CPU_BACKEND
-    on_gpu = not is_numpy and array.device.type != HOST_DEVICE
+    on_gpu = not is_on_host(array)
     choice = choose(mode, on_gpu, triton_obstacle)
     if choice is Choice.FALLBACK:
         _warn_of_fallback(str(array.device))
     if choice is Choice.TRITON:
         return _triton_backend(on_gpu, is_numpy)
     return _cpu_backend_of_tensors()
+
+
+def is_on_host(array: AnyArray) -> bool:
+    """Whether a numpy array or a PyTorch tensor lies in the CPU's memory."""
+    return isinstance(array, np.ndarray) or array.device.type == HOST_DEVICE
 
 
 def flat_rows(bits: AnyArray, kind: ElementType) -> AnyArray:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import AnyArray, backend_for, flat_rows
+from tidemill.kernels.backend import AnyArray, backend_for, flat_rows, is_on_host
 from tidemill.kernels.block import BlockHeader, write_block
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import DeltaError, ElementType, element_type
@@ -28,8 +28,10 @@ from tidemill.kernels.payload import Changes, pack
 from tidemill.kernels.settings import CodecSettings
 
 DEFAULTS = CodecSettings()
-SMALL_SHARE, SHARED_SHARE = 8, 4
-"""Tensors of at most 1 / 8 of a block's elements share one, of at most 1 / 4 of a block's elements."""
+SHARED_SHARE = 4
+"""A block that tensors share has at most 1 / 4 of the elements of the largest block."""
+SMALL_SHARE, SMALL_SHARE_ON_GPU = 8, 256
+"""A tensor of at most 1 / 8 of the largest block's elements shares one; of 1 / 256 on a GPU, since it is copied."""
 
 
 class TensorChange(NamedTuple):
@@ -91,7 +93,7 @@ class DeltaEncoder:
     ) -> Iterator[Encoded]:
         """The blocks that a tensor's change completes; arguments and errors as of `encode_tensor`."""
         rows = _checked(name, dtype, old_bits, new_bits, start, total)
-        if not self._is_small(rows.part):
+        if not self._is_small(rows.part, is_on_host(old_bits)):
             yield from _blocks(rows, self._settings)
             return
         if any(name in waiting.names for waiting in self._waiting.values()):
@@ -117,8 +119,9 @@ class DeltaEncoder:
         """Tensors whose changes are in no block yet."""
         return frozenset().union(*(waiting.names for waiting in self._waiting.values()))
 
-    def _is_small(self, part: BlockPart) -> bool:
-        return part.n == part.tensor_elements <= self._settings.block_elements // SMALL_SHARE
+    def _is_small(self, part: BlockPart, on_host: bool) -> bool:
+        share = SMALL_SHARE if on_host else SMALL_SHARE_ON_GPU
+        return part.n == part.tensor_elements <= self._settings.block_elements // share
 
 
 class _Waiting:

@@ -11,6 +11,7 @@ from tidemill.kernels.backend import Choice, KernelUnavailableError, Mode, backe
 from tidemill.kernels.backend_cpu import CpuBackend
 from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorAsArray, TensorToDevice
 from tidemill.kernels.compare import changed_elements
+from tidemill.kernels.delta import CodecSettings, DeltaEncoder
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import TensorKey
 
@@ -142,6 +143,15 @@ def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog)
     assert record.levelno == logging.WARNING
     assert "cuda:0" in record.message
     assert "no driver" in record.message
+
+
+def test_fewer_tensors_of_a_gpu_share_a_block(monkeypatch):
+    """They would be copied to the CPU whole."""
+    monkeypatch.setenv(backend.ENVIRONMENT, "cpu")
+    for place, waits in ((on_gpu, False), (torch.from_numpy, True), (np.asarray, True)):
+        encoder = DeltaEncoder(CodecSettings(block_elements=16 * OLD.size))
+        list(encoder.add("w", "bfloat16", place(OLD), place(NEW)))
+        assert (encoder.waiting == {"w"}) is waits
 
 
 def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, caplog):
