@@ -5,13 +5,15 @@
 
 The actions of a job, one after the other: ["kill", POINT, STEP] runs a trainer until SIGKILL takes it at a point;
 ["stop", POINT, STEP] until SIGSTOP halts it there, and leaves it so; ["run"] to its end; ["continue"] lets the halted
-one go on to its end. Prints the outcomes of each job as a line of JSON: "killed", "stopped", or the exit status. Every
-trainer is a process of its own, forked after the libraries are loaded and before any client, thread or tensor is there.
+one go on to its end. Jobs are carried out beside each other. Prints the outcomes of each as a line of JSON: "killed",
+"stopped", or the exit status. Every trainer is a process of its own, forked after the libraries are loaded and before
+any client, thread or tensor is there.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -19,9 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import tidemill.trainer.begun
 import tidemill.trainer.run  # noqa: F401 - loaded before the processes are made
 from tidemill.compose import cli
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.publication.commit import VersionLog
 from tidemill.trainer.session import Session
@@ -141,8 +146,12 @@ def outcomes(job: dict[str, Any]) -> list[str | int]:
 
 def main() -> None:
     """Carry all lists out."""
-    for job in json.loads(Path(sys.argv[1]).read_text("utf-8")):
-        print(json.dumps(outcomes(job)), flush=True)
+    jobs = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    # The compiler loads itself at the first call of what it compiled.
+    fingerprint(np.zeros(1, np.uint16), TensorKey.of("loaded"))
+    with multiprocessing.get_context("fork").Pool(len(jobs)) as pool:
+        for said in pool.imap(outcomes, jobs):
+            print(json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":
