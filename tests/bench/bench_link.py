@@ -1,12 +1,16 @@
 """Weight versions over a shaped link, one JSON line a figure: `python tests/bench/bench_link.py` (Linux, as root).
 
-- `link`: seconds from the call that publishes a version to its delta decoded and checked in a region behind a link of
-  limited rate, beside 1.2 * bytes / rate + 1 s, and beside a plain TCP transfer of the same bytes over the same link.
+- `version`: seconds from the call that publishes a version to its delta decoded and checked in a region behind a link
+  of limited rate, beside 1.2 * bytes / rate + 1 s. `publish_seconds` of them are the call's own.
+- `link`: the versions over one link together, beside a plain TCP transfer of as many bytes over the same link, and what
+  the link carries while nothing is published, into the region and out of it. The region reads with a replica's default
+  settings.
 - `shards`: seconds to fetch and decode one delta in one shard and in four, and in four over as many connections, over
   a link with delay, without and with loss. Nothing is read ahead: it is what a replica meets that fell behind.
 
 The broker is this machine's; the region is a network namespace whose link is shaped by the kernel or, where it cannot,
-by a process that also takes its share of the processors. Times are of the wall clock: run it on a quiet machine.
+by a process that also takes its share of the processors. Times are of the wall clock: run it on a quiet machine, and
+twice after an installation, since the first delta of all compiles the kernels on both sides.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from weight_log import WeightLog  # noqa: E402
 
 from tidemill.compose.stack.config import StackSettings  # noqa: E402
 from tidemill.compose.stack.kafka import LocalStack  # noqa: E402
+from tidemill.consumers.replica.config import ReplicaSettings  # noqa: E402
 from tidemill.consumers.replica.connections import open_fetcher  # noqa: E402
 from tidemill.consumers.replica.join import FOLLOWED  # noqa: E402
 from tidemill.consumers.replica.mirror import Mirror  # noqa: E402
@@ -50,6 +55,8 @@ from tidemill.trainer.publish import PublishSettings, WeightPublisher  # noqa: E
 
 TIMEOUT_S = 120.0
 CHUNK_BYTES = (1 << 20) - 4096
+IDLE_S = 5.0
+DEFAULTS = ReplicaSettings()
 PARTITIONS = 10
 """The first number with which the keys of four shards lie in four of them."""
 
@@ -96,8 +103,8 @@ class Reader:
         kafka: KafkaSettings,
         run: RunSettings,
         *,
-        ahead: bool = True,
-        connections: int = 1,
+        ahead: bool,
+        connections: int,
     ) -> None:
         config = {"bootstrap": place.outside, "topic_prefix": kafka.topic_prefix, "run_id": run.run_id}
         config |= {"directory": str(place.directory / region.name), "ahead": ahead, "connections": connections}
@@ -148,7 +155,7 @@ def read(config: dict[str, Any]) -> None:
 def staging(kafka: KafkaSettings, config: dict[str, Any]) -> Iterator[Staging]:
     """Where deltas are fetched and decoded; what was published before is read only where it is asked for."""
     with (
-        open_fetcher(kafka, TIMEOUT_S, config["connections"], "bench-link") as fetcher,
+        open_fetcher(kafka, TIMEOUT_S, config["connections"], "bench-link", DEFAULTS.fetch_bytes) as fetcher,
         closing(Staging(fetcher, Path(config["directory"]))) as made,
     ):
         yield made
@@ -170,31 +177,75 @@ def plain_transfer(hub: str, region: Region, n_bytes: int) -> float:
         return float(client.communicate()[0])
 
 
-def measure_rate(place: Place, rate: float, elements: int, versions: int) -> None:
+def measure_rate(place: Place, link: LinkShape, elements: int, versions: int) -> None:
     """Versions over a link of limited rate."""
-    region = place.regions.add(f"rate{rate:.0f}", LinkShape(delay_ms=2.0, bits_per_second=rate))
+    rate = link.bits_per_second
+    region = place.regions.add(f"rate{rate:.0f}", link)
     kafka, run = fresh(place), RunSettings(run_id="link")
     settings = PublishSettings(anchor_every=1000, anchor_bytes_ratio=1000.0)
     (base := place.directory / "base").mkdir(exist_ok=True)
     (base / "config.json").write_text('{"model_type": "qwen3"}')
     store = StoreSettings(root=str(place.directory / f"store{rate:.0f}"))
-    random, seconds, sizes = np.random.default_rng(0), [], []
+    random, arrivals = np.random.default_rng(0), []
     with WeightPublisher.open(kafka, run, store, settings, base_model=base) as publisher:
         bits = random.integers(0, 1 << 14, (elements // 1024, 1024), dtype=np.uint16)
         publisher.publish(0, {"w": bits})
-        with closing(Reader(place, region, kafka, run, ahead=True, connections=1)) as reader:
+        with closing(Reader(place, region, kafka, run, ahead=True, connections=DEFAULTS.fetch_connections)) as reader:
+            idle = idle_bits_per_second(region)
             for version in range(1, versions + 1):
                 bits = replaced(bits, random, 0.05)
-                begun = time.time()
-                sizes.append(publisher.publish(version, {"w": bits}).delta_bytes)
-                seconds.append(reader.next()["at"] - begun)
-    n_bytes, median = int(statistics.median(sizes)), statistics.median(seconds)
-    bound = 1.2 * 8 * n_bytes / rate + 1.0
+                arrivals.append(arrival(publisher, version, bits, reader, rate))
+    n_bytes = int(statistics.median(each.n_bytes for each in arrivals))
     report(
-        "link", backend=place.regions.backend, bits_per_second=rate, delta_bytes=n_bytes, seconds=median,
-        worst_seconds=max(seconds), bound_seconds=bound, within=max(seconds) <= bound, versions=versions,
-        plain_tcp_seconds=plain_transfer(place.regions.hub, region, n_bytes),
+        "link", backend=place.regions.backend, bits_per_second=rate, round_trip_ms=2 * link.delay_ms,
+        delta_bytes=n_bytes, versions=versions, seconds=statistics.median(each.seconds for each in arrivals),
+        worst_seconds=max(each.seconds for each in arrivals), bound_seconds=bound_seconds(n_bytes, rate),
+        worst_ratio=max(each.ratio for each in arrivals), outside=sum(each.ratio > 1 for each in arrivals),
+        plain_tcp_seconds=plain_transfer(place.regions.hub, region, n_bytes), idle_bits_per_second=idle,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One version that came over a link."""
+
+    n_bytes: int
+    seconds: float
+    ratio: float
+    """Of the seconds to their bound."""
+
+
+def arrival(publisher: WeightPublisher, version: int, bits: np.ndarray, reader: Reader, rate: float) -> Arrival:
+    """Publish a version and wait until the region has decoded it."""
+    begun = time.time()
+    n_bytes = publisher.publish(version, {"w": bits}).delta_bytes
+    published = time.time()
+    said = reader.next()
+    seconds, bound = said["at"] - begun, bound_seconds(n_bytes, rate)
+    report(
+        "version", bits_per_second=rate, version=version, delta_bytes=n_bytes, seconds=seconds, bound_seconds=bound,
+        ratio=seconds / bound, publish_seconds=published - begun, fetch_seconds=said["fetch_seconds"],
+    )  # fmt: skip
+    return Arrival(n_bytes, seconds, seconds / bound)
+
+
+def bound_seconds(n_bytes: int, rate: float) -> float:
+    """The longest that a version may take over a link of so many bits a second."""
+    return 1.2 * 8 * n_bytes / rate + 1.0
+
+
+def idle_bits_per_second(region: Region) -> list[int]:
+    """What a link carries into its region and out of it while nothing is published."""
+    before = carried(region)
+    time.sleep(IDLE_S)
+    return [round(8 * (now - then) / IDLE_S) for now, then in zip(carried(region), before, strict=True)]
+
+
+def carried(region: Region) -> list[int]:
+    """Bytes that came into the region and went out of it until now."""
+    lines = Path(f"/proc/{region.holder.pid}/net/dev").read_text().splitlines()[2:]
+    devices = [line.split(":")[1].split() for line in lines if not line.strip().startswith("lo:")]
+    return [sum(int(device[column]) for device in devices) for column in (0, 8)]
 
 
 def measure_shards(place: Place, link: LinkShape, elements: int, versions: int) -> None:
@@ -244,9 +295,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="+", default=[4e6, 16e6, 50e6], help="bits a second")
+    parser.add_argument("--rate-delay-ms", type=float, default=2.0, help="one way, of the links of limited rate")
     parser.add_argument("--delay-ms", type=float, default=50.0, help="one way, of the link for shards")
     parser.add_argument("--elements", type=int, default=1 << 24, help="bf16 elements of the model")
-    parser.add_argument("--versions", type=int, default=3, help="versions of each figure")
+    parser.add_argument("--versions", type=int, default=10, help="versions of each figure")
+    parser.add_argument("--only", choices=["rates", "shards"], help="one kind of figure alone")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.read:
@@ -255,9 +308,10 @@ def main() -> None:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidemill-link-")))
         place = stack.enter_context(a_broker(directory))
-        for rate in chosen.rates:
-            measure_rate(place, rate, chosen.elements, chosen.versions)
-        for loss in (0.0, 0.01):
+        for rate in [] if chosen.only == "shards" else chosen.rates:
+            link = LinkShape(delay_ms=chosen.rate_delay_ms, bits_per_second=rate)
+            measure_rate(place, link, chosen.elements, chosen.versions)
+        for loss in () if chosen.only == "rates" else (0.0, 0.01):
             measure_shards(place, LinkShape(chosen.delay_ms, loss), chosen.elements, chosen.versions)
 
 
