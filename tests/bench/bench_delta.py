@@ -1,4 +1,4 @@
-"""Figures of the delta codec, one JSON line each: `bench_delta.py sizes | pairs | coders | speed | memory | recency`.
+"""Figures of the delta codec, JSON lines: `bench_delta.py sizes | small | pairs | coders | speed | memory | recency`.
 
 Sizes are wire bytes for each changed element, all headers and digests in, beside the bounds of `kernels.bounds` and the
 formats of `kernels.formats` in the same run; the learning rate that made a density stands beside it. Speeds are GB of
@@ -37,6 +37,7 @@ from tidemill.kernels.delta import (
     apply_change,
     decode_delta,
     encode_delta,
+    encode_tensor,
     resolve,
 )
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
@@ -49,6 +50,8 @@ LEARNING_RATES = {
 """Of synthetic steps: those that change 0.3 to 6 % of the elements of each type."""
 BLOCK_SIZES = (1 << 20, 1 << 22, 1 << 24)
 MODEL_MATRICES = (1, 4, 16)
+SMALL_MODELS = ((128, 192), (256, 96), (512, 48), (1024, 16))
+"""Side of each matrix, and how many there are."""
 MEGA = 1e6
 GIGA = 1e9
 
@@ -143,6 +146,35 @@ def measure_sizes(chosen: argparse.Namespace) -> None:
                 with tempfile.TemporaryDirectory() as directory:
                     others = list(arc(chosen.arc_python, *save_change(change, Path(directory))))
                 report_against(result, others, dtype=dtype, **told)
+
+
+def measure_small(chosen: argparse.Namespace) -> None:
+    """Synthetic steps of models of many small matrices, which share blocks, beside a block for each of them."""
+    for dtype in chosen.dtypes:
+        for learning_rate in LEARNING_RATES[dtype]:
+            for side, matrices in SMALL_MODELS:
+                changes = [_named(synthetic_change(dtype, learning_rate, side, side, i), i) for i in range(matrices)]
+                result = compare(changes, CodecSettings(coder=chosen.coder))
+                alone = sum(len(block) for change in changes for block in encode_tensor(*change))
+                total = result.total
+                report(
+                    "small",
+                    dtype=dtype,
+                    lr=learning_rate,
+                    matrices=matrices,
+                    matrix_elements=side**2,
+                    density=total.density,
+                    changed=total.changed,
+                    bytes_per_changed=total.bytes_per_changed,
+                    ratio=total.ratio_to_exponent_class_bound,
+                    ratio_without_sharing=alone / total.exponent_class_bound_bytes,
+                    round_trip_equal=result.round_trip_equal,
+                )
+
+
+def _named(change: TensorChange, number: int) -> TensorChange:
+    """The change of a matrix of a model's layer `number`."""
+    return change._replace(name=f"model.layers.{number}.mlp.up_proj.weight")
 
 
 def measure_pairs(chosen: argparse.Namespace) -> None:
@@ -329,6 +361,7 @@ def main() -> None:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "sizes": measure_sizes,
+    "small": measure_small,
     "pairs": measure_pairs,
     "coders": measure_coders,
     "speed": measure_speed,
