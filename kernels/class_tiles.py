@@ -18,9 +18,9 @@ from tidemill.kernels.vectors import count_ones, extract_field, within
 
 SEGMENT = 256
 """Elements that are active, or not, together."""
-TILE = 4096
-"""Elements marked at a time."""
-WORDS = 64
+TILE = 1 << 14
+"""Elements marked at a time: many, so that a class has many changes in a tile; few enough for a processor's caches."""
+WORDS = 256
 """Words of a tile."""
 WORD_BITS, SEGMENT_BITS = np.uint64(6), np.uint64(8)
 IN_WORD = np.uint64(63)
@@ -35,13 +35,13 @@ class Tile(NamedTuple):
     """What is known of a tile, written by `mark` and read until the next one."""
 
     exponents: Bytes
-    """u1[4096], of each element."""
+    """u1[16384], of each element."""
     active: Masks
-    """u8[64], the active elements."""
+    """u8[256], the active elements."""
     masks: Masks
-    """u8[classes, 64], the active elements of each class."""
+    """u8[classes, 256], the active elements of each class."""
     ranks: Masks
-    """u8[classes, 64], how many of the class lie before the word, counted from the block's beginning."""
+    """u8[classes, 256], how many of the class lie before the word, counted from the block's beginning."""
     totals: Masks
     """u8[classes], how many of the class lie before the tile's end."""
 

@@ -198,10 +198,10 @@ def _select(
 
 @compiled
 def _element(masks: npt.NDArray[np.uint64], ranks: npt.NDArray[np.uint64], rank: np.uint64) -> np.uint64:
-    """Where in its tile the element is that has a rank in a class; `masks` and `ranks` (u8[64]) are the class's."""
+    """Where in its tile the element is that has a rank in a class; `masks` and `ranks` (u8[256]) are the class's."""
     word = ZERO
     # Sums, not branches: which way a search turns cannot be predicted.
-    for bit in (5, 4, 3, 2, 1, 0):
+    for bit in (7, 6, 5, 4, 3, 2, 1, 0):
         half = np.uint64(bit)
         word += np.uint64(ranks[word + (ONE << half)] <= rank) << half
     inside: np.uint64 = nth_one(masks[word], rank - ranks[word])

@@ -45,7 +45,8 @@ def steps(draw):
     old = generator.integers(0, 1 << kind.width, n, kind.bits)
     ends = generator.choice(np.array([0, 1, (1 << kind.width) // 2, (1 << kind.width) - 1], kind.bits), n)
     other = np.where(generator.random(n) < 0.3, ends, generator.integers(0, 1 << kind.width, n, kind.bits))
-    new = np.where(generator.random(n) < draw(st.sampled_from([0.01, 0.3, 1.0])), other, old)
+    densities = [0.01, 0.3, 1.0] if n < TILE // 4 else [0.003]
+    new = np.where(generator.random(n) < draw(st.sampled_from(densities)), other, old)
     indices = changed_elements(old, new)[0]
     active = draw(hnp.arrays(np.uint8, segments(n), elements=st.integers(0, 1)))
     active[indices // SEGMENT] = 1
