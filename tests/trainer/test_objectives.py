@@ -173,7 +173,7 @@ def test_composer2_numbers_worked_out_on_paper() -> None:
         options_of(ObjectiveName.COMPOSER2, length_divisor=10.0),
     )
     value.backward()
-    assert float(value) == pytest.approx(-(2 * 0.5 * -1 + 0.5 * -0.5 * -2) / 20)
+    assert value.item() == pytest.approx(-(2 * 0.5 * -1 + 0.5 * -0.5 * -2) / 20)
     np.testing.assert_allclose(tokens.logprobs.grad, [-0.05, 0.0125])
 
 
@@ -244,8 +244,8 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_batch() -> None:
             here = torch.from_numpy(rollout == SEQUENCE)
             fields = ("logprobs", "old_logprobs", "sampler_logprobs", "advantages", "weights", "sequence")
             part = Tokens(*(getattr(whole, field)[here] for field in fields))
-            parts += float(loss(OBJECTIVES[name], part, TOTALS, options_of(name)))
-        assert parts == pytest.approx(float(loss(OBJECTIVES[name], whole, TOTALS, options_of(name))))
+            parts += loss(OBJECTIVES[name], part, TOTALS, options_of(name)).item()
+        assert parts == pytest.approx(loss(OBJECTIVES[name], whole, TOTALS, options_of(name)).item())
 
 
 def test_clip_fraction_counts_tokens_without_gradient() -> None:
@@ -369,7 +369,7 @@ def test_k3_in_the_loss_has_the_gradient_of_its_formula() -> None:
     value.backward()
     scale = np.array([4 * LENGTHS[i] for i in SEQUENCE])
     ratio = np.exp(sample_logprobs(4) - CURRENT)
-    assert float(value) == pytest.approx(float((0.1 * (ratio - 1 - np.log(ratio)) / scale).sum()))
+    assert value.item() == pytest.approx(float((0.1 * (ratio - 1 - np.log(ratio)) / scale).sum()))
     np.testing.assert_allclose(tokens.logprobs.grad, 0.1 * (1 - ratio) / scale)
 
 
