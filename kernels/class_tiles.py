@@ -14,13 +14,13 @@ import numpy.typing as npt
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.ulp_steps import Form
-from tidemill.kernels.vectors import count_ones, extract_field, within
+from tidemill.kernels.vectors import WORD, count_ones, extract_field, within
 
 SEGMENT = 256
 """Elements that are active, or not, together."""
 TILE = 1 << 14
 """Elements marked at a time: many, so that a class has many changes in a tile; few enough for a processor's caches."""
-WORDS = 256
+WORDS = TILE // WORD
 """Words of a tile."""
 WORD_BITS, SEGMENT_BITS = np.uint64(6), np.uint64(8)
 IN_WORD = np.uint64(63)

@@ -6,9 +6,8 @@ shares a block with them (`kernels.parts`): what is held for that is a copy, bou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from tidemill.kernels.backend import AnyArray, backend_for, flat_rows, is_on_hos
 from tidemill.kernels.block import BlockHeader, write_block
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import DeltaError, ElementType, element_type
-from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
 from tidemill.kernels.parts import (
     DIRECTORY_LIMIT,
     BlockPart,
@@ -74,12 +73,18 @@ class _Difference(NamedTuple):
 class DeltaEncoder:
     """Encodes the tensors of a delta one after the other: `add` for each, then `finish`.
 
-    Each tensor's patterns may be overwritten once `add` has been exhausted.
+    Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` is all of it.
     """
 
     def __init__(self, settings: CodecSettings = DEFAULTS) -> None:
         self._settings = settings
         self._waiting: dict[ElementType, _Waiting] = {}
+
+    def encode(self, changes: Iterable[tuple[Any, ...]]) -> Iterator[Encoded]:
+        """The blocks of a whole delta; each of `changes` is what `add` takes."""
+        for change in changes:
+            yield from self.add(*change)
+        yield from self.finish()
 
     def add(
         self,
@@ -87,7 +92,6 @@ class DeltaEncoder:
         dtype: str,
         old_bits: AnyArray,
         new_bits: AnyArray,
-        *,
         start: int = 0,
         total: int | None = None,
     ) -> Iterator[Encoded]:
@@ -96,7 +100,7 @@ class DeltaEncoder:
         if not self._is_small(rows.part, is_on_host(old_bits)):
             yield from _blocks(rows, self._settings)
             return
-        if any(name in waiting.names for waiting in self._waiting.values()):
+        if any(name in waiting.differences for waiting in self._waiting.values()):
             raise DeltaError(f"{name} comes twice in one delta")
         difference = _difference(rows)
         if difference is None:
@@ -117,7 +121,7 @@ class DeltaEncoder:
     @property
     def waiting(self) -> frozenset[str]:
         """Tensors whose changes are in no block yet."""
-        return frozenset().union(*(waiting.names for waiting in self._waiting.values()))
+        return frozenset().union(*(waiting.differences for waiting in self._waiting.values()))
 
     def _is_small(self, part: BlockPart, on_host: bool) -> bool:
         share = SMALL_SHARE if on_host else SMALL_SHARE_ON_GPU
@@ -128,8 +132,8 @@ class _Waiting:
     """Small tensors of one type that changed, up to `limit` elements: their old patterns, copied, and the changes."""
 
     def __init__(self, kind: ElementType, limit: int) -> None:
-        self.differences: list[_Difference] = []
-        self.names: set[str] = set()
+        self.differences: dict[str, _Difference] = {}
+        """By tensor, in the order of their patterns; the changes by their places among these."""
         self._kind = kind
         self._old = np.empty(limit, kind.bits)
         self._elements = 0
@@ -142,26 +146,19 @@ class _Waiting:
 
     def take(self, difference: _Difference, old: AnyArray) -> None:
         """Add a tensor for which there is room."""
-        part = difference.part
-        changes = Changes(*(_hosted(side).copy() for side in difference.changes))
+        part, (indices, old_at, new_at) = difference.part, map(_hosted, difference.changes)
+        changes = Changes(indices + self._elements, old_at.copy(), new_at.copy())
         self._old[self._elements : self._elements + part.n] = _hosted(old)
-        self.differences.append(difference._replace(changes=changes))
-        self.names.add(part.name)
+        self.differences[part.name] = difference._replace(changes=changes)
         self._elements += part.n
         self._directory += directory_entry_limit(part)
 
     def write(self, settings: CodecSettings) -> Encoded:
         """The block of all of them; none waits any more."""
-        old, changes = self._old[: self._elements], _together(self.differences)
-
-        def new() -> Bits:
-            made = old.copy()
-            made[changes.indices] = changes.new
-            return made
-
-        block = _block(self.differences, self._kind, old, new, changes, settings)
-        self.differences, self._elements, self._directory = [], 0, 0
-        self.names.clear()
+        differences = list(self.differences.values())
+        changes = Changes(*map(np.concatenate, zip(*(one.changes for one in differences), strict=True)))
+        block = _block(differences, self._kind, self._old[: self._elements], changes, settings)
+        self.differences, self._elements, self._directory = {}, 0, 0
         return block
 
 
@@ -194,12 +191,9 @@ def encode_delta(
 
     Raises DeltaError like `encode_tensor`.
     """
-    writer, encoder = StreamWriter(version, parent), DeltaEncoder(settings)
+    writer = StreamWriter(version, parent)
     yield writer.header()
-    for tensor in tensors:
-        for block in encoder.add(*tensor):
-            yield writer.block(block.data)
-    for block in encoder.finish():
+    for block in DeltaEncoder(settings).encode(tensors):
         yield writer.block(block.data)
     yield writer.trailer()
 
@@ -223,14 +217,10 @@ def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
     for first, last in _cuts(run.start, run.n, settings.block_elements):
         span = slice(first - run.start, last - run.start)
         part = BlockPart(run.name, run.tensor_elements, first, last - first)
-        old, new = rows.old[span], rows.new[span]
-        difference = _difference(_Rows(part, rows.kind, old, new))
+        cut = _Rows(part, rows.kind, rows.old[span], rows.new[span])
+        difference = _difference(cut)
         if difference is not None:
-            yield _block([difference], rows.kind, old, _given(new), difference.changes, settings)
-
-
-def _given(bits: AnyArray) -> Callable[[], AnyArray]:
-    return lambda: bits
+            yield _block([difference], rows.kind, cut.old, difference.changes, settings)
 
 
 def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int]]:
@@ -254,16 +244,6 @@ def _difference(rows: _Rows) -> _Difference | None:
     return _Difference(rows.part, changes, base, added)
 
 
-def _together(differences: Sequence[_Difference]) -> Changes:
-    """The changes of several whole tensors, by their places among all elements."""
-    begins = accumulate((one.part.n for one in differences[:-1]), initial=0)
-    rows = [
-        (one.changes.indices + begin, one.changes.old, one.changes.new)
-        for one, begin in zip(differences, begins, strict=True)
-    ]
-    return Changes(*(np.concatenate(side) for side in zip(*rows, strict=True)))
-
-
 def _hosted(array: AnyArray) -> AnyArray:
     return backend_for(array).host(array)
 
@@ -272,12 +252,11 @@ def _block(
     differences: Sequence[_Difference],
     kind: ElementType,
     old: AnyArray,
-    new: Callable[[], AnyArray],
     changes: Changes,
     settings: CodecSettings,
 ) -> Encoded:
-    """The block of one run, or of several whole tensors, one after the other in `old`, `new` and `changes`."""
-    encoding, payload = pack(kind, old, new, changes, settings.coder)
+    """The block of one run, or of several whole tensors, one after the other in `old` and `changes`."""
+    encoding, payload = pack(kind, old, changes, settings.coder)
     base = sum((one.base for one in differences), start=ZERO)
     target = sum((one.added for one in differences), start=base)
     first, several = differences[0].part, len(differences) > 1

@@ -11,7 +11,6 @@ new patterns are the right ones is for the block's fingerprints to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -57,22 +56,21 @@ class Encoding(IntEnum):
     CLASSES = 3
 
 
-def pack(
-    kind: ElementType, old: AnyArray, new: Callable[[], AnyArray], changes: Changes, coder: CoderChoice
-) -> tuple[Encoding, bytes]:
+def pack(kind: ElementType, old: AnyArray, changes: Changes, coder: CoderChoice) -> tuple[Encoding, bytes]:
     """Encode the step from `old` (uN[n], contiguous) by `changes`, in ascending order.
 
-    What it leads to, `new()` (uN[n]), is asked for only where a few changes do not say it. Of tensors on a GPU only
-    what changed comes to the host, unless nearly all did.
+    Of tensors on a GPU only what changed comes to the host, unless nearly all did.
     """
     kernels = backend_for(old)
-    constant = _pack_constant(kernels, kind, old, new, kernels.host(changes.new))
+    constant = _pack_constant(kernels, kind, old, kernels.host(changes.new))
     if constant is not None:
         return Encoding.CONSTANT, constant
     classes = _pack_classes(kernels, kind, old, changes, coder)
     if len(classes) * RAW_SHARE < len(old) * kind.bits.itemsize:
         return Encoding.CLASSES, classes
-    raw = _pack_raw(kernels.host(new()), kind)
+    new = kernels.host(old).copy()
+    new[kernels.host(changes.indices)] = kernels.host(changes.new)
+    raw = _pack_raw(new, kind)
     return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
 
@@ -101,12 +99,11 @@ def payload_limit(n_block: int, kind: ElementType) -> int:
     return unpacked + unpacked // 128 + 512
 
 
-def _pack_constant(
-    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new: Callable[[], AnyArray], new_at: Bits
-) -> bytes | None:
+def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
     """The block as one pattern or one step, or None where it is neither."""
     same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
-    if same and np.all(kernels.host(new()) == new_at[0]):
+    # What changed was another pattern before: the block is one pattern when all that did not change is that one.
+    if same and np.count_nonzero(kernels.host(old) == new_at[0]) == len(old) - len(new_at):
         return b"\0" + int(new_at[0]).to_bytes(4, "little")
     if len(new_at) != len(old):
         return None

@@ -74,8 +74,11 @@ def reciprocals(start: Table, frequency: Table, total: int) -> Reciprocals:
 
 
 @compiled
-def _symbol_written(state: U, frequency: U, factor: U, bias: U, precision: U, words: Words, at: U) -> tuple[U, U]:
+def _symbol_written(
+    state: U, codes: Reciprocals, table: int, symbol: U, precision: U, words: Words, at: U
+) -> tuple[U, U]:
     """The state after one more symbol, and where the words begin then."""
+    frequency, factor, bias = codes.frequency[table, symbol], codes.factor[table, symbol], codes.bias[table, symbol]
     full = U(state >= frequency << (ROOM - precision))
     words[at - ONE] = state & WORD_MASK
     state >>= full * WORD_BITS
@@ -106,26 +109,10 @@ def encode_symbols(
             i -= ONE
             step = U(steps[i])
             token = (token_of(step >> ONE)[0] << direction) | (step & direction)
-            step_state, at = _symbol_written(
-                step_state,
-                step_codes.frequency[which, token],
-                step_codes.factor[which, token],
-                step_codes.bias[which, token],
-                STEP_BITS,
-                words,
-                at,
-            )
+            step_state, at = _symbol_written(step_state, step_codes, which, token, STEP_BITS, words, at)
             if table != NO_GAPS:
                 symbol = min(U(gaps[i]) >> low, U(last[table]))
-                gap_state, at = _symbol_written(
-                    gap_state,
-                    gap_codes.frequency[table, symbol],
-                    gap_codes.factor[table, symbol],
-                    gap_codes.bias[table, symbol],
-                    GAP_BITS,
-                    words,
-                    at,
-                )
+                gap_state, at = _symbol_written(gap_state, gap_codes, table, symbol, GAP_BITS, words, at)
     return int(at), int(gap_state), int(step_state)
 
 

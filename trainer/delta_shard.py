@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 import xxhash
 
-from tidemill.kernels.delta import CodecSettings, DeltaEncoder, Encoded, StreamWriter, TensorChange
+from tidemill.kernels.delta import CodecSettings, DeltaEncoder, StreamWriter, TensorChange
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
@@ -123,19 +123,12 @@ class DeltaShard:
         return ShardReport(position, self.n_bytes, self.n_changed, dict(self._tensor_changes))
 
     def _encode(self, changes: Iterable[TensorChange | PartChange], settings: CodecSettings) -> None:
-        encoder = DeltaEncoder(settings)
         self._write(self._writer.header())
-        for name, dtype, old_bits, new_bits, start, total in (PartChange(*change) for change in changes):
-            for block in encoder.add(name, dtype, old_bits, new_bits, start=start, total=total):
-                self._take(block)
-        for block in encoder.finish():
-            self._take(block)
+        for block in DeltaEncoder(settings).encode(changes):
+            self._write(self._writer.block(block.data))
+            for name, change in block.changes.items():
+                self._tensor_changes[name] = self._tensor_changes.get(name, ZERO) + change
         self._write(self._writer.trailer())
-
-    def _take(self, block: Encoded) -> None:
-        self._write(self._writer.block(block.data))
-        for name, change in block.changes.items():
-            self._tensor_changes[name] = self._tensor_changes.get(name, ZERO) + change
 
     def _store(self, folder: str) -> ShardPosition:
         name = f"v{self._version:08d}-shard{self._shard}-{self._digest.hexdigest()}.delta"
