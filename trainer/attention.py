@@ -1,22 +1,43 @@
-"""Block-diagonal causal attention for packed rows.
+"""Attention over a row whose tokens form a tree: each token attends to itself and to its ancestors.
 
-A row holds many sequences end to end, and a token must see only the earlier tokens of its own sequence. Instead of
-masking a square of the whole row, each sequence's block is computed by itself: the cost is that of the unpacked
-sequences, and a sequence's result does not depend on what it is packed with.
+The keys of a token are spread over several calls (see `tree`). Each call gives its output and the logarithm of its sum
+of exponentials; the outputs are averaged, with the sums as weights. Given the output and the logarithm over all keys,
+each call's gradients come from its own keys alone, so nothing else is kept for the backward pass (as in ring
+attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from torch.autograd.function import once_differentiable
 
-PACKED_ATTENTION = "tidemill_packed"
-"""Name under which transformers knows this attention."""
+from tidemill.trainer.tree import ShortRuns, TreeCalls, separate_calls
+
+_HARMLESS = frozenset(
+    {"cache_position", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits"}
+    | {"past_key_values", "position_ids", "return_dict", "use_cache"}
+)
+"""What models hand to an attention function without changing what it computes."""
+_KNOWN = {
+    "attention_mask": "a mask or bias of its own on the attention scores, such as ALiBi",
+    "block_indices": "sparse attention",
+    "dropout": "dropout of attention weights",
+    "indices": "sparse attention",
+    "is_causal": "attention to later tokens",
+    "position_bias": "a position bias on the attention scores",
+    "s_aux": "attention sinks",
+    "sliding_window": "a sliding window",
+    "softcap": "a soft cap on the attention scores",
+}
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class UntrainableModelError(ValueError):
+    """A model computes something that a packed row would get wrong."""
 
 
 def packed_attention(
@@ -26,25 +47,144 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sequence_lengths: Sequence[int] = (),
-    **_unused: Any,  # noqa: ANN401 - what other attention functions of the interface take
+    tree: TreeCalls | None = None,
+    **others: Any,  # noqa: ANN401 - what other attention functions of the interface take
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `query` f4[1, heads, L, d] to f4[1, L, heads, d].
 
-    `sequence_lengths` sums to L; empty means one sequence.
+    Without a `tree` the tokens are one sequence. Raises UntrainableModelError for anything in `others` that would
+    change the result.
     """
-    lengths = list(sequence_lengths) or [query.shape[2]]
-    grouped = query.shape[1] != key.shape[1]
-    blocks = zip(*(torch.split(states, lengths, 2) for states in (query, key, value)), strict=True)
-    out = [
-        scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped) for q, k, v in blocks
-    ]
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+    for name, given in {"attention_mask": attention_mask, **others}.items():
+        if given is None or name in _HARMLESS or (name, given) in (("dropout", 0), ("is_causal", True)):
+            continue
+        shown = "" if isinstance(given, Tensor) else f" {given}"
+        what = _KNOWN.get(name, "something unknown to packed rows")
+        raise UntrainableModelError(f"layer {getattr(module, 'layer_idx', '?')} has {what} (`{name}`{shown})")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    calls = separate_calls((query.shape[2],)) if tree is None else tree
+    return TreeAttention.apply(query, key, value, calls, scale).transpose(1, 2), None  # type: ignore[no-untyped-call]
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make `model` take `sequence_lengths`. Raises ValueError for a model with sliding-window layers."""
-    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
-        raise ValueError("packed rows need full causal attention in every layer, and this model has sliding windows")
-    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-    model.set_attn_implementation(PACKED_ATTENTION)
+class TreeAttention(torch.autograd.Function):
+    """Softmax attention of f4[1, heads, L, d] over f4[1, kv_heads, L, d] along a tree, in the layout [1, L, heads, d].
+
+    Heads share key and value heads evenly.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: TreeCalls, scale: float) -> Tensor:  # noqa: ANN401
+        states, shape = (query, key, value), (1, query.shape[2], query.shape[1])
+        out = query.new_empty(*shape, value.shape[-1]).transpose(1, 2)
+        lse = query.new_empty(*shape, dtype=torch.promote_types(query.dtype, torch.float32)).transpose(1, 2)
+        for start, end in tree.runs:
+            own = slice(start, end)
+            out[:, :, own], lse[:, :, own] = _attend(_cut(states, own, own), scale, causal=True)
+        for short in tree.short:
+            part, sums = _attend(_slots(short, states), scale, mask=short.mask)
+            _place(short, part, out)
+            _place(short, sums[..., None], lse[..., None])
+        for start, end, stop in tree.trunks:
+            below = slice(end, stop)
+            part, sums = _attend(_cut(states, below, slice(start, end)), scale)
+            both = torch.logaddexp(lse[:, :, below], sums)
+            out[:, :, below] *= (lse[:, :, below] - both).exp()[..., None].to(out.dtype)
+            out[:, :, below] += part.mul_((sums - both).exp()[..., None].to(out.dtype))
+            lse[:, :, below] = both
+        ctx.save_for_backward(*states, out, lse)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
+        query, key, value, out, lse = ctx.saved_tensors
+        states, made, scale = (query, key, value), (grad, out, lse[..., None]), ctx.scale
+        totals = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for start, end in ctx.tree.runs:
+            own = slice(start, end)
+            parts = _slopes(_cut(states, own, own), _cut(made, own, own), scale, causal=True)
+            for total, part in zip(totals, parts, strict=True):
+                total[:, :, own] = part
+        for short in ctx.tree.short:
+            parts = _slopes(_slots(short, states), _slots(short, made), scale, mask=short.mask)
+            for total, part in zip(totals, parts, strict=True):
+                _place(short, part, total)
+        for start, end, stop in ctx.tree.trunks:
+            below, trunk = slice(end, stop), slice(start, end)
+            parts = _slopes(_cut(states, below, trunk), _cut(made, below, below), scale)
+            for total, place, part in zip(totals, (below, trunk, trunk), parts, strict=True):
+                total[:, :, place] += part
+        return *totals, None, None
+
+
+def _cut(states: Three, first: slice, others: slice) -> Three:
+    return states[0][:, :, first], states[1][:, :, others], states[2][:, :, others]
+
+
+def _slots(short: ShortRuns, states: Three) -> Three:
+    """[1, heads, L, d] to [B, heads, N, d]."""
+    batch, _, length, _ = short.mask.shape
+    a, b, c = (
+        x[0].transpose(0, 1).index_select(0, short.tokens).view(batch, length, x.shape[1], x.shape[3]).transpose(1, 2)
+        for x in states
+    )
+    return a, b, c
+
+
+def _place(short: ShortRuns, states: Tensor, into: Tensor) -> None:
+    """Write [B, heads, N, d] to its tokens in [1, heads, L, d]."""
+    rows = states.transpose(1, 2).flatten(0, 1).index_select(0, short.slots)
+    into[0].transpose(0, 1).index_copy_(0, short.tokens[short.slots], rows)
+
+
+def _attend(states: Three, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One call: output [B, heads, N, d] and logarithm of the sum of exponentials [B, heads, N]."""
+    query, key, value = states
+    if _has_kernel(query, value):
+        made: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *states, 0.0, causal, attn_mask=None if mask is None else mask.to(query.dtype), scale=scale
+        )
+        return made
+    scores = _scores(query, key, scale, causal, mask)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse[..., None]).exp().to(value.dtype) @ value[:, :, None]
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _slopes(states: Three, made: Three, scale: float, *, causal: bool = False, mask: Tensor | None = None) -> Three:
+    """One call's gradients of query, key and value.
+
+    `made` is the gradient of the output, the output and the logarithm of the sum of exponentials ([B, heads, N, 1]),
+    over all keys that the queries attend to, in this call and in others.
+    """
+    query, key, value = states
+    grad, out, lse = made
+    if _has_kernel(query, value):
+        grads: Three = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *states, out, lse[..., 0], 0.0, causal,
+            attn_mask=None if mask is None else mask.to(query.dtype), scale=scale,
+        )  # fmt: skip
+        return grads
+    grad, query, out, lse = (x.view(x.shape[0], key.shape[1], -1, *x.shape[2:]) for x in (grad, query, out, lse))
+    weights = (_scores(states[0], key, scale, causal, mask) - lse).exp()
+    scores = weights * (grad @ value[:, :, None].mT - (grad * out).sum(-1, keepdim=True)) * scale
+    weights, scores = weights.to(grad.dtype), scores.to(grad.dtype)
+    return (scores @ key[:, :, None]).flatten(1, 2), (scores.mT @ query).sum(2), (weights.mT @ grad).sum(2)
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether torch has a call that also gives the logarithm: on a CPU, for heads of one width."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _scores(query: Tensor, key: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """Scaled scores [B, kv_heads, heads of each, N, M], minus infinity where a token does not attend."""
+    grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+    scores = grouped @ key[:, :, None].mT * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if causal:
+        mask = scores.new_full(scores.shape[-2:], -torch.inf).triu(1)
+    elif mask is not None:
+        mask = mask[:, None].to(scores.dtype)
+    return scores if mask is None else scores + mask

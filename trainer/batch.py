@@ -1,14 +1,16 @@
 """Packing: rollouts of the log become rows of tokens for the model.
 
-A row is one forward pass: the segments of whole rollouts end to end, position ids starting again at each segment. A
-rollout is never split over rows, so that per-rollout quantities need one row only. Packing is first-fit in the order
-given, so that the same rollouts in the same order give the same rows.
+A row is one forward pass over a tree of tokens. Where segments in it begin with the same tokens, those stand in it
+once: the prompt of a group, a header common to all prompts, turns that branches of a rollout share. Whatever is sampled
+is predicted from the one token that stands for its context. A rollout is never split over rows, so that per-rollout
+quantities need one row only. The same rollouts in the same order give the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.schemas.records import Interaction, Rollout, Segment
+from tidemill.trainer.tree import TreeCalls, tree_calls
 
 Trajectory = Rollout | Interaction
 """What a policy sampled and a step can train on."""
@@ -27,42 +30,95 @@ class InvalidRolloutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One packed row of L tokens, T of them sampled and to be trained."""
+    """One packed row of L tokens, P of which predict T sampled tokens that are to be trained.
+
+    What comes after the last predicting token of a segment is left out: nothing depends on it.
+    """
 
     input_ids: Tensor
     """i8[1, L]."""
     position_ids: Tensor
-    """i8[1, L], starting at 0 with each segment."""
-    lengths: tuple[int, ...]
-    """Tokens of each segment; they sum to L."""
+    """i8[1, L]: how many tokens stand before each one in its segments."""
+    tree: TreeCalls
+    """Which tokens a token follows, as calls of attention."""
+    predicting: Tensor
+    """i8[P], ascending: where in the row the tokens are whose outputs predict sampled tokens."""
     predictors: Tensor
-    """i8[T]: where in the row the token before each sampled token is, whose output predicts it."""
+    """i8[T]: which of `predicting` predicts each sampled token."""
     targets: Tensor
-    """i8[T]: the sampled token ids."""
+    """i8[T]: the sampled token ids, by rollout in the order given, and in order within each."""
     sampler_logprobs: Tensor
     """f4[T]."""
     sequence: Tensor
     """i8[T]: the rollout of each sampled token, by its place in the batch."""
+    tokens: int
+    """Tokens of the segments, what they share and what is left out counted as often as it occurs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A rollout's arrays, before they have a place in a row."""
+    """A rollout's segments with sampled tokens, before they have a place in a row."""
 
     index: int
     segments: tuple[Segment, ...]
-    tokens: int
+    inputs: tuple[bytes, ...]
+    """Of each segment the token ids before its last sampled token, >u4, so that bytes sort as ids do."""
 
 
-def pack(rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int) -> list[Row]:
+@dataclass(slots=True)
+class _OpenRow:
+    """The rollouts of a row that is being filled."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    inputs: list[bytes] = field(default_factory=list)
+    """Of all segments, sorted: of those before, a segment shares most with one of its two neighbours."""
+    tokens: int = 0
+    """Tokens that the row will have."""
+
+    def added(self, piece: _Piece, share: bool) -> int:
+        """Tokens that a rollout would add."""
+        total = 0
+        for place, ids in enumerate(piece.inputs):
+            total += len(ids) // 4
+            if share:
+                at = bisect_left(self.inputs, ids)
+                near = (*self.inputs[max(at - 1, 0) : at + 1], *piece.inputs[:place])
+                total -= max((_common(ids, other) for other in near), default=0)
+        return total
+
+    def add(self, piece: _Piece, tokens: int) -> None:
+        """Take in a rollout that adds so many tokens."""
+        self.pieces.append(piece)
+        self.tokens += tokens
+        for ids in piece.inputs:
+            insort(self.inputs, ids)
+
+
+def pack(rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int, *, share_prefixes: bool = True) -> list[Row]:
     """Rows of at most `row_tokens` tokens holding `rollouts`; a longer rollout has a row of its own.
 
-    Raises InvalidRolloutError for a rollout that fails `check`.
+    A rollout goes to the row with room for it where it adds the fewest tokens, the first of equals.
+
+    Args:
+        share_prefixes: whether what segments have in common at their beginnings stands in a row once.
+
+    Raises:
+        InvalidRolloutError: a rollout fails `check`.
     """
     for rollout in rollouts:
         check(rollout, vocab_size)
-    pieces = [_piece(index, rollout.segments) for index, rollout in enumerate(rollouts)]
-    return [_row(members) for members in _first_fit(pieces, row_tokens)]
+    rows: list[_OpenRow] = []
+    for index, rollout in enumerate(rollouts):
+        piece = _piece(index, rollout.segments)
+        added = [row.added(piece, share_prefixes) for row in rows]
+        fitting = [place for place, row in enumerate(rows) if row.tokens + added[place] <= row_tokens]
+        best = min(fitting, key=added.__getitem__, default=None)
+        if best is None:
+            rows.append(_OpenRow())
+            rows[-1].add(piece, rows[-1].added(piece, share_prefixes))
+        else:
+            rows[best].add(piece, added[best])
+    return [_row(row.pieces, share_prefixes) for row in rows]
 
 
 def check(rollout: Trajectory, vocab_size: int) -> None:
@@ -119,38 +175,62 @@ def _spans_cover(segment: Segment, mask: npt.NDArray[np.uint8]) -> bool:
     return ordered and apart and bool(np.array_equal(token_versions(segment) >= 0, mask == 1))
 
 
-def _piece(index: int, segments: Iterable[Segment]) -> _Piece:
+def _piece(index: int, segments: Sequence[Segment]) -> _Piece:
     kept = tuple(segment for segment in segments if segment.mask().any())
-    return _Piece(index, kept, sum(segment.n_tokens for segment in kept))
+    inputs = [segment.ids()[: np.flatnonzero(segment.mask())[-1]].astype(">u4").tobytes() for segment in kept]
+    return _Piece(index, kept, tuple(inputs))
 
 
-def _first_fit(pieces: Sequence[_Piece], row_tokens: int) -> list[list[_Piece]]:
-    rows: list[list[_Piece]] = []
-    room: list[int] = []
-    for piece in pieces:
-        place = next((i for i, left in enumerate(room) if piece.tokens <= left), None)
-        if place is None:
-            rows.append([piece])
-            room.append(row_tokens - piece.tokens)
-        else:
-            rows[place].append(piece)
-            room[place] -= piece.tokens
-    return rows
+def _common(first: bytes, second: bytes) -> int:
+    """Tokens at the beginnings of two segments that are the same."""
+    size = min(len(first), len(second)) // 4
+    apart = np.flatnonzero(np.frombuffer(first, np.uint32, size) != np.frombuffer(second, np.uint32, size))
+    return int(apart[0]) if apart.size else size
 
 
-def _row(pieces: Sequence[_Piece]) -> Row:
+def _row(pieces: Sequence[_Piece], share: bool) -> Row:
+    inputs = [ids for piece in pieces for ids in piece.inputs]
     segments = [segment for piece in pieces for segment in piece.segments]
+    paths, parents, depths, tokens = _laid_out(inputs, share)
+    sampled = [np.flatnonzero(segment.mask()) for segment in segments]
+    places = np.concatenate([path[at - 1] for path, at in zip(paths, sampled, strict=True)])
+    predicting, predictors = np.unique(places, return_inverse=True)
+    per_sampled = zip(segments, sampled, strict=True)
+    targets, logprobs = zip(*((s.ids()[at], s.sampled_logprobs()[at]) for s, at in per_sampled), strict=True)
     owners = [piece.index for piece in pieces for _ in piece.segments]
-    lengths = tuple(segment.n_tokens for segment in segments)
-    ids = np.concatenate([segment.ids() for segment in segments]).astype(np.int64)
-    sampled = np.flatnonzero(np.concatenate([segment.mask() for segment in segments]))
-    logprobs = np.concatenate([segment.sampled_logprobs() for segment in segments])[sampled]
     return Row(
-        input_ids=torch.from_numpy(ids)[None],
-        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-        lengths=lengths,
-        predictors=torch.from_numpy(sampled - 1),
-        targets=torch.from_numpy(ids[sampled]),
-        sampler_logprobs=torch.from_numpy(logprobs.astype(np.float32)),
-        sequence=torch.from_numpy(np.repeat(owners, lengths)[sampled].astype(np.int64)),
+        input_ids=torch.from_numpy(tokens)[None],
+        position_ids=torch.from_numpy(depths)[None],
+        tree=tree_calls(parents),
+        predicting=torch.from_numpy(predicting),
+        predictors=torch.from_numpy(predictors),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        sampler_logprobs=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
+        sequence=torch.from_numpy(np.repeat(owners, [len(at) for at in sampled])),
+        tokens=sum(segment.n_tokens for segment in segments),
     )
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def _laid_out(inputs: Sequence[bytes], share: bool) -> tuple[list[Ints], Ints, Ints, Ints]:
+    """A tree of the segments' tokens in depth-first order.
+
+    Returns:
+        Where in the row the tokens of each segment are, and of each token of the row its parent (-1 without one), its
+        depth and its id.
+    """
+    paths: list[Ints] = [np.empty(0, np.int64)] * len(inputs)
+    parents, depths, tokens = [], [], []
+    path, last, size = np.empty(0, np.int64), b"", 0
+    for place in sorted(range(len(inputs)), key=inputs.__getitem__) if share else range(len(inputs)):
+        ids = np.frombuffer(inputs[place], ">u4").astype(np.int64)
+        common = _common(last, inputs[place]) if share else 0
+        path = np.concatenate([path[:common], np.arange(size, size + len(ids) - common)])
+        paths[place] = path
+        parents.append(np.concatenate([[-1], path[:-1]])[common:])
+        depths.append(np.arange(common, len(ids)))
+        tokens.append(ids[common:])
+        last, size = inputs[place], size + len(ids) - common
+    return paths, np.concatenate(parents), np.concatenate(depths), np.concatenate(tokens)

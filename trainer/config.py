@@ -115,7 +115,11 @@ class TrainerSettings(Section):
     """Optimizer updates that a batch is split into; all but the first see a policy that has moved since."""
 
     row_tokens: int = Field(default=1024, ge=16)
-    """Tokens packed into one forward pass; a longer rollout gets a row of its own."""
+    """Tokens packed into one forward pass, shared ones counted once; a longer rollout gets a row of its own."""
+
+    share_prefixes: bool = True
+    """Compute tokens once that segments of a forward pass have in common at their beginnings: the prompt of a group,
+    turns that branches share. Off, each segment is computed by itself, with the same results to rounding."""
 
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
@@ -190,6 +194,9 @@ class TrainerSettings(Section):
         # Left out where nothing is learnt from users, so that the steps of such runs keep their hash.
         if self.online.enabled:
             fields["online"] = self.online.model_dump(mode="json", include=set(ONLINE_ARITHMETIC_FIELDS))
+        # Left out where nothing is shared, so that the steps of runs from before the setting keep their hash.
+        if self.share_prefixes:
+            fields["share_prefixes"] = True
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -29,7 +29,7 @@ class MasterWeights:
             betas=settings.betas,
             eps=settings.epsilon,
             weight_decay=settings.weight_decay,
-            foreach=False,
+            fused=True,
         )
         self._round()
 
@@ -42,9 +42,11 @@ class MasterWeights:
 
     def update(self, learning_rate: float) -> float:
         """Apply the gradients of the model's parameters, clear them, round; the gradient norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._parameters.values(), self._settings.max_grad_norm, error_if_nonfinite=True, foreach=False
-        )
+        found = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(found, error_if_nonfinite=True, foreach=False)
+        if norm > self._settings.max_grad_norm:
+            limit = self._settings.max_grad_norm
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, norm, foreach=False)
         for name, parameter in self._parameters.items():
             self._masters[name].grad, parameter.grad = parameter.grad, None
         for group in self._optimizer.param_groups:

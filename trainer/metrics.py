@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tidemill.schemas.records import LagCount, Rollout
 from tidemill.trainer import divergence
-from tidemill.trainer.batch import Trajectory, sampled_versions
+from tidemill.trainer.batch import Row, Trajectory, sampled_versions
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.online.trainable import TrainableBatch
 
@@ -98,6 +98,14 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[Trace])
         "simulated/groups": float(len(groups)),
         "simulated/entropy": float(_joined([t.entropy for t in traces]).double().mean()),
         "simulated/mismatch": float(divergence.k3(_log_ratio(traces)).double().mean()),
+    }
+
+
+def packing_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Tokens of the trained segments, and how many the model computes for them in a pass."""
+    return {
+        "packing/tokens": float(sum(row.tokens for row in rows)),
+        "packing/computed": float(sum(row.tree.length for row in rows)),
     }
 
 

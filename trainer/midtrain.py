@@ -27,11 +27,12 @@ from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Document
-from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.midtrain_config import MidtrainSettings
 from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer
 from tidemill.trainer.muon import HybridOptimizer
 from tidemill.trainer.packing import DocumentRow, epochs
+from tidemill.trainer.probe import use_packed_attention
+from tidemill.trainer.tree import separate_calls
 
 RECORD_FILE = "midtrain.json"
 _CLIENT = "tidemill-midtrain"
@@ -134,9 +135,8 @@ def learning_rate(step: int, settings: MidtrainSettings) -> float:
 
 def loss_of(model: PreTrainedModel, row: DocumentRow) -> torch.Tensor:
     """f4[]: mean negative log-likelihood of the row's labelled tokens, in nats."""
-    logits = model(
-        input_ids=row.input_ids, position_ids=row.position_ids, sequence_lengths=row.lengths, use_cache=False
-    ).logits
+    tree = separate_calls(row.lengths)
+    logits = model(input_ids=row.input_ids, position_ids=row.position_ids, tree=tree, use_cache=False).logits
     return cross_entropy(logits[0].float(), row.labels)
 
 

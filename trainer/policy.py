@@ -1,37 +1,104 @@
-"""The policy's view of a packed row: logprobs of the sampled tokens, recomputed by the model under training."""
+"""The policy's view of a packed row: logprobs of the sampled tokens, recomputed by the model under training.
+
+Logits of a real vocabulary are the largest tensor of a step, so they are never held whole: a few hundred predicting
+tokens at a time are scored, and scored again for the gradient unless they are few.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, log_softmax
 from transformers import PreTrainedModel
 
 from tidemill.trainer.batch import Row
+
+CHUNK_SCORES = 1 << 24
+"""Scores held at a time."""
+KEPT_SCORES = 1 << 25
+"""Most scores of a row that are kept for its backward pass, where that is quicker than computing them again."""
 
 
 def sampled_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     """Logprob (f4[T], with gradient) of each sampled token of `row`, and the entropy (f4[T], without) there.
 
-    At temperature 1 over the whole vocabulary, in nats. The head runs on the T predicting positions only, so a row's
-    token budget also bounds the memory of its logits. `model` must use `attention.PACKED_ATTENTION`.
+    At temperature 1 over the whole vocabulary, in nats. `model` must have passed `use_packed_attention`.
     """
-    out = model(
-        input_ids=row.input_ids,
-        position_ids=row.position_ids,
-        logits_to_keep=row.predictors,
-        sequence_lengths=row.lengths,
-        use_cache=False,
-    )
-    scores = torch.log_softmax(out.logits[0].float(), dim=-1)
-    logprobs = scores.gather(1, row.targets[:, None]).squeeze(1)
-    return logprobs, _entropy(scores.detach())
+    logprobs, entropy = SampledLogprobs.apply(*_head_inputs(model, row), True)  # type: ignore[no-untyped-call]
+    return logprobs, entropy[row.predictors]
 
 
 def frozen_logprobs(model: PreTrainedModel, row: Row) -> Tensor:
     """f4[T]: like `sampled_logprobs`, without gradient or entropy."""
     with torch.no_grad():
-        return sampled_logprobs(model, row)[0]
+        return SampledLogprobs.apply(*_head_inputs(model, row), False)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _entropy(scores: Tensor) -> Tensor:
-    return -(scores.exp() * scores).sum(-1)
+class SampledLogprobs(torch.autograd.Function):
+    """Logprobs of targets (f4[T]) under softmax(hidden weight^T + bias), and entropies (f4[P], without gradient).
+
+    Inputs: hidden f4[P, H], weight f4[V, H], bias f4[V] or None, which of P predicts each target (i8[T]), the targets
+    (i8[T]), and whether entropies are wanted.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, predictors: Tensor, targets: Tensor, wanted: bool  # noqa: ANN401
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy = hidden.new_empty(len(targets), dtype=exact), hidden.new_zeros(len(hidden), dtype=exact)
+        ctx.kept = []
+        for rows, chosen in _chunks(hidden, weight, predictors):
+            scores = _scores(hidden[rows], weight, bias)
+            logprobs[chosen] = scores[predictors[chosen] - rows.start, targets[chosen]]
+            if wanted:
+                entropy[rows] = -scores.exp().mul_(scores).sum(-1)
+            if len(hidden) * len(weight) <= KEPT_SCORES:
+                ctx.kept.append(scores)
+        ctx.save_for_backward(hidden, weight, bias, predictors, targets)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        hidden, weight, bias, predictors, targets = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
+        summed = grad.new_zeros(len(hidden)).index_add_(0, predictors, grad)
+        for place, (rows, chosen) in enumerate(_chunks(hidden, weight, predictors)):
+            scores = ctx.kept[place] if ctx.kept else _scores(hidden[rows], weight, bias)
+            # d log p[y] / d logits = onehot(y) - p
+            slopes = scores.exp().mul_(-summed[rows, None])
+            slopes.index_put_((predictors[chosen] - rows.start, targets[chosen]), grad[chosen], accumulate=True)
+            slopes = slopes.to(weight.dtype)
+            torch.mm(slopes, weight, out=grad_hidden[rows])
+            torch.addmm(grad_weight, slopes.T, hidden[rows], beta=float(place > 0), out=grad_weight)
+            if grad_bias is not None:
+                grad_bias += slopes.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _head_inputs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    states = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree, use_cache=False
+    ).last_hidden_state
+    head = model.get_output_embeddings()
+    return states[0].index_select(0, row.predicting), head.weight, head.bias, row.predictors, row.targets
+
+
+def _chunks(hidden: Tensor, weight: Tensor, predictors: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of predicting tokens, with the sampled tokens (i8[n]) that they predict."""
+    step = max(1, CHUNK_SCORES // len(weight))
+    for start in range(0, len(hidden), step):
+        rows = slice(start, min(start + step, len(hidden)))
+        yield rows, ((predictors >= rows.start) & (predictors < rows.stop)).nonzero()[:, 0]
+
+
+def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """f4[n, V]: logprobs of every token of the vocabulary."""
+    return log_softmax(linear(hidden, weight, bias), -1, dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, penalise
-from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.batch import Row, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
@@ -42,6 +41,7 @@ from tidemill.trainer.objectives import (
 from tidemill.trainer.online.baselines import batch_advantages
 from tidemill.trainer.online.trainable import TrainableBatch
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
+from tidemill.trainer.probe import use_packed_attention
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
 """REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
@@ -142,6 +142,7 @@ class Learner:
                 **metrics.reward_metrics(groups),
                 **metrics.lag_metrics(lag),
                 **self._reference_metrics([part for parts in updates for part in parts]),
+                **metrics.packing_metrics([a.row for parts in updates for part in parts for a in part.rows]),
                 **_part_metrics(online, groups, updates[0], seen[0][0]),
             },
             lag=lag,
@@ -163,7 +164,8 @@ class Learner:
         return self._part(rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
 
     def _rows(self, sampled: Sequence[Trajectory]) -> list[_Anchored]:
-        packed = pack(sampled, self._settings.row_tokens, self.model.config.vocab_size)
+        settings, vocab_size = self._settings, self.model.config.vocab_size
+        packed = pack(sampled, settings.row_tokens, vocab_size, share_prefixes=settings.share_prefixes)
         return [self._anchor(row) for row in packed]
 
     def _part(self, rows: list[_Anchored], advantages: Tensor, n: int, recipe: Recipe, weight: float) -> _Part:
@@ -257,6 +259,8 @@ def make_deterministic(threads: int) -> None:
     """Fix the thread count and refuse nondeterministic operations, for the whole process."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
+    # On by default, it writes NaN over every new tensor before it is filled: an eighth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.schemas.records import Segment, VersionSpan
-from tidemill.trainer.attention import use_packed_attention
 from tidemill.trainer.batch import InvalidRolloutError, check, pack, sampled_versions
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
+from tidemill.trainer.probe import use_packed_attention
 
 VOCAB = 64
+TENSORS = ("input_ids", "position_ids", "predicting", "predictors", "targets", "sampler_logprobs", "sequence")
 
 
 @pytest.fixture
@@ -68,28 +69,47 @@ def test_entropy_is_that_of_the_whole_distribution(tiny_model, rollouts) -> None
     row = pack(rollouts[:1], 1000, VOCAB)[0]
     _, entropy = sampled_logprobs(model, row)
     with torch.no_grad():
-        out = model(input_ids=row.input_ids, position_ids=row.position_ids, sequence_lengths=row.lengths)
-    p = out.logits[0, row.predictors].softmax(-1).double()
+        out = model(input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree)
+    p = out.logits[0, row.predicting[row.predictors]].softmax(-1).double()
     torch.testing.assert_close(entropy.double(), -(p * p.log()).sum(-1), rtol=1e-5, atol=1e-5)
     assert not entropy.requires_grad
 
 
-@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), row_tokens=st.integers(16, 120))
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12), row_tokens=st.integers(16, 120), share=st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_tokens: int) -> None:
+def test_every_sampled_token_is_in_exactly_one_place(sizes: list[int], row_tokens: int, share: bool) -> None:
     made = [plain_rollout([plain_segment(10 * k + i, 8 + 7 * i) for i in range(n)]) for k, n in enumerate(sizes)]
-    rows = pack(made, row_tokens, VOCAB)
+    rows = pack(made, row_tokens, VOCAB, share_prefixes=share)
     owners = torch.cat([row.sequence for row in rows])
     assert torch.bincount(owners).tolist() == [sum(int(s.mask().sum()) for s in r.segments) for r in made]
     assert len({i for row in rows for i in set(row.sequence.tolist())}) == sum(
         len(set(row.sequence.tolist())) for row in rows
     ), "a rollout is in two rows"
     for row in rows:
-        assert sum(row.lengths) == row.input_ids.shape[1]
         assert row.input_ids.shape[1] <= row_tokens or len(set(row.sequence.tolist())) == 1
-        assert torch.equal(row.input_ids[0][row.predictors + 1], row.targets)
-        starts = np.cumsum([0, *row.lengths[:-1]])
-        assert (row.position_ids[0] == 0).nonzero().flatten().tolist() == starts.tolist()
+        assert row.tokens == sum(s.n_tokens for i in set(row.sequence.tolist()) for s in made[i].segments)
+        found = contexts(row)
+        for index in set(row.sequence.tolist()):
+            of_rollout = [
+                context for context, owner in zip(found, row.sequence.tolist(), strict=True) if owner == index
+            ]
+            assert of_rollout == [context for segment in made[index].segments for context in sampled_contexts(segment)]
+
+
+def contexts(row) -> list[list[int]]:
+    """The tokens that each sampled token of a row is predicted from, and itself, by the depths of the row's tokens."""
+    stack: list[int] = []
+    by_place = []
+    for token, depth in zip(row.input_ids[0].tolist(), row.position_ids[0].tolist(), strict=True):
+        assert depth <= len(stack), "a token without the one before it"
+        stack = [*stack[:depth], token]
+        by_place.append(stack)
+    places = row.predicting[row.predictors].tolist()
+    return [[*by_place[place], target] for place, target in zip(places, row.targets.tolist(), strict=True)]
+
+
+def sampled_contexts(segment: Segment) -> list[list[int]]:
+    return [segment.ids()[: at + 1].tolist() for at in np.flatnonzero(segment.mask())]
 
 
 def plain_segment(seed: int, n_tokens: int) -> Segment:
@@ -118,8 +138,8 @@ def plain_rollout(segments: list[Segment]) -> Bare:
 
 def test_same_rollouts_give_the_same_rows(rollouts) -> None:
     for a, b in zip(pack(rollouts, 100, VOCAB), pack(rollouts, 100, VOCAB), strict=True):
-        assert a.lengths == b.lengths
-        assert torch.equal(a.input_ids, b.input_ids)
+        assert (a.tree.runs, a.tree.trunks) == (b.tree.runs, b.tree.trunks)
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in TENSORS)
 
 
 def test_token_versions_follow_the_spans(make_rollout, make_segment) -> None:
@@ -158,10 +178,3 @@ def test_malformed_rollout_is_refused_with_the_reason(make_rollout, make_segment
     bad = make_rollout("g", 0, 1.0, segments=[broken(made, **change(made))])
     with pytest.raises(InvalidRolloutError, match=message):
         check(bad, VOCAB)
-
-
-def test_model_with_sliding_windows_is_refused(tiny_model) -> None:
-    model = tiny_model()
-    model.config.layer_types = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="sliding windows"):
-        use_packed_attention(model)

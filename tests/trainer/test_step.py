@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tidemill.schemas.records import VersionSpan
+from tidemill.trainer import policy
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
@@ -81,17 +82,16 @@ def test_tool_output_gets_exactly_zero_gradient(tiny_model, make_trainable) -> N
     assert seen["embed"].any()
 
 
-def test_logits_of_unsampled_positions_get_no_gradient(tiny_model, make_trainable) -> None:
-    """The head runs on predicting positions only, so a tool token's own logits are not even computed."""
+def test_the_head_runs_once_for_each_predicting_token_and_for_no_other(tiny_model, make_trainable, monkeypatch) -> None:
     group = make_trainable("a", (1.0, 0.0))
-    row = pack(group.rollouts, 1000, 64)[0]
-    sampled = sum(int(r.segments[0].mask().sum()) for r in group.rollouts)
-    learner = Learner(tiny_model(), settings_of(), None)
+    twice = replace(group, rollouts=(group.rollouts[0], group.rollouts[0]))
+    sampled = int(group.rollouts[0].segments[0].mask().sum())
     shapes = []
-    learner.model.lm_head.register_forward_hook(lambda _m, _i, out: shapes.append(out.shape))
-    learner.train([group], 1, 0, seed=1)
-    assert shapes == [torch.Size([1, sampled, 64])]
-    assert len(row.targets) == sampled
+    scores = policy._scores
+    monkeypatch.setattr(policy, "_scores", lambda hidden, *head: shapes.append(len(hidden)) or scores(hidden, *head))
+    for share in (True, False):
+        Learner(tiny_model(), settings_of(share_prefixes=share), None).train([twice], 1, 0, seed=1)
+    assert shapes == [sampled, 2 * sampled]
 
 
 def test_accumulation_over_rows_gives_the_gradient_of_one_row(tiny_model, groups) -> None:

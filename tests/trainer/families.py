@@ -1,0 +1,140 @@
+"""Small random models of several families, and what an engine and the trainer make of each.
+
+    python families.py DIR [FAMILY...]   samples from a vLLM engine of each family and prints, a JSON line each, how far
+                                         the trainer's logprobs of the sampled tokens are from the engine's
+
+A process of its own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tidemill.schemas.records import Segment, VersionSpan
+
+VOCAB = 160
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {"tie_word_embeddings": True},
+    "Gemma": {},
+    "Phi": {},
+    "Phi3": {"sliding_window": None},
+    "Mistral": {"sliding_window": None},
+    "Qwen3Moe": EXPERTS,
+}
+"""Changes of `SHAPE` by the name that transformers begins the family's classes with."""
+SERVED = [family for family in FAMILIES if family != "Phi"]
+"""Those that vLLM serves on a CPU."""
+
+
+def make_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A random model, weights rounded to bf16, wide enough that neither attention nor predictions are even."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            widened = parameter.ndim > 1 and (parameter is not inputs or inputs is outputs)
+            parameter.copy_((parameter * (6.0 if widened else 1.0)).bfloat16())
+    return model.eval()
+
+
+def segment_of(prompt: list[int], answer: list[int], logprobs: list[float]) -> Segment:
+    """A segment of one sampled turn."""
+    ids, mask = np.array([*prompt, *answer], "<u4"), np.repeat(np.array([0, 1], np.uint8), [len(prompt), len(answer)])
+    values = np.array([*[0.0] * len(prompt), *logprobs], "<f4")
+    spans = [VersionSpan(0, len(prompt), len(ids))]
+    return Segment(len(ids), ids.tobytes(), mask.tobytes(), values.tobytes(), spans)
+
+
+class OneSegment:
+    """The fields of a rollout that packing reads."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.rollout_id, self.segments = "r", [segment]
+
+
+def prompts() -> list[list[int]]:
+    """Prompts that begin alike."""
+    rng = np.random.default_rng(0)
+    header = rng.integers(2, VOCAB, 9).tolist()
+    return [[*header, *rng.integers(2, VOCAB, 12 + 5 * n).tolist()] for n in range(3)]
+
+
+def sampled(directory: Path) -> list[OneSegment]:
+    """Four answers to each prompt, at temperature 1, from an engine in this process."""
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search
+
+    hide_llvmlite_from_kernel_search()
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(directory), dtype="float32", enforce_eager=True, block_size=32, disable_log_stats=True,
+            max_model_len=128, kv_cache_memory_bytes=16 << 20, skip_tokenizer_init=True, seed=0,
+        )
+    )  # fmt: skip
+    for n, prompt in enumerate(4 * prompts()):
+        sampling = SamplingParams(temperature=1.0, max_tokens=16, logprobs=0, detokenize=False, ignore_eos=True)
+        engine.add_request(str(n), {"prompt_token_ids": prompt}, sampling)
+    found = []
+    while engine.has_unfinished_requests():
+        for done in (output for output in engine.step() if output.finished):
+            (answer,) = done.outputs
+            ids = list(answer.token_ids)
+            logprobs = [entry[token].logprob for token, entry in zip(ids, answer.logprobs, strict=True)]
+            found.append(OneSegment(segment_of(done.prompt_token_ids, ids, logprobs)))
+    return found
+
+
+def main() -> None:
+    """See the module's docstring."""
+    from tidemill.consumers.replica.environment import prepare_environment
+
+    prepare_environment(1)
+    from tidemill.trainer.batch import pack
+    from tidemill.trainer.model import load_model
+    from tidemill.trainer.policy import frozen_logprobs
+    from tidemill.trainer.probe import use_packed_attention
+
+    root = Path(sys.argv[1])
+    for family in sys.argv[2:] or SERVED:
+        begun = time.monotonic()
+        make_model(family).to(torch.bfloat16).save_pretrained(root / family)
+        answers = sampled(root / family)
+        (row,) = pack(answers, 10_000, VOCAB)
+        model = load_model(str(root / family)).eval()
+        use_packed_attention(model)
+        apart = (frozen_logprobs(model, row) - row.sampler_logprobs).abs()
+        print(
+            json.dumps(
+                {
+                    "family": family, "max": float(apart.max()), "mean": float(apart.mean()), "tokens": len(apart),
+                    "spread": float(row.sampler_logprobs.std()), "shared": 1 - row.tree.length / row.tokens,
+                    "seconds": round(time.monotonic() - begun, 1),
+                }
+            ),
+            flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
