@@ -20,7 +20,7 @@ from tidemill.trainer.batch import Row
 CHUNK_SCORES = 1 << 24
 """Scores held at a time."""
 KEPT_SCORES = 1 << 25
-"""Most scores of a row that are kept for its backward pass, where that is quicker than computing them again."""
+"""Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
 
 
 def sampled_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
@@ -56,9 +56,10 @@ class SampledLogprobs(torch.autograd.Function):
             scores = _scores(hidden[rows], weight, bias)
             logprobs[chosen] = scores[predictors[chosen] - rows.start, targets[chosen]]
             if wanted:
-                entropy[rows] = -scores.exp().mul_(scores).sum(-1)
-            if len(hidden) * len(weight) <= KEPT_SCORES:
-                ctx.kept.append(scores)
+                chances = scores.exp()
+                entropy[rows] = -torch.linalg.vecdot(chances, scores)
+                if len(hidden) * len(weight) <= KEPT_SCORES:
+                    ctx.kept.append(chances)
         ctx.save_for_backward(hidden, weight, bias, predictors, targets)
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -71,9 +72,9 @@ class SampledLogprobs(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias)
         summed = grad.new_zeros(len(hidden)).index_add_(0, predictors, grad)
         for place, (rows, chosen) in enumerate(_chunks(hidden, weight, predictors)):
-            scores = ctx.kept[place] if ctx.kept else _scores(hidden[rows], weight, bias)
+            chances = ctx.kept[place] if ctx.kept else _scores(hidden[rows], weight, bias).exp_()
             # d log p[y] / d logits = onehot(y) - p
-            slopes = scores.exp().mul_(-summed[rows, None])
+            slopes = chances * -summed[rows, None]
             slopes.index_put_((predictors[chosen] - rows.start, targets[chosen]), grad[chosen], accumulate=True)
             slopes = slopes.to(weight.dtype)
             torch.mm(slopes, weight, out=grad_hidden[rows])

@@ -6,7 +6,7 @@ and to its ancestors. Three kinds of calls cover those pairs, each pair once:
 
 - a long run of tokens without a branch attends to itself causally;
 - short runs, and whole subtrees that are as short, attend to themselves in batches, padded to a common length, under a
-  mask;
+  mask (a run that is alone with its length is treated as a long one);
 - everything below a run that branches attends to that run, without a mask.
 
 So the arithmetic is that of the pairs there are, and the number of calls that of the long runs and branches.
@@ -49,7 +49,7 @@ class TreeCalls:
     length: int
     """L."""
     runs: tuple[tuple[int, int], ...]
-    """Start and end of each long run."""
+    """Start and end of each run that attends to itself by itself."""
     short: tuple[ShortRuns, ...]
     trunks: tuple[tuple[int, int, int], ...]
     """Start and end of each run that branches, and the end of what is below it, which begins at the run's end."""
@@ -62,22 +62,27 @@ def tree_calls(parents: npt.NDArray[np.int64]) -> TreeCalls:
         parents: i8[L], -1 for a token without one; in depth-first order.
     """
     starts, ends, stops = _runs(parents)
-    long: list[tuple[int, int]] = []
-    short: list[tuple[int, int]] = []
+    below = np.repeat(stops, ends - starts)
+    runs: list[tuple[int, int]] = []
+    short: dict[int, list[tuple[int, int]]] = defaultdict(list)
     trunks: list[tuple[int, int, int]] = []
     place = 0
     while place < len(starts):
         start, end, stop = int(starts[place]), int(ends[place]), int(stops[place])
-        if stop - start <= SHORT:
-            short.append((start, stop))
-            place = int(np.searchsorted(starts, stop))
-            continue
-        (long if end - start > SHORT else short).append((start, end))
-        if stop > end:
+        whole = stop - start <= SHORT
+        last = stop if whole else end
+        if last - start <= SHORT:
+            short[-(-(last - start) // _PADDING) * _PADDING].append((start, last))
+        else:
+            runs.append((start, last))
+        if last < stop:
             trunks.append((start, end, stop))
-        place += 1
-    below = np.repeat(stops, ends - starts)
-    return TreeCalls(len(parents), tuple(long), tuple(_batches(short, below)), tuple(trunks))
+        place = int(np.searchsorted(starts, last))
+    for length, members in list(short.items()):
+        if len(members) == 1 and below[members[0][0]] == below[slice(*members[0])].min():
+            runs += short.pop(length)
+    batches = (_batch(np.array(members), length, below) for length, members in sorted(short.items()))
+    return TreeCalls(len(parents), tuple(runs), tuple(batches), tuple(trunks))
 
 
 def separate_calls(lengths: Sequence[int]) -> TreeCalls:
@@ -101,14 +106,6 @@ def _runs(
         if above[place] >= 0:
             stops[above[place]] = max(stops[above[place]], stops[place])
     return starts, ends, stops
-
-
-def _batches(short: Sequence[tuple[int, int]], below: npt.NDArray[np.int64]) -> list[ShortRuns]:
-    """One batch for each padded length; `below` is the end of the subtree under each token."""
-    by_length: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for start, end in short:
-        by_length[-(-(end - start) // _PADDING) * _PADDING].append((start, end))
-    return [_batch(np.array(members), length, below) for length, members in sorted(by_length.items())]
 
 
 def _batch(members: npt.NDArray[np.int64], length: int, below: npt.NDArray[np.int64]) -> ShortRuns:

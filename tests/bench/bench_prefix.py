@@ -1,0 +1,174 @@
+"""A training step with and without sharing what the rollouts of a group have in common, JSON lines.
+
+    python tests/bench/bench_prefix.py [--model DIR] [--shapes 8x54+20 16x1000+100] [--groups 1] [--threads 2]
+
+Rollouts of a group have one prompt and random answers, so that the prompt is all there is to share. A step is forward,
+backward and optimizer. Each variant has a process of its own, and the two take their steps in turn, so that whatever
+else the machine does meets both. `seconds` and `cpu_s` are those of the quickest step; `held_mb` is resident before the
+first step, `peak_mb` at most. `prefix.ratio` has the ratios of these, and of `paired` the median ratio of processor
+times of steps that followed each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+
+SMOLLM2_135M = {
+    "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
+SHAPES = ("8x54+20", "16x1000+100")
+
+
+def say(figure: str, **values: Any) -> None:
+    """Print one JSON line; numbers with four significant digits."""
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"figure": figure, **rounded}), flush=True)
+
+
+def sizes(shape: str) -> tuple[int, int, int]:
+    """Rollouts, tokens of the prompt and of an answer: "8x54+20"."""
+    rollouts, rest = shape.split("x")
+    prompt, answer = rest.split("+")
+    return int(rollouts), int(prompt), int(answer)
+
+
+def run_variant(options: argparse.Namespace) -> None:
+    """Make a step of one variant for each line of standard input; a line of what each took."""
+    from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+    from tidemill.trainer.step import Learner
+
+    settings = TrainerSettings(
+        kl=KlSettings(coefficient=0.0),
+        optimizer=OptimizerSettings(learning_rate=1e-6),
+        row_tokens=options.row_tokens,
+        threads=options.threads,
+        share_prefixes=options.variant == "shared",
+    )
+    learner = Learner(_model(options.model), settings, None)
+    groups = _groups(options.groups, *sizes(options.shapes[0]), vocab=int(learner.model.config.vocab_size))
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for step, _ in enumerate(sys.stdin, 1):
+        wall, cpu = time.perf_counter(), time.process_time()
+        outcome = learner.train(groups, step, 0, seed=step)
+        line = {
+            "seconds": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "held_mb": held / 1024,
+            "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "tokens": outcome.metrics["packing/tokens"], "computed": outcome.metrics["packing/computed"],
+        }  # fmt: skip
+        print(json.dumps(line), flush=True)
+
+
+def _model(directory: Path | None) -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tidemill.trainer.model import load_model
+
+    if directory is not None:
+        return load_model(str(directory))
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M))
+
+
+def _groups(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -> list[Any]:
+    from conftest import trainable_group
+
+    from tidemill.schemas.records import Segment, VersionSpan
+
+    rng = np.random.default_rng(0)
+    mask = np.repeat(np.array([0, 1], np.uint8), [prompt, answer])
+    logprobs, spans = np.where(mask, -np.log(vocab), 0).astype("<f4"), [VersionSpan(0, prompt, prompt + answer)]
+
+    def group(name: str) -> Any:
+        made, asked = (
+            trainable_group(name, tuple(float(n % 2) for n in range(rollouts))),
+            rng.integers(0, vocab, prompt),
+        )
+        ids = (np.concatenate([asked, rng.integers(0, vocab, answer)]).astype("<u4") for _ in made.rollouts)
+        segments = (Segment(len(one), one.tobytes(), mask.tobytes(), logprobs.tobytes(), spans) for one in ids)
+        pairs = zip(made.rollouts, segments, strict=True)
+        return replace(made, rollouts=tuple(replace(rollout, segments=[segment]) for rollout, segment in pairs))
+
+    return [group(f"g{n}") for n in range(count)]
+
+
+def start(options: argparse.Namespace, shape: str, variant: str) -> subprocess.Popen[str]:
+    """A process of one variant, which makes a step for each line that it is given."""
+    command = [sys.executable, __file__, "--variant", variant, "--shapes", shape, "--groups", str(options.groups)]
+    command += ["--threads", str(options.threads), "--row-tokens", str(options.row_tokens)]
+    command += ["--model", str(options.model)] if options.model else []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def step_of(process: subprocess.Popen[str]) -> dict[str, float]:
+    """What one more step of a variant took."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"a variant's process ended with code {process.wait()}: see its error above")
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+def compare(options: argparse.Namespace, shape: str) -> None:
+    """One line for each variant of a shape, and one of their ratios."""
+    seen: dict[str, list[dict[str, float]]] = {"plain": [], "shared": []}
+    processes = {variant: start(options, shape, variant) for variant in seen}
+    try:
+        for _ in range(options.steps + 1):
+            for variant, process in processes.items():
+                seen[variant].append(step_of(process))
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    told = {"shape": shape, "groups": options.groups, "threads": options.threads}
+    best = {}
+    for variant, found in seen.items():
+        timed = {name: min(one[name] for one in found[1:]) for name in ("seconds", "cpu_s")}
+        best[variant] = {**found[-1], **timed}
+        say("prefix.step", **told, variant=variant, **best[variant])
+    names = ("seconds", "cpu_s", "computed", "peak_mb")
+    ratios = {name: best["plain"][name] / best["shared"][name] for name in names}
+    paired = (a["cpu_s"] / b["cpu_s"] for a, b in zip(seen["plain"][1:], seen["shared"][1:], strict=True))
+    say("prefix.ratio", **told, **ratios, paired=statistics.median(paired))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint; else a random model of SmolLM2-135M's shape")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rollouts x prompt + answer, in tokens")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the tensor library")
+    parser.add_argument("--groups", type=int, default=1, help="groups of a step")
+    parser.add_argument("--steps", type=int, default=5, help="steps of each variant that are timed, after a first one")
+    parser.add_argument("--row-tokens", type=int, default=4096, help="trainer.row_tokens")
+    parser.add_argument("--variant", choices=("plain", "shared"), help="make steps of one variant of the first shape")
+    options = parser.parse_args()
+    if options.variant:
+        run_variant(options)
+        return
+    for shape in options.shapes:
+        compare(options, shape)
+
+
+if __name__ == "__main__":
+    main()
