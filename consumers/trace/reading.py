@@ -101,7 +101,8 @@ class TraceReader:
 
         self._read((Topic.FEEDBACK,), observe)
         if len(found) > 1:
-            raise ValueError(f"event {event_id} is about {len(found)} interactions; trace one: {', '.join(found)}")
+            named = ", ".join(sorted(found))
+            raise ValueError(f"event {event_id} is about {len(found)} interactions; trace one: {named}")
         return list(found)
 
     def _rollout(self, name: str) -> RolloutPath | None:
