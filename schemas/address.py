@@ -18,8 +18,10 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
     Raises PortTaken, naming the address and the setting to change.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio sends small parts at once only where the protocol is named: else a second one waits 40 ms for an
+        # acknowledgement of the first.
+        bound = socket.socket(family, kind, protocol)
     except OSError as error:
         section = setting.partition(".")[0]
         raise PortTaken(f"{section}.host {host!r} is no address of this machine ({error.strerror})") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import re
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 CLAIM_CHECK_BYTES = 900_000
 """Payloads above this go to the object store; Kafka's own default limit on a record batch is 1,048,588 bytes."""
@@ -72,6 +74,40 @@ class StoreSettings(Section):
     """A directory or any fsspec URL (s3://bucket/path, gs://bucket/path)."""
 
 
+class EnvironmentEntry(Section):
+    """One environment of a run."""
+
+    name: str
+    """An installed environment (`tidemill env list`), or `package.module:object`."""
+
+    label: str = ""
+    """Name in the records of the run. Empty: `name`. Two entries of one environment need two labels."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the tasks, beside the weights of the other entries."""
+
+    group_size: int | None = Field(default=None, ge=1, le=1024)
+    """Rollouts in a training group. None: `feed.group_size`."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options by name (`tidemill env show NAME`)."""
+
+    isolation: Literal["", "loop", "process"] = ""
+    """Where it runs: in the worker's event loop, or in a process of its own. Empty: as the environment declares."""
+
+    network: bool | None = None
+    """Whether its process may open sockets. None: as the environment declares."""
+
+    agent: list[str] = Field(default=[])
+    """Command of an agent program that plays the tasks in place of the environment's own conversation. It finds the
+    model at OPENAI_BASE_URL with the key OPENAI_API_KEY, and its task on standard input."""
+
+    @property
+    def title(self) -> str:
+        """The name in records."""
+        return self.label or self.name
+
+
 class RunSettings(Section):
     """Which training run this is."""
 
@@ -83,6 +119,9 @@ class RunSettings(Section):
 
     seed: int = Field(default=0, ge=0)
     """Root of all randomness of the run."""
+
+    environments: list[EnvironmentEntry] = Field(default=[EnvironmentEntry(name="ledger")], min_length=1)
+    """What the policy practises. The feeder and the rollout workers need the same list."""
 
     groups_per_step: int = Field(default=8, ge=1)
     """Groups that one optimizer step trains on. The feeder's admission and the trainer's batches share it."""
@@ -99,3 +138,28 @@ class RunSettings(Section):
 
     skip_no_signal: bool = True
     """Leave out groups whose completed rollouts all have the same reward: they have no gradient."""
+
+    @model_validator(mode="after")
+    def _one_label_each(self) -> Self:
+        titles = [entry.title for entry in self.environments]
+        twice = sorted({title for title in titles if titles.count(title) > 1})
+        if twice:
+            raise ValueError(f"two environments are named {twice[0]!r}: give each entry a label of its own")
+        return self
+
+
+class ChatSettings(Section):
+    """How conversations become tokens. Every role of a run needs the same."""
+
+    template: str = ""
+    """File (or fsspec URL) of a Jinja chat template to use in place of the checkpoint's own; "chatml" is built in.
+    Empty: the checkpoint's."""
+
+    date: datetime.date = datetime.date(2026, 1, 1)
+    """The day that a template prints as today. Fixed for a run: rollouts of one group must read the same prompt."""
+
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the template, for instance `enable_thinking = false`."""
+
+    tools_in_system: bool = False
+    """Explain tools in the system message, also to a model whose template shows tools."""

@@ -119,16 +119,19 @@ class Task:
     run_id: str
     environment: str
     payload: str
-    """The environment's own JSON document: what a world needs to pose the task and check the answer."""
+    """The environment's own JSON document: what it needs to pose the task and check the answer."""
     mode: Mode
     group_size: int
     max_turns: int
+    """Most calls of the policy in one rollout; one more fails it."""
     seed: int
     issued_at: int
     deadline_at: int
     """Event time after which the group closes with what has arrived."""
     issued_version: int
     """Newest weight version known when the task was issued."""
+    options: str = "{}"
+    """Options of the environment, canonical JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One contiguous token sequence of a rollout: prompt, sampled turns and tool output, in order."""
+    """One context of a rollout: prompt, sampled turns and tool output, in order."""
 
     n_tokens: int
     token_ids: bytes
@@ -225,6 +228,9 @@ class Rollout:
     incarnation: str = ""
     """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
     replica did not say."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers of the environment, by name. A rollout that was begun before adds how many of its recorded turns were
+    used again (`resumed_turns`), and how many were not (`unused_turns`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,156 @@
+"""Contexts: the growing token sequences of one or many conversations, found again by their messages.
+
+A request carries its whole conversation. It *appends* when it begins with all messages of a known context and goes on
+without a turn of the assistant that the context does not hold; it *forks* when it begins with a part of one, up to one
+of its turns; else it is *fresh*, and rendered anew.
+
+What holds: the ids of a context only grow, and a fork begins with the ids of the turns that it shares, so that every
+sampled token keeps its id. A turn belongs to the context that sampled it; a fork holds its ids and not the turn. Calls
+may run side by side: two that extend one turn are an append and a fork.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+from tidemill.schemas.chat.format import ChatFormat
+from tidemill.schemas.chat.messages import NO_TOOLS, Identity, Message, Tools, identity
+
+T = TypeVar("T")
+
+
+class Origin(StrEnum):
+    """How a request's context came to be."""
+
+    APPEND = "append"
+    FORK = "fork"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn(Generic[T]):
+    """A turn that was sampled in its context."""
+
+    start: int
+    """Place of its first token among the context's ids."""
+    end: int
+    made: T
+
+
+@dataclass(slots=True, eq=False)
+class Context(Generic[T]):
+    """One token sequence."""
+
+    tools: Tools
+    head: list[Message]
+    """Messages before the first turn of the assistant."""
+    ids: list[int]
+    turns: list[SampledTurn[T]] = field(default_factory=list)
+    """Its own turns, oldest first; those that it shares with the context that it forked from are not among them."""
+    count: int = 0
+    """Turns of the assistant in it, shared ones included."""
+    busy: bool = False
+    """A turn is being sampled, or was sampled, behind its last known end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End(Generic[T]):
+    """The end of a sampled turn: where a later request may go on."""
+
+    context: Context[T]
+    identities: tuple[Identity, ...]
+    said: Message
+    length: int
+    """Ids of the context up to here."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[T]):
+    """A request with its context: sample behind `ids`, then hand the turn to `Contexts.said`."""
+
+    context: Context[T]
+    origin: Origin
+    ids: list[int]
+    """The context that the turn is sampled behind."""
+    messages: tuple[Identity, ...]
+    key: int = 0
+    """Of the messages and tools."""
+
+
+class Contexts(Generic[T]):
+    """The contexts of one rollout, or the most recent ones of a server."""
+
+    def __init__(self, chat: ChatFormat, most: int | None = None) -> None:
+        """`most`: how many turns' ends are remembered, the least recently used forgotten first; None: all."""
+        self._chat, self._most = chat, most
+        self._ends: OrderedDict[Hashable, _End[T]] = OrderedDict()
+        self.all: list[Context[T]] = []
+        """Every context with a turn of its own, in order of the first turn; kept where `most` is None."""
+
+    def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Asked[T]:
+        """The context of a request with checked messages. Raises TemplateRefused."""
+        identities = tuple(map(identity, messages))
+        keys = _keys(identities, tools.identity)
+        found = self._longest(messages, identities, keys)
+        if found is None:
+            turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+            head = list(messages[: turns[0] if turns else None])
+            context = Context[T](tools, head, self._chat.open(messages, tools), count=len(turns), busy=True)
+            return Asked(context, Origin.FRESH, context.ids, identities, keys[-1])
+        known, context, shared = len(found.identities), found.context, found.context.ids
+        # A conversation shares the texts of its beginning: requests over HTTP bring copies of them.
+        identities = found.identities + identities[known:]
+        more = self._chat.extend(shared[found.length - 1], context.head, found.said, messages[known:], tools)
+        if len(shared) == found.length and not context.busy:
+            context.busy = True
+            return Asked(context, Origin.APPEND, [*shared, *more], identities, keys[-1])
+        fork = Context[T](tools, context.head, [*shared[: found.length], *more], count=found.count, busy=True)
+        return Asked(fork, Origin.FORK, fork.ids, identities, keys[-1])
+
+    def said(self, asked: Asked[T], ids: Sequence[int], message: Message, made: T) -> None:
+        """The turn that was sampled behind a request's context."""
+        context = asked.context
+        start = len(asked.ids)
+        context.ids = [*asked.ids, *ids]
+        context.turns.append(SampledTurn(start, len(context.ids), made))
+        context.count, context.busy = context.count + 1, False
+        said = identity(message)
+        key = hash((asked.key, said))
+        self._ends[key] = _End(context, (*asked.messages, said), message, len(context.ids), context.count)
+        self._ends.move_to_end(key)
+        if self._most is None and len(context.turns) == 1:
+            self.all.append(context)
+        while self._most is not None and len(self._ends) > self._most:
+            self._ends.popitem(last=False)
+
+    def failed(self, asked: Asked[T]) -> None:
+        """No turn was sampled: a later request may extend the same end."""
+        asked.context.busy = False
+
+    def _longest(
+        self, messages: Sequence[Message], identities: tuple[Identity, ...], keys: Sequence[int]
+    ) -> _End[T] | None:
+        """The known end with the most messages that the request begins with, if no unknown turn follows."""
+        for known in range(len(messages) - 1, 0, -1):
+            if messages[known]["role"] == "assistant":
+                return None
+            if messages[known - 1]["role"] != "assistant":
+                continue
+            end = self._ends.get(keys[known])
+            if end is not None and end.identities == identities[:known]:
+                self._ends.move_to_end(keys[known])
+                return end
+        return None
+
+
+def _keys(identities: Sequence[Identity], tools: str) -> list[int]:
+    """A hash of the tools and of every beginning of the messages, the empty one first."""
+    keys = [hash(tools)]
+    for each in identities:
+        keys.append(hash((keys[-1], each)))
+    return keys

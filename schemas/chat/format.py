@@ -1,0 +1,235 @@
+"""The chat format of one checkpoint: messages to token ids, and a sampled turn back to a message.
+
+What holds: a context only grows. Sampled ids stay as they came; only the text that ends a turn, and what follows it, is
+rendered and tokenised. Rendering a conversation anew would lose sampled ids wherever their text tokenises otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import fsspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from tidemill.schemas.chat.messages import NO_TOOLS, Message, Tools
+from tidemill.schemas.chat.template import ChatTemplate, TemplateRefused
+from tidemill.schemas.config import ChatSettings
+
+TOKENIZER_FILE = "tokenizer.json"
+CHATML = "chatml"
+CHATML_TOKENS = ("<|im_start|>", "<tool_call>", "</tool_call>", "<|im_end|>")
+"""Tokens of the built-in template; the last one ends a turn."""
+THOUGHT = ("<think>", "</think>")
+REMEMBERED, LONG = 512, 2**16
+"""Opening prompts whose ids are remembered, since all rollouts of a group begin with the same, and their characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTurn:
+    """A sampled turn as a message."""
+
+    message: Message
+    """`content`, and `tool_calls` and `reasoning_content` where there are any."""
+    malformed: tuple[str, ...]
+    """Texts that were meant as tool calls and cannot be read."""
+
+
+class ChatFormat:
+    """One tokenizer with one chat template. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, ends: Sequence[int]) -> None:
+        """Join them; `ends`: ids of further tokens that end a turn, such as those of the generation settings.
+
+        Raises TemplateRefused where content could spell special tokens all the same.
+        """
+        self._tokenizer, self.template = tokenizer, template
+        closes = (tokenizer.token_to_id(close) for close in sorted(template.closes))
+        self.stop_token_ids = tuple(sorted({*ends, *(close for close in closes if close is not None)}))
+        self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        """Characters of the longest token: a text of n tokens has at most n times as many."""
+        opened = [prompt.rstrip().endswith(THOUGHT[0]) for prompt in template.prompts]
+        self.opens_thought, self._always_opens = any(opened), all(opened)
+        """Whether prompts of turns open a thought, so that a turn begins within one: some prompts, or all of them."""
+        spelled = set(self.encode(" ".join(map(template.broken, template.specials))))
+        for text in template.specials:
+            if tokenizer.token_to_id(text) in spelled:
+                raise TemplateRefused(f"the tokenizer alters texts so that content can spell the special token {text}")
+        self._remembered = lru_cache(maxsize=REMEMBERED)(self._packed)
+
+    def open(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's next turn begins. Raises TemplateRefused."""
+        text = self.template.text(messages, tools)
+        return self._remembered(text).tolist() if len(text) <= LONG else self.encode(text)
+
+    def extend(
+        self,
+        last: int,
+        head: Sequence[Message],
+        said: Message,
+        new: Sequence[Message],
+        tools: Tools = NO_TOOLS,
+    ) -> list[int]:
+        """Token ids behind a sampled turn, up to where the next one begins.
+
+        Args:
+            last: the last sampled id: a turn that was cut off gets its end.
+            head: the messages before the conversation's first turn of the assistant.
+            said: the sampled turn.
+            new: the messages that answer it.
+
+        Raises TemplateRefused.
+        """
+        ids = self.encode("".join(self.template.extension(head, said, new, tools)))
+        return ids[1:] if ids[0] == last else ids
+
+    def read(self, ids: Sequence[int], tools: Tools = NO_TOOLS, turn: int = 0) -> ReadTurn:
+        """The message that sampled ids are; `turn` numbers the ids of its calls within a conversation."""
+        body = ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids
+        text: str = self._tokenizer.decode(list(body), skip_special_tokens=False)
+        thought, text = self._thought(text, self.template.call_grammar.marker if tools else "")
+        content, calls, malformed = self.template.call_grammar.read(text, tools) if tools else (text, (), ())
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if thought:
+            message["reasoning_content"] = thought
+        if calls:
+            written = [call.id for call in calls]
+            message["tool_calls"] = [
+                {
+                    # An id of the model's own is kept where it tells the calls apart. Templates want 9 characters.
+                    "id": call.id if call.id and written.count(call.id) == 1 else f"c{turn:04d}{number:04d}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(calls)
+            ]
+        return ReadTurn(message, malformed)
+
+    def _thought(self, text: str, call: str) -> tuple[str, str]:
+        """A leading thought, and the rest. One that is not ended ends with `call`, with which a call begins."""
+        begin, end = THOUGHT
+        begun = text.lstrip().startswith(begin)
+        if end in text and (begun or self.opens_thought):
+            thought, _, rest = text.partition(end)
+        elif begun or self._always_opens:
+            at = text.find(call) if call else -1
+            thought, rest = (text, "") if at < 0 else (text[:at], text[at:])
+        else:
+            return "", text
+        return thought.lstrip().removeprefix(begin).strip(), rest.lstrip()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that holds the template's own special tokens."""
+        # A batch, since `encode` holds Python's lock, and without the offsets, which cost a quarter of the time.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _packed(self, text: str) -> array[int]:
+        return array("I", self.encode(text))
+
+    def step(self, stream: DecodeStream, token_id: int) -> str:
+        """The text that one more id adds to a stream of ids; empty within a character."""
+        return stream.step(self._tokenizer, token_id) or ""
+
+    def token(self, token_id: int) -> str:
+        """The text of one token alone."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
+def load_chat_format(uri: str, settings: ChatSettings) -> ChatFormat:
+    """The chat format of a checkpoint directory (path or fsspec URL).
+
+    Raises FileNotFoundError without a tokenizer, ValueError for a damaged one, TemplateRefused.
+    """
+    root = uri.rstrip("/")
+    text = _read(f"{root}/{TOKENIZER_FILE}")
+    if text is None:
+        raise FileNotFoundError(f"{root}/{TOKENIZER_FILE} does not exist: the checkpoint needs a fast tokenizer's file")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exception for every defect of the file
+        raise ValueError(f"{root}/{TOKENIZER_FILE} is not a tokenizer: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    config = _object(f"{root}/tokenizer_config.json")
+    generation = _object(f"{root}/generation_config.json") or _object(f"{root}/config.json")
+    source = chat_template_source(root, config, settings)
+    names = {name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+             if (token := _token_text(config.get(name)))}  # fmt: skip
+    ends = generation.get("eos_token_id")
+    listed = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+    return ChatFormat(tokenizer, ChatTemplate(source, names, special_texts(tokenizer, source), settings), listed)
+
+
+def chat_template_source(root: str, config: Mapping[str, Any], settings: ChatSettings) -> str:
+    """The Jinja text of a checkpoint's chat template, or of the one in the settings. Raises TemplateRefused."""
+    if settings.template == CHATML:
+        return chatml()
+    if settings.template:
+        found = _read(settings.template)
+        if found is None:
+            raise TemplateRefused(f"chat.template {settings.template} does not exist")
+        return found
+    found = _read(f"{root}/chat_template.jinja")
+    named: object = found if found is not None else config.get("chat_template")
+    if isinstance(named, list):  # several templates under names
+        by_name = {each.get("name"): each.get("template") for each in named if isinstance(each, dict)}
+        named = by_name.get("tool_use", by_name.get("default"))
+    if not isinstance(named, str):
+        raise TemplateRefused(
+            f"{root} has no chat template (chat_template.jinja, or `chat_template` in tokenizer_config.json): it is a "
+            'base model. Take its instruction-tuned variant, or set chat.template to a file or to "chatml"'
+        )
+    return named
+
+
+def chatml() -> str:
+    """The built-in ChatML template, with tools and tool calls in the Hermes form."""
+    return (files("tidemill.schemas.chat") / "chatml.jinja").read_text("utf-8")
+
+
+def special_texts(tokenizer: Tokenizer, source: str | None = None) -> set[str]:
+    """Texts of the tokens that structure a conversation: content must not be able to spell them.
+
+    These are the special tokens, and others in brackets: `<|…|>`, and those that the template `source` writes, or all
+    without it. (Gemma's vocabulary has a token for each tag of HTML.)
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    return {token.content for token in added if token.special or _is_structural(token.content, source)}
+
+
+def _is_structural(text: str, source: str | None) -> bool:
+    if len(text) < 3 or text[0] + text[-1] not in ("<>", "[]"):
+        return False
+    return source is None or text in source or text[1] in "|｜"
+
+
+def _token_text(value: object) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _read(address: str) -> str | None:
+    filesystem, path = fsspec.core.url_to_fs(address)
+    try:
+        return bytes(filesystem.cat_file(path)).decode("utf-8")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{address} is no text: {error}") from error
+
+
+def _object(address: str) -> dict[str, Any]:
+    text = _read(address)
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"{address} is no JSON: {error}") from error
+    return value if isinstance(value, dict) else {}

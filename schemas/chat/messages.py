@@ -1,0 +1,201 @@
+"""Chat messages and tools in OpenAI's form: checked, and reduced to the fields that a chat template reads.
+
+Messages arrive from environments, agent programs and products. Clients add fields of their own, send content as a text
+or as a list of parts, and write the arguments of a call in their own JSON style, so two messages are equal when their
+`identity` is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, TypeGuard
+
+Message = Mapping[str, Any]
+"""An OpenAI chat message: `role`, `content`, and `tool_calls` or `tool_call_id` where they apply."""
+Tool = Mapping[str, Any]
+"""An OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}."""
+Identity = tuple[object, ...]
+
+ROLES = ("system", "user", "assistant", "tool")
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MOST_LEVELS = 100
+"""Of objects and lists in the JSON schema of a tool."""
+_NEWER_ROLES = {"developer": "system"}
+
+
+class BadMessage(ValueError):
+    """A message or a tool that no chat template can show; the text names the place and the fault."""
+
+
+def checked_messages(given: object) -> list[Message]:
+    """The messages of a request, each with `role`, text `content` and the fields of tool calls alone.
+
+    Raises BadMessage.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
+        raise BadMessage("`messages` must be a list of at least one message")
+    place = 0
+    try:
+        checked = []
+        for place, message in enumerate(given):  # noqa: B007 - named in an error
+            checked.append(_message(message))
+        return checked
+    except BadMessage as error:
+        raise BadMessage(f"messages[{place}]{error}") from None
+
+
+def checked_message(given: object, place: str) -> Message:
+    """One message, like `checked_messages`; `place` names it in an error."""
+    try:
+        return _message(given)
+    except BadMessage as error:
+        raise BadMessage(f"{place}{error}") from None
+
+
+class Tools(tuple[Tool, ...]):
+    """Checked tools. Equal `identity` means equal tools in the same order."""
+
+    @cached_property
+    def identity(self) -> str:
+        """JSON of the tools; empty for none."""
+        return json.dumps(self, ensure_ascii=False) if self else ""
+
+
+def checked_tools(given: object) -> Tools:
+    """The tools of a request; none where it has none. Tools that were checked before are taken as they are.
+
+    Raises BadMessage.
+    """
+    if given is None or isinstance(given, Tools):
+        return given or NO_TOOLS
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        raise BadMessage("`tools` must be a list")
+    tools = Tools(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given))
+    names = [tool["function"]["name"] for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise BadMessage(f"`tools` names {twice[0]!r} twice")
+    return tools
+
+
+def identity(message: Message) -> Identity:
+    """Equal for two messages that say the same, reasoning aside, and hashable."""
+    calls: Identity = ()
+    if message.get("tool_calls"):
+        calls = tuple(
+            (call.get("id"), call["function"]["name"], _canonical(call["function"]["arguments"]))
+            for call in message["tool_calls"]
+        )
+    return (message["role"], message["content"], calls, message.get("tool_call_id"), message.get("name"))
+
+
+@lru_cache(maxsize=256)
+def _canonical(arguments: str) -> str:
+    """Arguments of a call in one JSON style; a text that is no JSON as it is."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return type(value) is dict or isinstance(value, Mapping)  # the latter takes as long as all the rest
+
+
+def _message(given: object) -> Message:
+    """One message. Errors begin with the place within it."""
+    if not _is_object(given):
+        raise BadMessage(" is not an object")
+    role, content = given.get("role"), given.get("content")
+    role = _NEWER_ROLES.get(role, role) if isinstance(role, str) else None
+    if role not in ROLES:
+        raise BadMessage(f".role must be one of {', '.join(ROLES)}")
+    message: dict[str, Any] = {"role": role, "content": _text(_joined(content), ".content")}
+    if role == "assistant":
+        if isinstance(given.get("reasoning_content"), str):
+            message["reasoning_content"] = _text(given["reasoning_content"], ".reasoning_content")
+        if given.get("tool_calls"):
+            message["tool_calls"] = _calls(given["tool_calls"])
+    if role == "tool":
+        message["tool_call_id"] = _text(given.get("tool_call_id", ""), ".tool_call_id")
+    if given.get("name") is not None:
+        message["name"] = _text(given["name"], ".name")
+    return message
+
+
+def _joined(content: object) -> object:
+    """A content that may be a list of text parts, or missing, as one text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, Sequence):
+        raise BadMessage(".content must be a text or a list of text parts")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadMessage(".content holds a part that is no text: this model reads text alone")
+    return "".join(part["text"] for part in content)
+
+
+def _calls(given: object) -> list[dict[str, Any]]:
+    if type(given) is not list and (not isinstance(given, Sequence) or isinstance(given, str | bytes)):
+        raise BadMessage(".tool_calls must be a list")
+    return [_call(call, f".tool_calls[{number}]") for number, call in enumerate(given)]
+
+
+def _call(given: object, place: str) -> dict[str, Any]:
+    function = given.get("function") if _is_object(given) else None
+    if not _is_object(given) or not _is_object(function):
+        raise BadMessage(f"{place} must be an object with a `function`")
+    name, arguments, identifier = function.get("name"), function.get("arguments"), given.get("id") or ""
+    if not isinstance(arguments, str):
+        arguments = _json({} if arguments is None else arguments, f"{place}.function.arguments")
+    shown = {
+        "name": _text(name, f"{place}.function.name"),
+        "arguments": _text(arguments, f"{place}.function.arguments"),
+    }
+    return {"id": _text(identifier, f"{place}.id"), "type": "function", "function": shown}
+
+
+def _tool(given: object, place: str) -> Tool:
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise BadMessage(f'{place} must be {{"type": "function", "function": {{…}}}}')
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise BadMessage(f"{place}.function.name must be 1 to 64 letters, digits or `_.-`")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise BadMessage(f"{place}.function.parameters must be a JSON schema")
+    description = _text(function.get("description") or "", f"{place}.function.description")
+    # A copy: what a caller changes later is no part of the tools that were checked.
+    schema = json.loads(_json(parameters or {"type": "object", "properties": {}}, f"{place}.function.parameters"))
+    if _is_deeper(schema, MOST_LEVELS):
+        raise BadMessage(f"{place}.function.parameters has more than {MOST_LEVELS} levels")
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(item, levels - 1) for item in items)
+
+
+def _json(value: object, place: str) -> str:
+    try:
+        return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
+    except (TypeError, ValueError, RecursionError):
+        raise BadMessage(f"{place} is no JSON") from None
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadMessage(f"{place} must be a text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise BadMessage(f"{place} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+NO_TOOLS = Tools()

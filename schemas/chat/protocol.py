@@ -1,0 +1,214 @@
+"""OpenAI's chat protocol around a chat format: requests read, answers shaped, whole or as a stream.
+
+The agent endpoint of the rollout worker, the router and the replica answer chat with this code alone, so that a turn is
+served as it is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from tidemill.schemas.chat.format import THOUGHT, ChatFormat, ReadTurn
+from tidemill.schemas.chat.messages import NO_TOOLS, BadMessage, Message, Tools, checked_messages, checked_tools
+
+COMPLETION = "chat.completion"
+CHUNK = "chat.completion.chunk"
+CHAT_FIELDS = frozenset({
+    "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs",
+    "return_token_ids", "n", "response_format",
+})  # fmt: skip
+"""Fields of a request that `chat_request` reads."""
+MOST_ALTERNATIVES = 20
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """The part of a chat request that decides the prompt, the length of the answer, and its form."""
+
+    messages: list[Message]
+    tools: Tools
+    max_tokens: int | None
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn, and are not part of it."""
+    alternatives: int | None = None
+    """Likely tokens to tell beside the logprob of each sampled one; None: no logprobs are wanted."""
+    token_ids: bool = False
+    """Whether token ids are wanted."""
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body. Raises BadMessage, also for a text that is no Unicode text."""
+    try:
+        value = _JSON.decode(body.decode())
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadMessage("the body holds half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise BadMessage("the body is not JSON") from error
+    if not isinstance(value, dict):
+        raise BadMessage("the body is not a JSON object")
+    return value
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+
+
+def chat_request(asked: Mapping[str, Any], *, formats: bool = False) -> ChatRequest:
+    """Read a request's body.
+
+    `formats`: whether the caller honours `response_format`. Raises BadMessage for a field that cannot be honoured,
+    sampling parameters aside.
+    """
+    messages, tools = checked_messages(asked.get("messages")), checked_tools(asked.get("tools"))
+    choice = asked.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise BadMessage("`tool_choice` is only taken as auto or none: a forced call is not sampled by the policy")
+    if asked.get("n") not in (None, 1):
+        raise BadMessage("`n` is only taken as 1: send the request again for another answer")
+    if not formats and asked.get("response_format") not in (None, {"type": "text"}):
+        raise BadMessage('`response_format` is only taken as {"type": "text"}')
+    field = "max_tokens" if asked.get("max_completion_tokens") is None else "max_completion_tokens"
+    most = asked.get(field)
+    if most is not None and (type(most) is not int or most < 1):
+        raise BadMessage(f"`{field}` must be a whole number of at least 1")
+    shown = NO_TOOLS if choice == "none" else tools
+    return ChatRequest(
+        messages, shown, most, _stop(asked.get("stop")), _alternatives(asked), asked.get("return_token_ids") is True
+    )
+
+
+def _stop(given: object) -> tuple[str, ...]:
+    texts = [given] if isinstance(given, str) else given or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise BadMessage("`stop` must be a text or a list of texts, none of them empty")
+    return tuple(texts)
+
+
+def _alternatives(asked: Mapping[str, Any]) -> int | None:
+    wanted, most = asked.get("logprobs") or False, asked.get("top_logprobs") or 0
+    if not isinstance(wanted, bool):
+        raise BadMessage("`logprobs` must be true or false")
+    if type(most) is not int or not 0 <= most <= (MOST_ALTERNATIVES if wanted else 0):
+        raise BadMessage(f"`top_logprobs` must be a whole number up to {MOST_ALTERNATIVES}, and needs `logprobs`")
+    return most if wanted else None
+
+
+def shown_message(message: Message) -> dict[str, Any]:
+    """An assistant's message as an answer shows it: no content beside calls where there is none."""
+    shown = dict(message)
+    if shown.get("tool_calls") and not shown["content"]:
+        shown["content"] = None
+    return shown
+
+
+def whole_answer(
+    identifier: str, model: str, created: int, message: Message, finish: str, tokens: tuple[int, int]
+) -> dict[str, Any]:
+    """The body of an answer that is not streamed; `tokens` counts those of the prompt and of the answer."""
+    choice = {"index": 0, "message": shown_message(message), "logprobs": None, "finish_reason": finish}
+    head = {"id": identifier, "object": COMPLETION, "created": created, "model": model}
+    return {**head, "choices": [choice], "usage": usage(*tokens)}
+
+
+def chunk(
+    identifier: str, model: str, created: int, delta: Mapping[str, Any], finish: str | None = None
+) -> dict[str, Any]:
+    """One event of a streamed answer."""
+    choice = {"index": 0, "delta": dict(delta), "logprobs": None, "finish_reason": finish}
+    return {"id": identifier, "object": CHUNK, "created": created, "model": model, "choices": [choice]}
+
+
+def call_deltas(message: Message) -> list[dict[str, Any]]:
+    """The tool calls of a message as a stream tells them."""
+    return [{"index": number, **call} for number, call in enumerate(message.get("tool_calls") or ())]
+
+
+def usage(prompt: int, answer: int) -> dict[str, int]:
+    """Token counts of an answer."""
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+
+
+class TurnStream:
+    """The text of a turn while it is sampled.
+
+    What holds: the texts of `take` and `end`, one after the other, are the content of the message that `end` returns:
+    that which `ChatFormat.read` makes of all ids, up to the first of the texts that end the turn. Text that may be a
+    thought, a tool call or such an end is held back until it is known.
+    """
+
+    def __init__(self, chat: ChatFormat, tools: Tools = NO_TOOLS, turn: int = 0, stop: Sequence[str] = ()) -> None:
+        self._chat, self._tools, self._turn, self._stop = chat, tools, turn, stop
+        self._longest_stop = max(map(len, stop), default=1)
+        self._decoder = DecodeStream(skip_special_tokens=False)
+        self.ids: list[int] = []
+        """All ids of the turn so far."""
+        self._text = ""
+        self._told = 0
+        """Characters of the content that were given out."""
+
+    def take(self, ids: Sequence[int]) -> str:
+        """The content that further ids add for certain."""
+        text, ends = "", self._chat.stop_token_ids
+        for token in ids:
+            if self.ids and self.ids[-1] in ends:  # it did not end the turn
+                text += self._chat.step(self._decoder, self.ids[-1])
+            self.ids.append(token)
+            if token not in ends:
+                text += self._chat.step(self._decoder, token)
+        if self._told and not self._tools and not self._stop:  # content has begun, and nothing can end it
+            self._told += len(text)
+            return text
+        self._text += text
+        content = self._certain()
+        if self._stop:  # a longer end may begin in the last characters, and before the one that is found
+            content = self._cut(content)[: max(0, len(content) - self._longest_stop + 1)]
+        return self._tell(content)
+
+    def end(self, ids: Sequence[int] = ()) -> tuple[ReadTurn, str]:
+        """The whole turn, of which `ids` are the last ones, and the content that was not told yet."""
+        self.ids += ids
+        read = self._chat.read(self.ids, self._tools, self._turn)
+        content = self._cut(str(read.message["content"]))
+        return replace(read, message={**read.message, "content": content}), self._tell(content)
+
+    def _certain(self) -> str:
+        begin, end = THOUGHT
+        text = self._text
+        if self._chat.opens_thought or text.lstrip().startswith(begin):
+            if end not in text:
+                return ""
+            text = text.partition(end)[2].lstrip()
+        elif begin.startswith(text.lstrip()):
+            return ""
+        if not self._tools:
+            return text
+        text = text.lstrip()
+        marker = self._chat.template.call_grammar.marker
+        if not marker:  # the whole turn may be a call
+            return "" if text[:1] in ("{", "<", "") else text.rstrip()
+        cut = text.find(marker)
+        if cut < 0:  # the end of the text may be the beginning of the marker
+            ends = range(max(0, len(text) - len(marker) + 1), len(text))
+            cut = next((end for end in ends if marker.startswith(text[end:])), len(text))
+        return text[:cut].rstrip()
+
+    def _cut(self, content: str) -> str:
+        """The content up to the first of the texts that end the turn."""
+        return content[: min((at for stop in self._stop if (at := content.find(stop)) >= 0), default=len(content))]
+
+    def _tell(self, content: str) -> str:
+        new = content[self._told :]
+        self._told = max(self._told, len(content))
+        return new

@@ -1,0 +1,183 @@
+"""Chat in front of a server of token ids: a request becomes one to `/v1/completions`, and its answer becomes chat.
+
+The router and the replica answer chat with this code alone. What holds: the ids that are sent for a conversation are
+those that a rollout sends for it, sampled turns as they came; and a turn is read as a rollout reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidemill.schemas.chat.contexts import Contexts
+from tidemill.schemas.chat.format import ChatFormat, load_chat_format
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.chat.protocol import (
+    ChatRequest,
+    TurnStream,
+    call_deltas,
+    chunk,
+    whole_answer,
+)
+from tidemill.schemas.chat.template import TemplateRefused
+from tidemill.schemas.config import ChatSettings
+
+LOG = logging.getLogger(__name__)
+LARGE = 2**16
+"""Characters of a conversation that is counted beside the event loop before it is rendered."""
+FILL_CONTEXT = "fill_context"
+"""Field of a request to a replica's `/v1/completions` in place of `max_tokens`: as many as the context holds."""
+_VERSIONS = ("weight_versions", "weight_incarnation")
+
+
+class ChatServer:
+    """The chat format of one checkpoint, and the most recent conversations of its clients."""
+
+    def __init__(self, chat: ChatFormat | None, most_turns: int, most_tokens: int, refusal: str = "") -> None:
+        """Serve a chat format.
+
+        Args:
+            chat: None refuses every request with `refusal`.
+            most_turns: how many turns' token ids are remembered.
+            most_tokens: no prompt of more tokens is taken by the engine.
+        """
+        self.chat, self._most_tokens, self._refusal = chat, most_tokens, refusal
+        self._contexts = Contexts[None](chat, most_turns) if chat is not None else None
+
+    @classmethod
+    def load(cls, uri: str, settings: ChatSettings, most_turns: int, most_tokens: int) -> ChatServer:
+        """Serve the chat format of a checkpoint directory (path or fsspec URL).
+
+        A checkpoint without a tokenizer file or a usable template refuses every request with the reason. Raises
+        ValueError for a damaged tokenizer.
+        """
+        try:
+            return cls(load_chat_format(uri, settings), most_turns, most_tokens)
+        except (FileNotFoundError, TemplateRefused) as error:
+            LOG.warning("chat is not served: %s", error)
+            # Clients are not told where the checkpoint lies.
+            return cls(None, most_turns, most_tokens, str(error).replace(uri.rstrip("/"), "the checkpoint"))
+
+    async def begin(self, request: ChatRequest, *, stream: bool, versions: bool) -> ChatTurn:
+        """Render a request; `close` the turn when it has been answered or given up.
+
+        `versions`: whether the answer says which version sampled which token. Raises BadMessage.
+        """
+        if self.chat is None or self._contexts is None:
+            raise BadMessage(f"chat is not served: {self._refusal}")
+        try:
+            texts = _texts(request)
+            if sum(map(len, texts)) > LARGE:
+                # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A template may leave
+                # some of it out: only a conversation of twice the size is refused here.
+                ids = await asyncio.to_thread(self.chat.encode, "".join(texts))
+                if len(ids) > 2 * self._most_tokens:
+                    raise BadMessage(f"`messages` have {len(ids)} tokens, at most {self._most_tokens} are served")
+            return ChatTurn(self.chat, self._contexts, request, stream, versions)
+        except TemplateRefused as error:
+            raise BadMessage(f"`messages` cannot be shown: {error}") from error
+        except RecursionError:
+            raise BadMessage("`tools` are nested too deeply") from None
+
+
+class ChatTurn:
+    """One chat request and its answer. Made by `ChatServer.begin`."""
+
+    def __init__(
+        self, chat: ChatFormat, contexts: Contexts[None], request: ChatRequest, stream: bool, versions: bool
+    ) -> None:
+        """Render the prompt. Raises TemplateRefused."""
+        if request.tools:
+            chat.template.call_grammar  # noqa: B018 - raises now, where it would after the turn has been sampled
+        self._chat, self._contexts, self._request = chat, contexts, request
+        self._is_stream, self._versions = stream, versions
+        self._asked = contexts.ask(request.messages, request.tools)
+        self._turn = TurnStream(chat, request.tools, self._asked.context.count, request.stop)
+        self._begun = self._ended = False
+
+    @property
+    def prompt(self) -> list[int]:
+        """Token ids that the turn is sampled behind."""
+        return self._asked.ids
+
+    def body(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The request to `/v1/completions`; `sampling`: further fields of it, such as the temperature."""
+        request = self._request
+        body = {**sampling, "prompt": self.prompt, "return_token_ids": True}
+        body |= {FILL_CONTEXT: True} if request.max_tokens is None else {"max_tokens": request.max_tokens}
+        if not sampling.get("ignore_eos"):
+            body["stop_token_ids"] = self._chat.stop_token_ids
+        if request.stop:
+            body["stop"] = request.stop
+        if request.alternatives is not None:
+            # Texts of tokens are not unique, their ids are.
+            body |= {"logprobs": request.alternatives, "return_tokens_as_token_ids": True}
+        return body
+
+    def take(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The chat form of a body of `/v1/completions`, or of one event of a stream; None for an event to leave out."""
+        head = (f"chat{document.get('id', '')}", str(document.get("model", "")), int(document.get("created", 0)))
+        if not document.get("choices"):  # what a stream has used, or an error
+            return {**document, **chunk(*head, {}), "choices": []} if "usage" in document else dict(document)
+        choice = document["choices"][0]
+        ids = choice.get("token_ids") or []
+        told = {field: choice[field] for field in _VERSIONS if field in choice} if self._versions else {}
+        if self._request.alternatives is not None:
+            told["logprobs"] = {"content": self._logprobs(ids, choice.get("logprobs") or {})}
+        if self._request.token_ids:
+            told["token_ids"] = ids
+        answer = self._answer(head, ids, choice.get("finish_reason"))
+        if answer is None and not told:
+            return None
+        answer = answer or chunk(*head, {})
+        answer["choices"][0] |= told
+        if self._request.token_ids and choice.get("prompt_token_ids"):
+            answer["prompt_token_ids"] = choice["prompt_token_ids"]
+        if document.get("usage"):
+            answer["usage"] = document["usage"]
+        return answer
+
+    def close(self) -> None:
+        """The turn is over; without its end, the same turn may be asked for again."""
+        if not self._ended:
+            self._contexts.failed(self._asked)
+
+    def _answer(self, head: tuple[str, str, int], ids: list[int], finish: str | None) -> dict[str, Any] | None:
+        delta: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": ""}
+        self._begun = True
+        if finish is None:
+            text = self._turn.take(ids)
+            return chunk(*head, {**delta, "content": text}) if text or delta else None
+        read, text = self._turn.end(ids)
+        self._contexts.said(self._asked, self._turn.ids, read.message, None)
+        self._ended, calls = True, call_deltas(read.message)
+        finish = "tool_calls" if calls else finish
+        if not self._is_stream:
+            return whole_answer(*head, read.message, finish, (len(self.prompt), len(ids)))
+        rest = {"reasoning_content": read.message.get("reasoning_content"), "content": text, "tool_calls": calls}
+        return chunk(*head, {**delta, **{field: value for field, value in rest.items() if value}}, finish)
+
+    def _logprobs(self, ids: Sequence[int], told: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """OpenAI's chat form of the logprobs of `/v1/completions`, tokens of which are written as token_id:N."""
+        most, likely = self._request.alternatives, told.get("top_logprobs") or [{}] * len(ids)
+        content = []
+        for token, logprob, others in zip(ids, told.get("token_logprobs") or [], likely, strict=False):
+            named = sorted((others or {}).items(), key=lambda item: -item[1])[:most]
+            content.append({
+                **self._token(token, logprob),
+                "top_logprobs": [self._token(int(name.removeprefix("token_id:")), other) for name, other in named],
+            })  # fmt: skip
+        return content
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._chat.token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _texts(request: ChatRequest) -> list[str]:
+    """The texts of a conversation that a template may show."""
+    calls = (call for message in request.messages for call in message.get("tool_calls") or ())
+    arguments = [call["function"]["arguments"] for call in calls]
+    return [*(message["content"] for message in request.messages), *arguments, request.tools.identity]
