@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.chat.format import CHATML, chat_template_source
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import RecordProducer
@@ -75,7 +76,13 @@ class Result:
 Report = Callable[[Progress], None]
 
 
-def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, report: Report | None = None) -> None:
+def run(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    settings: MidtrainSettings,
+    chat: ChatSettings,
+    report: Report | None = None,
+) -> None:
     """Read the documents, train, and write the checkpoint to `settings.output`.
 
     Raises LookupError when there are no documents or they are no longer kept, ValueError for settings that do not fit.
@@ -90,6 +97,7 @@ def run(kafka: KafkaSettings, run: RunSettings, settings: MidtrainSettings, repo
         result.model,
         result.tokenizer,
         end_token,
+        chat_template_source("", {}, chat.model_copy(update={"template": chat.template or CHATML})),
         also=lambda directory: _write_record(directory, record),
     )
     _log.info("checkpoint written to %s", settings.output)

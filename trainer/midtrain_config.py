@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from tidemill.schemas.chat.format import CHATML_TOKENS
 from tidemill.schemas.config import Section
 
 
@@ -52,8 +53,12 @@ class TokenizerSettings(Section):
     vocab_size: int = Field(default=640, ge=320)
     """Most tokens: 256 bytes, the special tokens and merges; fewer when the documents hold fewer merges."""
 
-    special_tokens: tuple[str, ...] = ("<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-    """Markers that are one token each and never split; the last one ends a turn."""
+    special_tokens: tuple[str, ...] = CHATML_TOKENS
+    """Tokens of the chat template that are never split; the last one ends a turn."""
+
+    phrases: bool = True
+    """Merges cross words, and stop at digits, ends of lines and special tokens: right for documents with much fixed
+    text, such as tool calls, where a phrase becomes a token. False: merges stay within a word, right for prose."""
 
     training_documents: int = Field(default=5_000, ge=1)
     """Documents that the merges are counted on, from the first."""

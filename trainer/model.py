@@ -7,12 +7,13 @@ what transformers, vLLM and a weight anchor need; it appears whole or not at all
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
@@ -24,7 +25,13 @@ TOKENIZER_FILE = "tokenizer.json"
 def train_tokenizer(texts: Iterable[str], settings: TokenizerSettings) -> Tokenizer:
     """A byte-level BPE tokenizer: any text has an encoding, and decoding gives the text back."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if settings.phrases:
+        special = "|".join(map(re.escape, settings.special_tokens))
+        spans = pre_tokenizers.Split(Regex(rf"{special}|\n|\d+|(?:(?!{special})[^\d\n])+"), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([spans, byte_level])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
@@ -76,6 +83,7 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: Tokenizer,
     end_token: str,
+    chat_template: str,
     also: Callable[[Path], None] = lambda _directory: None,
 ) -> None:
     """Write a checkpoint, weights rounded to bf16; `also` may add files to it before it appears."""
@@ -85,6 +93,7 @@ def save_checkpoint(
     partial.mkdir(parents=True)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end_token, pad_token=PADDING)
+    wrapped.chat_template = chat_template
     wrapped.save_pretrained(partial)
     tokenizer.save(str(partial / TOKENIZER_FILE))
     also(partial)

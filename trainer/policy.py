@@ -19,7 +19,7 @@ from tidemill.trainer.batch import Row
 
 CHUNK_SCORES = 1 << 24
 """Scores held at a time."""
-KEPT_SCORES = 1 << 25
+KEPT_SCORES = 1 << 26
 """Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
 
 

