@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 
 __all__ = ["ReplicaSettings", "run"]
 
 
-def run(kafka: KafkaSettings, run: RunSettings, store: StoreSettings, replica: ReplicaSettings) -> None:
+def run(
+    kafka: KafkaSettings, run: RunSettings, store: StoreSettings, replica: ReplicaSettings, chat: ChatSettings
+) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
@@ -17,12 +19,14 @@ def run(kafka: KafkaSettings, run: RunSettings, store: StoreSettings, replica: R
         run: the run and the branch to follow.
         store: where the trainer's anchors lie; manifests name them in full, so that only its presence is checked.
         replica: the replica itself.
+        chat: how conversations become tokens.
 
     Raises:
         RuntimeError: vLLM is not installed, or was imported before its environment was set.
+        ValueError: vLLM does not take an argument of `vllm_args`.
     """
     prepare_environment(replica.threads)
     # Imported here because vLLM reads its environment when it is imported.
     from tidemill.consumers.replica.role import serve
 
-    serve(kafka, run, replica)
+    serve(kafka, run, replica, chat)

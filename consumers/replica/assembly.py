@@ -26,8 +26,9 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
+from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.delta_fetch import ShardSource
 from tidemill.schemas.records import Staleness, WeightAck
 
@@ -53,6 +54,7 @@ class Surroundings:
 async def running_replica(
     settings: ReplicaSettings,
     run: RunSettings,
+    chat: ChatSettings,
     state: ReplicaState,
     joined: Joined,
     directory: Path,
@@ -63,6 +65,7 @@ async def running_replica(
     Args:
         settings: the replica.
         run: the run and branch that it follows.
+        chat: how conversations become tokens.
         state: the lineage as far as it was read.
         joined: what to start with.
         directory: where whole checkpoints are staged.
@@ -71,6 +74,7 @@ async def running_replica(
     Raises:
         ReplicaFault: the live tensors are not the joined version.
         RuntimeError: the engine did not start.
+        ValueError: an argument of `vllm_args`, or the tokenizer, cannot be read.
     """
     arguments = server_arguments(str(joined.directory), settings)
     tensors = AnchorReader(joined.directory).specs()
@@ -87,7 +91,8 @@ async def running_replica(
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)
         status = partial(_status, ledger, state, settings.pool, now_us())
-        app = await build_replica_app(engine, arguments, settings.replica_id, status, state.incarnation_of)
+        chats = ChatServer.load(str(joined.directory), chat, settings.remembered_turns, settings.max_model_len)
+        app = await build_replica_app(engine, arguments, settings.replica_id, status, state.incarnation_of, chats)
         yield Running(engine, subscriber, make_server(app))
 
 

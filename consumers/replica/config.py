@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from tidemill.consumers.replica.vllm_args import refusal
 from tidemill.schemas.config import Section
 
 FETCH_BYTES = 4 << 20
@@ -94,5 +96,19 @@ class ReplicaSettings(Section):
     """Threads that decode the blocks of a delta, beside the engine's."""
     poll_interval_s: float = Field(default=0.05, gt=0, le=10)
     """How long one poll of `weights.manifests` and `gate.decisions` waits for a record."""
+    remembered_turns: int = Field(default=4096, ge=1)
+    """Turns of chats whose token ids are remembered, so that a conversation goes on with the ids that were sampled; one
+    that is forgotten is tokenised anew. A token takes about 40 bytes."""
+    vllm_args: dict[str, Any] = Field(default={})
+    """vLLM's own server and engine arguments by their long option name, for instance `gpu-memory-utilization = 0.8`.
+    Switches are true or false, tables and lists are written as TOML."""
     anchor_wait_s: float | None = Field(default=None, gt=0)
     """How long to wait at start for a first anchor; without a limit when not set."""
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _taken(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        refused = [f"{name} cannot be set here: {reason}" for name in arguments if (reason := refusal(name))]
+        if refused:
+            raise ValueError("; ".join(refused))
+        return arguments

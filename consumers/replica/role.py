@@ -24,11 +24,12 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.connections import open_fetcher
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
+from tidemill.consumers.replica.server import server_arguments
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.dead_letter import send_dead_letter
 from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
@@ -40,17 +41,20 @@ logger = logging.getLogger(__name__)
 _APPLICATION = "tidemill-replica"
 
 
-def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings) -> None:
+def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
     """Run the role in this process, which has the engine's environment, until SIGTERM or SIGINT."""
+    server_arguments("", settings)  # what vLLM does not take is refused now, not once an anchor has come
     with tempfile.TemporaryDirectory(prefix="tidemill-replica-") as private:
-        uvloop.run(Replica(kafka, run, settings, settings.staging_dir or Path(private)).run())
+        uvloop.run(Replica(kafka, run, settings, chat, settings.staging_dir or Path(private)).run())
 
 
 class Replica:
     """One replica from its start to its end."""
 
-    def __init__(self, kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, directory: Path) -> None:
-        self._kafka, self._run, self._settings, self._directory = kafka, run, settings, directory
+    def __init__(
+        self, kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings, directory: Path
+    ) -> None:
+        self._kafka, self._run, self._settings, self._chat, self._directory = kafka, run, settings, chat, directory
         self._state = ReplicaState(run.run_id, run.branch, settings.pool)
         self._stop = asyncio.Event()
 
@@ -70,8 +74,9 @@ class Replica:
         settings = self._settings
         with ExitStack() as stack:
             replica = running_replica(
-                settings, self._run, self._state, joined, self._directory, lambda: self._surroundings(stack)
-            )
+                settings, self._run, self._chat, self._state, joined, self._directory,
+                lambda: self._surroundings(stack),
+            )  # fmt: skip
             async with replica as running:
                 producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
                 records = stack.enter_context(self._reader(FOLLOWED, joined.offsets))

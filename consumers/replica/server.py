@@ -1,20 +1,25 @@
 """vLLM's own OpenAI-compatible server around the replica's engine, and what Tidemill adds to it.
 
-The application, its routes and its metrics are vLLM's. Added, by subclasses of two handlers, a middleware and a route:
+The application, its routes and its metrics are vLLM's. Added, by a subclass of a handler, a middleware and two routes:
 
 - each choice of `/v1/completions` and `/v1/chat/completions` carries `weight_versions`: [[version, start, end], ...]
   over its sampled tokens, and `weight_incarnation`: the life of the run's version numbers that they count in; a
   streamed response says them as `versions` describes;
+- `fill_context: true` in `/v1/completions` with token ids: an answer may be as long as the context holds;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
+
+Chat is Tidemill's own (`chat_route`). vLLM's other ways to chat answer that they are not supported: they render by
+another code than the one that trains.
 """
 
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from argparse import Namespace, _AppendAction
+from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict
-from typing import Any
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,24 +27,39 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionResponse
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.outputs import RequestOutput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from tidemill.consumers.replica.chat_route import CHAT_PATH, chat_route
+from tidemill.consumers.replica.completions import ChatCompletion, VersionedCompletion
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.status import ReplicaStatus
-from tidemill.consumers.replica.versions import IncarnationOf, SpanNews, incarnation_said, said
+from tidemill.consumers.replica.versions import IncarnationOf
+from tidemill.consumers.replica.vllm_args import flags
+from tidemill.schemas.chat.serving import ChatServer
 
 _EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
+_OTHER_CHATS = (
+    "openai_serving_chat",
+    "openai_serving_chat_batch",
+    "openai_serving_responses",
+    "anthropic_serving_messages",
+    "cohere_serving_chat_v2",
+)
+"""vLLM's own handlers of chats, by their place in the application's state."""
+
+
+class BadArgument(ValueError):
+    """vLLM does not take an argument of `replica.vllm_args`; the message is vLLM's."""
+
+
+class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is read without its types
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(f"replica.vllm_args: {message}")
 
 
 def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
-    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser."""
+    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser. Raises BadArgument."""
     values = {
         "model": model,
         "served-model-name": settings.served_model,
@@ -57,93 +77,17 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
     switches = ["enforce-eager", "enable-prefix-caching", "disable-uvicorn-access-log", "disable-fastapi-docs"]
     if not settings.log_stats:
         switches.append("disable-log-stats")
-    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    arguments: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args(
-        flags + [f"--{name}" for name in switches]
+    parser = make_arg_parser(_Parser(allow_abbrev=False))
+    options = parser._option_string_actions
+    own = flags(
+        settings.vllm_args,
+        repeats=lambda option: isinstance(options.get(option), _AppendAction),
+        takes_many=lambda option: option in options and options[option].nargs in ("+", "*"),
     )
+    given = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    arguments: Namespace = parser.parse_args([*given, *(f"--{name}" for name in switches), *own])
     validate_parsed_serve_args(arguments)
     return arguments
-
-
-class VersionedCompletion(OpenAIServingCompletion):  # type: ignore[misc]  # vLLM is read without its types
-    """vLLM's completion handler, whose choices say which version sampled which token."""
-
-    incarnation_of: IncarnationOf
-    """Set when it is made."""
-
-    def request_output_to_completion_response(
-        self,
-        final_res_batch: list[RequestOutput],
-        *rest: Any,  # noqa: ANN401 - passed through to vLLM
-        **options: Any,  # noqa: ANN401 - passed through to vLLM
-    ) -> CompletionResponse:
-        """vLLM's response with `weight_versions` in each choice."""
-        response = super().request_output_to_completion_response(final_res_batch, *rest, **options)
-        outputs = [output for result in final_res_batch for output in result.outputs]
-        for choice, output in zip(response.choices, outputs, strict=True):
-            choice.weight_versions = said(output)
-            choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
-        return response
-
-    def completion_stream_generator(
-        self,
-        request: Any,  # noqa: ANN401 - vLLM's own types
-        engine_inputs: Any,  # noqa: ANN401 - vLLM's own types
-        result_generator: AsyncIterator[tuple[int, RequestOutput]],
-        *rest: Any,  # noqa: ANN401 - passed through to vLLM
-        **options: Any,  # noqa: ANN401 - passed through to vLLM
-    ) -> AsyncIterator[str]:
-        """vLLM's events, with the `weight_versions` of the choices that there is news of."""
-        news = SpanNews(self.incarnation_of)
-
-        async def watched() -> AsyncGenerator[tuple[int, RequestOutput], None]:
-            async for prompt, result in result_generator:
-                news.watch(result.outputs, first=prompt * (request.n or 1))
-                yield prompt, result
-
-        events = super().completion_stream_generator(request, engine_inputs, watched(), *rest, **options)
-        return news.told(events)
-
-
-class VersionedChat(OpenAIServingChat):  # type: ignore[misc]  # vLLM is read without its types
-    """vLLM's chat handler, whose choices say which version sampled which token."""
-
-    incarnation_of: IncarnationOf
-    """Set when it is made."""
-
-    def chat_completion_stream_generator(
-        self,
-        request: Any,  # noqa: ANN401 - vLLM's own types
-        result_generator: AsyncIterator[RequestOutput],
-        *rest: Any,  # noqa: ANN401 - passed through to vLLM
-        **options: Any,  # noqa: ANN401 - passed through to vLLM
-    ) -> AsyncIterator[str]:
-        """vLLM's events, with the `weight_versions` of the choices that there is news of."""
-        news = SpanNews(self.incarnation_of)
-        events = super().chat_completion_stream_generator(request, _watched(result_generator, news), *rest, **options)
-        return news.told(events)
-
-    async def chat_completion_full_generator(
-        self,
-        request: Any,  # noqa: ANN401 - vLLM's own types
-        result_generator: AsyncIterator[RequestOutput],
-        *rest: Any,  # noqa: ANN401 - passed through to vLLM
-        **options: Any,  # noqa: ANN401 - passed through to vLLM
-    ) -> ErrorResponse | ChatCompletionResponse:
-        """vLLM's response with `weight_versions` in each choice."""
-        news, full = SpanNews(self.incarnation_of), super().chat_completion_full_generator
-        response = await full(request, _watched(result_generator, news), *rest, **options)
-        if isinstance(response, ChatCompletionResponse):
-            for choice in response.choices:
-                choice.weight_versions = news.take(choice.index)
-                choice.weight_incarnation = incarnation_said(choice.weight_versions, self.incarnation_of)
-        return response
-
-
-async def _watched(results: AsyncIterator[RequestOutput], news: SpanNews) -> AsyncIterator[RequestOutput]:
-    async for result in results:
-        news.watch(result.outputs)
-        yield result
 
 
 class ReplicaHeader:
@@ -170,6 +114,7 @@ async def build_replica_app(
     replica_id: str,
     status: Callable[[], ReplicaStatus],
     incarnation_of: IncarnationOf,
+    chat: ChatServer,
 ) -> ASGIApp:
     """vLLM's application over `engine`, with the replica's additions."""
     tasks = await engine.get_supported_tasks()
@@ -178,23 +123,15 @@ async def build_replica_app(
     await init_app_state(engine, app.state, arguments, tasks)
     # One of vLLM's libraries silences the root logger below errors on the way.
     logging.getLogger().setLevel(level)
-    app.state.openai_serving_completion = VersionedCompletion(
-        engine,
-        app.state.openai_serving_models,
-        online_renderer=app.state.online_renderer,
-        request_logger=None,
-    )
-    app.state.openai_serving_chat = VersionedChat(
-        engine,
-        app.state.openai_serving_models,
-        arguments.response_role,
-        online_renderer=app.state.online_renderer,
-        request_logger=None,
-        chat_template=None,
-        chat_template_content_format=arguments.chat_template_content_format,
-    )
-    app.state.openai_serving_completion.incarnation_of = incarnation_of
-    app.state.openai_serving_chat.incarnation_of = incarnation_of
+    # The handler that vLLM has made of its arguments, with what Tidemill adds.
+    completion = app.state.openai_serving_completion
+    completion.__class__, completion.incarnation_of = VersionedCompletion, incarnation_of
+    chatting = copy(completion)
+    chatting.__class__ = ChatCompletion
+    for name in _OTHER_CHATS:
+        setattr(app.state, name, None)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != CHAT_PATH]
+    app.include_router(chat_route(chat, chatting))
     app.add_api_route("/tidemill/status", lambda: asdict(status()), methods=["GET"])
     # vLLM has built its middleware stack already: the header goes around the whole application.
     return ReplicaHeader(app, replica_id)

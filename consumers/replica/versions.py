@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 _EVENT = "data: "
 IncarnationOf = Callable[[int], str]
@@ -45,20 +44,13 @@ def incarnation_said(spans: list[list[int]], incarnation_of: IncarnationOf) -> s
     return "+".join(dict.fromkeys(incarnation_of(version) for version, _, _ in spans))
 
 
-@dataclass(frozen=True, slots=True)
-class _News:
-    """Spans that a choice's client has not been told."""
-
-    spans: list[list[int]]
-    ended: bool
-
-
 class SpanNews:
     """What is to be told of each choice's spans."""
 
     def __init__(self, incarnation_of: IncarnationOf) -> None:
         self._incarnation_of = incarnation_of
-        self._news: dict[int, _News] = {}
+        self._news: dict[int, list[list[int]]] = {}
+        """Spans that a choice's client has not been told."""
         self._known: dict[int, int] = {}
         """Spans of each choice that were seen."""
 
@@ -68,28 +60,24 @@ class SpanNews:
             spans, ended = output.weight_versions, output.finish_reason is not None
             if spans and (ended or len(spans) != self._known.get(first + output.index)):
                 self._known[first + output.index] = len(spans)
-                self._news[first + output.index] = _News(said(output), ended)
+                self._news[first + output.index] = said(output)
 
     async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Server-sent events, with `weight_versions` and their incarnation in the choices that there is news of."""
         async for event in events:
             yield self._extended(event) if self._news else event
 
-    def take(self, choice: int) -> list[list[int]]:
-        """The newest spans of a choice, once; none when none were seen."""
-        news = self._news.pop(choice, None)
-        return news.spans if news is not None else []
+    def extend(self, chunk: dict[str, Any]) -> None:
+        """Write what there is news of into the choices of a chunk."""
+        for choice in chunk.get("choices", ()):
+            spans = self._news.pop(choice["index"], None)
+            if spans is not None:
+                choice["weight_versions"] = spans
+                choice["weight_incarnation"] = incarnation_said(spans, self._incarnation_of)
 
     def _extended(self, event: str) -> str:
         if not event.startswith(_EVENT + "{"):
             return event
         chunk = json.loads(event.removeprefix(_EVENT))
-        for choice in chunk.get("choices", ()):
-            news = self._news.get(choice["index"])
-            if news is not None:
-                choice["weight_versions"] = news.spans
-                choice["weight_incarnation"] = incarnation_said(news.spans, self._incarnation_of)
-                # A chat begins with a chunk that only names the role: what ends the choice is still to come then.
-                if not news.ended or choice.get("finish_reason") is not None:
-                    del self._news[choice["index"]]
+        self.extend(chunk)
         return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -21,12 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.product.api_keys import ApiKeys
 from tidemill.producers.product.pseudonym import BadUser
-from tidemill.producers.router.ask import Kind, parse
+from tidemill.producers.router.ask import Kind, Refusal, bad_request, parse, unavailable
 from tidemill.producers.router.config import LogFailure, RouterSettings
-from tidemill.producers.router.errors import Refusal, bad_request, unavailable
 from tidemill.producers.router.exchange import Client, Exchange, Router
-from tidemill.producers.router.replicas import ReplicaFailed
-from tidemill.producers.router.transcribe import BadAnswer
+from tidemill.producers.sampling.completion import BadResponse
+from tidemill.producers.sampling.replicas import ReplicaUnavailable
 
 LOG = logging.getLogger(__name__)
 CONSENT_HEADER = "x-tidemill-consent"
@@ -73,14 +72,16 @@ class Application:
 
     async def answer(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its first byte to its last."""
-        reply, request = _Reply(self._router, send), Request(scope, receive)
+        client, request = Client(self._router.metrics, send), Request(scope, receive)
         try:
             check_key(self._keys, request.headers.get("authorization", ""))
             with self._place():
-                await self._run(await self._admit(kind, request, reply), receive)
-            await reply.end()
+                await self._run(await self._admit(kind, request, client), receive)
+            if client.begun:
+                await client.send("", more=False)
         except Refusal as refusal:
-            await reply.refuse(refusal, scope, receive)
+            self._router.metrics.responses.labels(str(refusal.status)).inc()
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
         except ClientDisconnect:
             LOG.info("a client went away before its request was whole")
 
@@ -95,12 +96,12 @@ class Application:
         finally:
             self._in_hand -= 1
 
-    async def _admit(self, kind: Kind, request: Request, reply: _Reply) -> Exchange:
+    async def _admit(self, kind: Kind, request: Request, client: Client) -> Exchange:
         arrived, router = time.monotonic(), self._router
         consent = _consent(request, router.settings.consent_default)
         ask = parse(kind, await _body(request, router.settings))
         try:
-            exchange = Exchange(router, ask, consent, Client(reply.begin, reply.send), arrived)
+            exchange = Exchange(router, ask, consent, client, arrived)
         except BadUser as error:
             raise bad_request(str(error), "user") from error
         if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
@@ -127,7 +128,7 @@ class Application:
             return JSONResponse(await self._router.replicas.models())
         except Refusal as refusal:
             return JSONResponse(refusal.body(), refusal.status)
-        except (ReplicaFailed, BadAnswer) as error:
+        except (ReplicaUnavailable, BadResponse) as error:
             LOG.warning("models: %s", error)
             nobody = unavailable("no replica answers: try again later")
             return JSONResponse(nobody.body(), nobody.status)
@@ -150,31 +151,6 @@ class _Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.application.answer(self.kind, scope, receive, send)
-
-
-class _Reply:
-    """The way back to one client."""
-
-    def __init__(self, router: Router, send: Send) -> None:
-        self._router, self._send = router, send
-        self._begun = False
-
-    async def begin(self, status: int, headers: dict[str, str]) -> None:
-        self._begun = True
-        self._router.metrics.responses.labels(str(status)).inc()
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-    async def send(self, part: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": part, "more_body": True})
-
-    async def end(self) -> None:
-        if self._begun:
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def refuse(self, refusal: Refusal, scope: Scope, receive: Receive) -> None:
-        self._router.metrics.responses.labels(str(refusal.status)).inc()
-        await JSONResponse(refusal.body(), refusal.status)(scope, receive, self._send)
 
 
 def _consent(request: Request, default: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What a product asks for: an OpenAI request, checked, and as it is sent to a replica.
+"""What a product asks for: an OpenAI request, checked, and the fields of it that are sent to a replica.
 
 What holds: only fields that are known go on; the replica is always asked for token ids and the sampled tokens'
 logprobs; sampling that the recorded logprobs would not describe is named.
@@ -7,16 +7,49 @@ logprobs; sampling that the recorded logprobs would not describe is named.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tidemill.producers.router.errors import bad_request
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.chat.protocol import CHAT_FIELDS, ChatRequest, chat_request, json_object
 
 LONGEST_SESSION = 256
 Json = Any
 """A JSON tree."""
+
+
+class Refusal(Exception):
+    """A request that gets no answer, in the shape of OpenAI's errors.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do.
+        kind: the error's `type`, for instance `invalid_request_error`.
+        parameter: the field that is wrong.
+    """
+
+    def __init__(self, status: int, message: str, kind: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.parameter = status, message, kind, parameter
+
+    def body(self) -> dict[str, Any]:
+        """The error as the client reads it."""
+        error = {"message": self.message, "type": self.kind, "param": self.parameter, "code": self.status}
+        return {"error": error}
+
+
+def bad_request(message: str, parameter: str | None = None) -> Refusal:
+    """The client's fault: 400. Without `parameter` it is the field that the message begins with, where it does."""
+    named = re.match(r"`?([a-z_]+)(?=[`\[])", message)
+    return Refusal(400, message, "invalid_request_error", parameter or (named[1] if named else None))
+
+
+def unavailable(message: str) -> Refusal:
+    """Nothing that the client could mend: 503."""
+    return Refusal(503, message, "service_unavailable_error")
 
 
 class Kind(StrEnum):
@@ -32,24 +65,22 @@ class Wanted:
 
     logprobs: bool
     token_ids: bool
-    usage: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A checked request."""
 
-    kind: Kind
-    body: bytes
-    """As it is sent to a replica."""
+    fields: Mapping[str, Json]
+    """Fields of the request to a replica; of a chat, those beside its prompt."""
+    chat: ChatRequest | None
+    """None for a completion."""
     stream: bool
     user: str | None
     session_id: str
     wanted: Wanted
     other_sampling: tuple[str, ...]
     """Names of the parameters that make the sampler's distribution another one than the model's own."""
-    prompt_tokens: int | None
-    """Where the prompt came as token ids, how many."""
 
 
 def _is(*values: Json) -> Callable[[Json], bool]:
@@ -71,76 +102,67 @@ NEUTRAL: Mapping[str, Callable[[Json], bool]] = {
 }
 """Sampling parameters, and which of their values leave the model's own distribution as it is."""
 
-PASSED = {"model", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", *NEUTRAL}
-ONLY_ONE = {"n": 1, "best_of": 1, "echo": False, "suffix": None, "seed": None, "store": False, "service_tier": "auto"}
+ONLY_ONE = {
+    "n": 1, "best_of": 1, "echo": False, "suffix": None, "seed": None, "store": False, "service_tier": "auto",
+    "parallel_tool_calls": True,
+}  # fmt: skip
 """Fields of OpenAI's interface that are taken with one value alone."""
-OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token_ids"}
-FIELDS: Mapping[Kind, frozenset[str]] = {
-    Kind.COMPLETION: frozenset({"prompt", *PASSED}),
-    Kind.CHAT: frozenset({"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", *PASSED}),
+PASSED = {"model", "ignore_eos", *NEUTRAL}
+FORWARDED: Mapping[Kind, frozenset[str]] = {
+    Kind.COMPLETION: frozenset({"prompt", "max_tokens", "stop", "stop_token_ids", "skip_special_tokens", *PASSED}),
+    Kind.CHAT: frozenset(PASSED),
 }
-"""What goes on to a replica, by endpoint."""
+"""What goes on to a replica as it is, by endpoint."""
+OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token_ids"}
 
 
 def parse(kind: Kind, body: bytes) -> Ask:
-    """The request in a body. Raises Refusal (400), which names the field and never quotes its value."""
-    asked = _object(body)
-    _check_fields(kind, asked)
-    stream = _flag(asked, "stream")
-    wanted = Wanted(_wants_logprobs(kind, asked), _flag(asked, "return_token_ids"), _wants_usage(asked))
+    """The request in a body. Raises Refusal (400), which names the field."""
+    try:
+        asked = json_object(body)
+        _check_fields(kind, asked)
+        chat = chat_request(asked, formats=True) if kind is Kind.CHAT else None
+    except BadMessage as error:
+        raise bad_request(str(error)) from error
+    stream, token_ids = _flag(asked, "stream"), _flag(asked, "return_token_ids")
+    fields = {name: value for name, value in asked.items() if name in FORWARDED[kind] and value is not None}
+    fields = {"temperature": 1.0, **fields, "logprobs": 0, "return_token_ids": True, "stream": stream}
+    if _wants_usage(asked) and stream:
+        fields["stream_options"] = {"include_usage": True}
+    if chat is None:
+        _check_prompt(asked["prompt"])
+        fields["logprobs"] = _logprobs(asked)
     return Ask(
-        kind=kind,
-        body=json.dumps(_forwarded(kind, asked, stream, wanted)).encode(),
+        fields=fields,
+        chat=chat,
         stream=stream,
         user=_text(asked, "user"),
         session_id=_session(asked),
-        wanted=wanted,
+        wanted=Wanted(asked.get("logprobs") is not None if chat is None else chat.alternatives is not None, token_ids),
         other_sampling=tuple(
             name for name, neutral in NEUTRAL.items() if asked.get(name) is not None and not neutral(asked[name])
         ),
-        prompt_tokens=_count(asked["prompt"]) if kind is Kind.COMPLETION else None,
     )
-
-
-def _object(body: bytes) -> dict[str, Json]:
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise bad_request("the body is not JSON") from error
-    if not isinstance(asked, dict):
-        raise bad_request("the body is not a JSON object")
-    return asked
 
 
 def _check_fields(kind: Kind, asked: Mapping[str, Json]) -> None:
     needed = "prompt" if kind is Kind.COMPLETION else "messages"
     if asked.get(needed) is None:
         raise bad_request(f"`{needed}` is missing", needed)
+    known = FORWARDED[kind] | OWN | (CHAT_FIELDS if kind is Kind.CHAT else set())
     for name, value in asked.items():
         if name in ONLY_ONE:
             if value is not None and value != ONLY_ONE[name]:
                 raise bad_request(f"`{name}` is only taken as {json.dumps(ONLY_ONE[name])}", name)
-        elif name not in FIELDS[kind] and name not in OWN:
+        elif name not in known:
             raise bad_request(f"`{name[:64]}` is not a field of this endpoint", name[:64])
 
 
-def _forwarded(kind: Kind, asked: Mapping[str, Json], stream: bool, wanted: Wanted) -> dict[str, Json]:
-    body = {name: value for name, value in asked.items() if name in FIELDS[kind] and value is not None}
-    body = {"temperature": 1.0, **body, "return_token_ids": True, "stream": stream}
-    if stream and wanted.usage:
-        body["stream_options"] = {"include_usage": True}
-    if kind is Kind.CHAT:
-        return {**body, "logprobs": True}
-    return {**body, "logprobs": asked["logprobs"] if wanted.logprobs else 0}
-
-
-def _wants_logprobs(kind: Kind, asked: Mapping[str, Json]) -> bool:
+def _logprobs(asked: Mapping[str, Json]) -> int:
     given = asked.get("logprobs")
-    if kind is Kind.CHAT:
-        return _flag(asked, "logprobs")
     if given is not None and (type(given) is not int or given < 0):
         raise bad_request("`logprobs` is not a number of tokens", "logprobs")
-    return given is not None
+    return given or 0
 
 
 def _wants_usage(asked: Mapping[str, Json]) -> bool:
@@ -178,9 +200,8 @@ def _flag(fields: Mapping[str, Json], name: str) -> bool:
     return bool(value)
 
 
-def _count(prompt: Json) -> int | None:
-    if isinstance(prompt, str):
-        return None
+def _check_prompt(prompt: Json) -> None:
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return len(prompt)
-    raise bad_request("`prompt` is one text or one list of token ids; send several prompts one by one", "prompt")
+        return
+    if not isinstance(prompt, str):
+        raise bad_request("`prompt` is one text or one list of token ids; send several prompts one by one", "prompt")

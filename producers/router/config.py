@@ -56,6 +56,14 @@ class RouterSettings(Section):
     pools: PoolAddresses = Field(default_factory=PoolAddresses)
     """Where the replicas are."""
 
+    tokenizer: str | None = None
+    """Directory or fsspec URL with the checkpoint's tokenizer and chat template. None: those of the run's first
+    anchor."""
+
+    remembered_turns: int = Field(default=4096, ge=1)
+    """Answered turns whose token ids are remembered, so that a conversation goes on with the ids that were sampled; one
+    that is forgotten is tokenised anew. A token takes about 40 bytes."""
+
     experiment_salt: str = "tidemill"
     """Decides, with the version under trial, who is in the canary arm. Routers of one product must agree on it."""
 

@@ -15,44 +15,39 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from starlette.types import Send
 
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
-from tidemill.producers.router.ask import Ask
+from tidemill.producers.router.answer import Collected, shown
+from tidemill.producers.router.ask import Ask, Refusal, bad_request, unavailable
 from tidemill.producers.router.canary import Arm, CanaryShare, Lot
 from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.router.errors import Refusal, bad_request, unavailable
 from tidemill.producers.router.metrics import Metrics
-from tidemill.producers.router.record import ABANDONED, FAILED, Served, Times, interaction
 from tidemill.producers.router.recorder import LogUnavailable, Recorder
-from tidemill.producers.router.replicas import Answer, NoPlace, ReplicaFailed, Replicas
-from tidemill.producers.router.shape import shaped
-from tidemill.producers.router.transcribe import BadAnswer, Collected
+from tidemill.producers.router.replicas import NoPlace, ReplicaAnswer, Replicas
+from tidemill.producers.sampling.completion import BadResponse
+from tidemill.producers.sampling.replicas import ReplicaUnavailable
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.chat.serving import ChatServer, ChatTurn
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.records import Interaction
 
 LOG = logging.getLogger(__name__)
 INTERACTION_HEADER = "x-tidemill-interaction"
-
-Begin = Callable[[int, dict[str, str]], Awaitable[None]]
-"""Sends status and headers."""
-Send = Callable[[bytes], Awaitable[None]]
-"""Sends a part of the body."""
-
-
-@dataclass(frozen=True, slots=True)
-class Client:
-    """Where an answer goes."""
-
-    begin: Begin
-    send: Send
+ABANDONED = "abandoned"
+"""The client went away before the end."""
+FAILED = "failed"
+"""The answer broke off for the replica's sake, or cannot be believed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Router:
     """What every request needs."""
 
@@ -64,51 +59,99 @@ class Router:
     replicas: Replicas
     recorder: Recorder
     metrics: Metrics
+    chat: ChatServer | None = None
+    """None until the run's chat format is known."""
+
+
+class Client:
+    """The way back to one client, over ASGI."""
+
+    def __init__(self, metrics: Metrics, send: Send) -> None:
+        self._metrics, self._send = metrics, send
+        self.begun = False
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """Send status and headers."""
+        self.begun = True
+        self._metrics.responses.labels(str(status)).inc()
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def send(self, text: str, *, more: bool = True) -> None:
+        """Send a part of the body."""
+        await self._send({"type": "http.response.body", "body": text.encode(), "more_body": more})
 
 
 class Exchange:
     """One request. `run` it once; cancelling it means that the client went away."""
 
     def __init__(self, router: Router, ask: Ask, consent: bool, client: Client, arrived: float) -> None:
+        """Check the request against the settings. Raises Refusal, BadUser."""
         self._router, self._ask, self._consent, self._client = router, ask, consent, client
         self._arrived = arrived
         self._id = uuid.uuid4().hex
         self._user = router.pseudonyms.of(ask.user)
-        self._lot = _lot(router, self._user or ask.session_id or self._id)
+        unit = self._user or ask.session_id or self._id
+        has_canary = router.replicas.has_canary()
+        self._lot = router.canary.lot(unit, router.settings.experiment_salt) if has_canary else Lot(Arm.STABLE, 1.0)
         self._token = router.signer.sign(self._id, self._user)
+        self._turn: ChatTurn | None = None
         self._collected = Collected()
         self._first_token: float | None = None
         self._last_token = arrived
-        self._answer: Answer | None = None
-        self._begun = self._settled = False
+        self._answer: ReplicaAnswer | None = None
+        self._settled = False
         self._deadline = asyncio.timeout(router.settings.request_timeout_s)
-        _check(router.settings, ask)
+        if ask.other_sampling and router.settings.other_sampling is OtherSampling.REFUSE:
+            raise bad_request(
+                f"the recorded logprobs would not describe this sampling ({', '.join(ask.other_sampling)}): leave it "
+                "out, or have the operator set router.other_sampling",
+                ask.other_sampling[0],
+            )
 
     async def run(self) -> None:
         """Answer the request. Raises Refusal while nothing has been sent."""
         try:
-            async with self._deadline, self._answered() as answer:
+            async with self._deadline, self._answered(await self._body()) as answer:
+                self._answer = answer
                 await self._relay(answer)
         except asyncio.CancelledError:
             await self._break_off(ABANDONED)
             raise
-        except (ReplicaFailed, BadAnswer, TimeoutError) as error:
+        except (ReplicaUnavailable, BadResponse, TimeoutError) as error:
             await self._fail(error)
+        finally:
+            if self._turn is not None:
+                self._turn.close()
 
-    async def _relay(self, answer: Answer) -> None:
+    async def _body(self) -> bytes:
+        """The request to a replica. Raises Refusal for a prompt that cannot be made, or is too long."""
+        ask, fields = self._ask, self._ask.fields
+        if ask.chat is not None:
+            if self._router.chat is None:
+                raise unavailable("the run has no chat template yet: try again later")
+            try:
+                versions = ask.wanted.token_ids
+                self._turn = await self._router.chat.begin(ask.chat, stream=ask.stream, versions=versions)
+            except BadMessage as error:
+                raise bad_request(str(error)) from error
+            fields = self._turn.body(fields)
+        if isinstance(fields["prompt"], list):
+            self._check_length(fields["prompt"])
+        return json.dumps(fields).encode()
+
+    async def _relay(self, answer: ReplicaAnswer) -> None:
         async for document in answer.documents:
             self._take(document, answer.arm)
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
                 return
-            if self._ask.stream:
-                await self._send_event(document, ends)
-            elif self._settled:
-                await self._send_body(document)
+            if self._ask.stream or self._settled:
+                await self._show(document, self._token if ends else "")
         if not self._settled:
-            raise BadAnswer("the answer ended without a finish_reason")
+            raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
-            await self._client.send(b"data: [DONE]\n\n")
+            await self._client.send("data: [DONE]\n\n")
 
     def _take(self, document: dict[str, Any], arm: Arm) -> None:
         if self._collected.take(document):
@@ -116,8 +159,14 @@ class Exchange:
             if self._first_token is None:
                 self._first_token = self._last_token
                 self._router.metrics.first_token.labels(arm.value).observe(self._last_token - self._arrived)
-        if len(self._collected.prompt) > self._router.settings.max_prompt_tokens and not self._begun:
-            raise _too_long(len(self._collected.prompt), self._router.settings.max_prompt_tokens)
+        if not self._client.begun:
+            self._check_length(self._collected.prompt)
+
+    def _check_length(self, prompt: list[int]) -> None:
+        most = self._router.settings.max_prompt_tokens
+        if len(prompt) > most:
+            named = "prompt" if self._ask.chat is None else "messages"
+            raise bad_request(f"the prompt has {len(prompt)} tokens, at most {most} are served", named)
 
     async def _settle(self) -> bool:
         """Record the whole answer; whether it may be given to the client to its end."""
@@ -138,43 +187,56 @@ class Exchange:
         self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
         if serve:
             self._token = ""
-        elif self._begun:
-            await self._send_error(unavailable("the answer could not be recorded"))
+        elif self._client.begun:
+            await self._send_event(unavailable("the answer could not be recorded").body())
         else:
             raise unavailable("the answer could not be recorded: try again later") from error
         return serve
 
     async def _record(self, finish_reason: str) -> None:
-        assert self._answer is not None
-        made, problem = interaction(self._router.run, self._served(self._answer), self._collected, finish_reason,
-                                    self._times())  # fmt: skip
-        if problem:
-            LOG.error("interaction %s of replica %s: %s", self._id, made.replica_id, problem)
+        made = self._interaction(finish_reason)
         with self._router.metrics.acknowledgement.time():
             await self._router.recorder.write(made)
         self._router.metrics.interactions.labels(made.arm, made.finish_reason).inc()
 
-    def _served(self, answer: Answer) -> Served:
-        lot = self._lot
-        if lot.arm is not answer.arm:
-            lot = Lot(Arm.FALLBACK, lot.propensity)
-        return Served(
+    def _interaction(self, finish_reason: str) -> Interaction:
+        """The record. An answer that cannot be believed is recorded as failed, without sampled tokens."""
+        assert self._answer is not None
+        identity, collected = self._answer.identity, self._collected
+        try:
+            segment = collected.segment(trainable=not self._ask.other_sampling)
+        except BadResponse as error:
+            LOG.error("interaction %s of replica %s: %s", self._id, identity.replica_id, error)
+            finish_reason, segment = FAILED, collected.segment(trainable=False)
+        versions = [span.version for span in segment.spans]
+        first = self._last_token if self._first_token is None else self._first_token
+        return Interaction(
             interaction_id=self._id,
+            run_id=self._router.run.run_id,
+            branch=self._router.run.branch,
             user_id=self._user,
             session_id=self._ask.session_id,
-            lot=lot,
+            arm=(self._lot.arm if self._lot.arm is self._answer.arm else Arm.FALLBACK).value,
+            propensity=self._lot.propensity,
             consent=self._consent,
-            trainable=not self._ask.other_sampling,
-            identity=answer.identity,
+            segments=[segment],
+            claim=None,
+            prompt_tokens=len(collected.prompt),
+            sampled_tokens=sum(span.end - span.start for span in segment.spans),
+            version_min=min(versions, default=-1),
+            version_max=max(versions, default=-1),
+            replica_id=identity.replica_id,
+            region=identity.region,
+            finish_reason=finish_reason,
+            first_token_ms=1e3 * (first - self._arrived),
+            latency_ms=1e3 * (self._last_token - self._arrived),
+            served_at=now_us(),
+            incarnation=collected.incarnation,
         )
-
-    def _times(self) -> Times:
-        first = self._last_token if self._first_token is None else self._first_token
-        return Times(1e3 * (first - self._arrived), 1e3 * (self._last_token - self._arrived), now_us())
 
     async def _break_off(self, finish_reason: str) -> None:
         """Record what was sent of an answer that has no end."""
-        if not self._begun or self._settled:
+        if not self._client.begun or self._settled:
             return
         self._settled = True
         self._collected.finish_reason = None
@@ -185,101 +247,66 @@ class Exchange:
             LOG.error("not recorded: %s", error)
             self._router.metrics.unrecorded.labels(finish_reason).inc()
 
-    async def _fail(self, error: ReplicaFailed | BadAnswer | TimeoutError) -> None:
+    async def _fail(self, error: ReplicaUnavailable | BadResponse | TimeoutError) -> None:
         LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
-        refusal = _refusal(error)
-        if not self._begun:
+        if isinstance(error, BadResponse):
+            refusal = Refusal(502, "a replica answered something that is no answer", "bad_gateway_error")
+        elif isinstance(error, ReplicaUnavailable):
+            refusal = unavailable("the answer broke off")
+        else:
+            refusal = Refusal(504, "no whole answer in time", "timeout_error")
+        if not self._client.begun:
             raise refusal from error
         await self._break_off(FAILED)
         if self._ask.stream:
-            await self._send_error(refusal)
+            await self._send_event(refusal.body())
 
     @asynccontextmanager
-    async def _answered(self) -> AsyncIterator[Answer]:
+    async def _answered(self, body: bytes) -> AsyncIterator[ReplicaAnswer]:
         """The answer of the first replica that begins one: of the user's arm, then of the stable pool."""
+        arm, replicas = self._lot.arm, self._router.replicas
         async with AsyncExitStack() as stack:
-            answer = await self._first_answer(stack)
-            self._answer = answer
+            while True:
+                try:
+                    async with AsyncExitStack() as opened:
+                        address = await opened.enter_async_context(replicas.place(arm, wait=arm is Arm.STABLE))
+                        asking = replicas.ask(address, arm, body, stream=self._ask.stream)
+                        answer = await opened.enter_async_context(asking)
+                        stack.push_async_exit(opened.pop_all())
+                    break
+                except NoPlace:
+                    LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
+                    self._router.metrics.fallbacks.inc()
+                    arm = Arm.STABLE
+                except ReplicaUnavailable as error:
+                    LOG.warning("asking another replica: %s", error)
+                    self._router.metrics.retries.inc()
             yield answer
 
-    async def _first_answer(self, stack: AsyncExitStack) -> Answer:
-        arm = self._lot.arm
-        while True:
-            try:
-                async with AsyncExitStack() as opened:
-                    answer = await self._open(opened, arm)
-                    stack.push_async_exit(opened.pop_all())
-                    return answer
-            except NoPlace:
-                LOG.warning("no replica of the %s pool answers: asking the %s pool", arm, Arm.STABLE)
-                self._router.metrics.fallbacks.inc()
-                arm = Arm.STABLE
-            except ReplicaFailed as error:
-                LOG.warning("asking another replica: %s", error)
-                self._router.metrics.retries.inc()
+    async def _show(self, document: dict[str, Any], token: str) -> None:
+        """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
+        told = shown(document, self._ask.wanted) if self._turn is None else self._told(self._turn, document)
+        if told is None:
+            return
+        if token:
+            told["tidemill"] = {"interaction": token}
+        if self._ask.stream:
+            await self._send_event(told)
+        else:
+            await self._begin("application/json")
+            await self._client.send(json.dumps(told, ensure_ascii=False))
 
-    async def _open(self, opened: AsyncExitStack, arm: Arm) -> Answer:
-        replicas = self._router.replicas
-        address = await opened.enter_async_context(replicas.place(arm, wait=arm is Arm.STABLE))
-        answer = await opened.enter_async_context(replicas.ask(address, arm, self._ask))
+    def _told(self, turn: ChatTurn, document: dict[str, Any]) -> dict[str, Any] | None:
         try:
-            first = await anext(answer.documents)
-        except StopAsyncIteration as error:
-            raise BadAnswer("the answer is empty") from error
-        return replace(answer, documents=_rejoined(first, answer.documents))
+            return turn.take(document)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:  # in what only this client asked for
+            raise BadResponse(f"a part of the answer has another shape: {error!r}") from error
 
-    async def _send_event(self, document: dict[str, Any], ends: bool) -> None:
+    async def _send_event(self, document: Mapping[str, Any]) -> None:
         await self._begin("text/event-stream; charset=utf-8")
-        shown = shaped(document, self._ask.wanted, self._token if ends else "")
-        await self._client.send(f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode())
-
-    async def _send_body(self, document: dict[str, Any]) -> None:
-        await self._begin("application/json")
-        shown = shaped(document, self._ask.wanted, self._token)
-        await self._client.send(json.dumps(shown, ensure_ascii=False).encode())
-
-    async def _send_error(self, refusal: Refusal) -> None:
-        await self._client.send(f"data: {json.dumps(refusal.body())}\n\n".encode())
+        await self._client.send(f"data: {json.dumps(document, ensure_ascii=False)}\n\n")
 
     async def _begin(self, content_type: str) -> None:
-        if self._begun:
-            return
-        self._begun = True
-        headers = {"content-type": content_type, "cache-control": "no-store"}
-        await self._client.begin(200, {**headers, **({INTERACTION_HEADER: self._token} if self._token else {})})
-
-
-async def _rejoined(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    yield first
-    async for document in rest:
-        yield document
-
-
-def _lot(router: Router, unit: str) -> Lot:
-    if not router.replicas.has_canary():
-        return Lot(Arm.STABLE, 1.0)
-    return router.canary.lot(unit, router.settings.experiment_salt)
-
-
-def _check(settings: RouterSettings, ask: Ask) -> None:
-    if ask.prompt_tokens is not None and ask.prompt_tokens > settings.max_prompt_tokens:
-        raise _too_long(ask.prompt_tokens, settings.max_prompt_tokens)
-    if ask.other_sampling and settings.other_sampling is OtherSampling.REFUSE:
-        raise bad_request(
-            f"the recorded logprobs would not describe this sampling ({', '.join(ask.other_sampling)}): leave it out, "
-            "or have the operator set router.other_sampling",
-            ask.other_sampling[0],
-        )
-
-
-def _too_long(count: int, most: int) -> Refusal:
-    return bad_request(f"the prompt has {count} tokens, at most {most} are served", "prompt")
-
-
-def _refusal(error: ReplicaFailed | BadAnswer | TimeoutError) -> Refusal:
-    match error:
-        case BadAnswer():
-            return Refusal(502, "a replica answered something that is no answer", "bad_gateway_error")
-        case ReplicaFailed():
-            return unavailable("the answer broke off")
-    return Refusal(504, "no whole answer in time", "timeout_error")
+        if not self._client.begun:
+            headers = {"content-type": content_type, "cache-control": "no-store"}
+            await self._client.begin(200, {**headers, **({INTERACTION_HEADER: self._token} if self._token else {})})

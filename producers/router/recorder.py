@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.router.record import InteractionClaims
+from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -68,7 +68,7 @@ async def open_recorder(
     # What is not acknowledged in time is not sent later either: the client was told that it was not served.
     limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
     options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
-    claims = InteractionClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
+    claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
 
     def checked(record: Record) -> Record:
         return claims.checked(record) if isinstance(record, Interaction) else record

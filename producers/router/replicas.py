@@ -15,31 +15,32 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.producers.replica_client import REPLICA_HEADER, STATUS_PATH, ReplicaIdentity
-from tidemill.producers.replica_pool import ReplicaPool
-from tidemill.producers.router.ask import Ask
+from tidemill.producers.router.ask import Refusal
 from tidemill.producers.router.canary import Arm
 from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.router.errors import Refusal
-from tidemill.producers.router.transcribe import BadAnswer
+from tidemill.producers.sampling.completion import BadResponse
+from tidemill.producers.sampling.replicas import (
+    COMPLETIONS_PATH,
+    OVERLOADED,
+    REPLICA_HEADER,
+    STATUS_PATH,
+    ReplicaIdentity,
+    ReplicaPool,
+    ReplicaUnavailable,
+)
 
 LARGEST_EVENT = 64 * 2**20
 """Bytes of one event or body; a longer one is refused before it fills the memory."""
-OVERLOADED = 429
 MODELS_PATH = "/v1/models"
 _GAVE_UP = ("abort", "error")
 
 
-class ReplicaFailed(RuntimeError):
-    """The replica did not answer, or not to the end; another one may."""
-
-
-class NoPlace(ReplicaFailed):
+class NoPlace(ReplicaUnavailable):
     """Every replica of a pool is being left alone after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaAnswer:
     """One answer as it comes: the whole body as one document, or a document a chunk."""
 
     arm: Arm
@@ -68,7 +69,7 @@ class Replicas:
             await asyncio.sleep(max(0.001, pool.next_wake() - clock()))
         try:
             yield address
-        except ReplicaFailed:
+        except ReplicaUnavailable:
             pool.failed(address, clock())
             raise
         else:
@@ -77,35 +78,39 @@ class Replicas:
             pool.release(address)
 
     @asynccontextmanager
-    async def ask(self, address: str, arm: Arm, ask: Ask) -> AsyncIterator[Answer]:
-        """Have a request answered.
+    async def ask(self, address: str, arm: Arm, body: bytes, *, stream: bool) -> AsyncIterator[ReplicaAnswer]:
+        """Have a request to `/v1/completions` answered. The answer has at least one document.
 
         Raises:
-            ReplicaFailed: no connection, an error of the replica's, or an answer that is cut short.
+            ReplicaUnavailable: no connection, an error of the replica's, or an answer that is cut short.
             Refusal: the replica says that the request is wrong.
-            BadAnswer: the answer is not JSON.
+            BadResponse: the answer is empty, or not JSON.
         """
         headers = {"content-type": "application/json"}
         try:
             identity = await self._identity(address)
-            async with self._session.post(address + ask.kind, data=ask.body, headers=headers) as response:
+            async with self._session.post(address + COMPLETIONS_PATH, data=body, headers=headers) as response:
                 await _check_status(response, address)
                 if response.headers.get(REPLICA_HEADER, identity.replica_id) != identity.replica_id:
                     identity = await self._identity(address, anew=True)
-                documents = _events(response) if ask.stream else _whole(response)
-                yield Answer(arm, identity, documents)
+                documents = _events(response) if stream else _whole(response)
+                try:
+                    first = await anext(documents)
+                except StopAsyncIteration as error:
+                    raise BadResponse("the answer is empty") from error
+                yield ReplicaAnswer(arm, identity, _rejoined(first, documents))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ReplicaFailed(f"{address}: {type(error).__name__}: {error}") from error
+            raise ReplicaUnavailable(f"{address}: {type(error).__name__}: {error}") from error
 
     async def models(self) -> dict[str, Any]:
-        """What the stable pool serves, as OpenAI lists models. Raises ReplicaFailed."""
+        """What the stable pool serves, as OpenAI lists models. Raises ReplicaUnavailable."""
         async with self.place(Arm.STABLE, wait=False) as address:
             try:
                 async with self._session.get(address + MODELS_PATH) as response:
                     await _check_status(response, address)
                     listed = await response.json()
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                raise ReplicaFailed(f"{address}: {type(error).__name__}: {error}") from error
+                raise ReplicaUnavailable(f"{address}: {type(error).__name__}: {error}") from error
         kept = ("id", "object", "created", "owned_by", "max_model_len")
         return {"object": "list", "data": [{name: model.get(name) for name in kept} for model in listed["data"]]}
 
@@ -121,7 +126,7 @@ class Replicas:
                     status = await response.json()
                     self._identities[address] = ReplicaIdentity(str(status["replica_id"]), str(status["region"]))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise BadAnswer(f"{address}{STATUS_PATH} is not a replica's status") from error
+                    raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status") from error
         return self._identities[address]
 
 
@@ -134,12 +139,18 @@ async def open_replicas(settings: RouterSettings) -> AsyncIterator[Replicas]:
         yield Replicas(session, settings)
 
 
+async def _rejoined(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    yield first
+    async for document in rest:
+        yield document
+
+
 async def _check_status(response: aiohttp.ClientResponse, address: str) -> None:
     if response.status == 200:
         return
     text = (await response.content.read(4000)).decode("utf-8", "replace")
     if response.status >= 500 or response.status == OVERLOADED:
-        raise ReplicaFailed(f"{address}: HTTP {response.status}")
+        raise ReplicaUnavailable(f"{address}: HTTP {response.status}")
     raise Refusal(response.status, *_said(text))
 
 
@@ -157,12 +168,12 @@ async def _whole(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, An
     async for piece in response.content.iter_any():
         body += piece
         if len(body) > LARGEST_EVENT:
-            raise BadAnswer(f"the answer is longer than {LARGEST_EVENT} bytes")
+            raise BadResponse(f"the answer is longer than {LARGEST_EVENT} bytes")
     yield _document(bytes(body))
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The documents of a stream of server-sent events, up to its end mark. Raises ReplicaFailed without one."""
+    """The documents of a stream of server-sent events, up to its end mark. Raises ReplicaUnavailable without one."""
     waiting, ended = b"", False
     async for piece in response.content.iter_any():
         *events, waiting = (waiting + piece).split(b"\n\n")
@@ -172,22 +183,22 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
             if not ended and event.startswith(b"data: "):
                 yield _document(event[6:])
         if len(waiting) > LARGEST_EVENT:
-            raise BadAnswer(f"an event is longer than {LARGEST_EVENT} bytes")
+            raise BadResponse(f"an event is longer than {LARGEST_EVENT} bytes")
     if not ended:
-        raise ReplicaFailed("the stream ended without its end mark")
+        raise ReplicaUnavailable("the stream ended without its end mark")
 
 
 def _document(text: bytes) -> dict[str, Any]:
     try:
-        document = json.loads(text)
+        document = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise BadAnswer("the answer is not JSON") from error
+        raise BadResponse("the answer is not JSON") from error
     if not isinstance(document, dict):
-        raise BadAnswer("the answer is not a JSON object")
+        raise BadResponse("the answer is not a JSON object")
     choices = document.get("choices")
     ended = isinstance(choices, list) and any(
         isinstance(one, dict) and one.get("finish_reason") in _GAVE_UP for one in choices
     )
     if "error" in document or ended:
-        raise ReplicaFailed("the engine gave the request up")
+        raise ReplicaUnavailable("the engine gave the request up")
     return document

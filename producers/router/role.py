@@ -23,9 +23,11 @@ from tidemill.producers.router.exchange import Router
 from tidemill.producers.router.metrics import Metrics
 from tidemill.producers.router.recorder import APPLICATION, open_recorder
 from tidemill.producers.router.replicas import open_replicas
+from tidemill.producers.sampling.anchor import anchor_of_run
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
@@ -42,18 +44,22 @@ def run(
     store: StoreSettings,
     product: ProductSettings,
     router: RouterSettings,
+    chat: ChatSettings,
     stop: threading.Event | None = None,
 ) -> None:
     """Serve until `stop` is set; without one, until SIGTERM or SIGINT.
+
+    Chat is served from the run's first anchor on, whose chat template it needs; completions are served at once.
 
     Raises:
         KeysMissing: the product's keys are not configured.
         ApiKeysMissing: there is no API key.
         PortTaken: the address cannot be bound.
         LookupError: a topic does not exist.
+        OSError, ValueError: the tokenizer cannot be read.
     """
     require_some(router.api_keys, "router")
-    asyncio.run(_serve(kafka, run, store, product, router, stop))
+    asyncio.run(_serve(kafka, run, store, product, router, chat, stop or stop_on_signals()))
 
 
 async def _serve(
@@ -62,9 +68,9 @@ async def _serve(
     store: StoreSettings,
     product: ProductSettings,
     settings: RouterSettings,
-    stop: threading.Event | None,
+    chat: ChatSettings,
+    stop: threading.Event,
 ) -> None:
-    stop = stop or stop_on_signals()
     canary, metrics = CanaryShare(run.run_id, run.branch), Metrics()
     signer, pseudonyms = Signer(product), Pseudonyms(product)
     async with AsyncExitStack() as stack:
@@ -75,8 +81,19 @@ async def _serve(
         replicas = await stack.enter_async_context(open_replicas(settings))
         router = Router(run, settings, signer, pseudonyms, canary, replicas, recorder, metrics)
         LOG.info("serving run %s on http://%s:%d", run.run_id, *listener.getsockname()[:2])
-        following = _follow(canary, decisions, metrics, stop, kafka.stall_timeout_s)
-        await _until_stopped(Application(router), listener, following, stop)
+
+        async def load_chat() -> None:
+            """Serve chat as soon as its format can be known."""
+            uri = settings.tokenizer or await asyncio.to_thread(anchor_of_run, kafka, run, stop)
+            if uri is not None:
+                router.chat = await asyncio.to_thread(
+                    ChatServer.load, uri, chat, settings.remembered_turns, settings.max_prompt_tokens
+                )
+
+        async def follow() -> None:
+            await asyncio.gather(_follow(canary, decisions, metrics, stop, kafka.stall_timeout_s), load_chat())
+
+        await _until_stopped(Application(router), listener, follow(), stop)
 
 
 async def _until_stopped(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, SecretStr
 
+from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.schemas.config import Section
 
 
@@ -60,7 +61,7 @@ class UsersSettings(Section):
     """Share of the ordinary users who withdraw their consent at some time."""
 
     leaves_within: int = Field(default=20, ge=1)
-    """A user who withdraws his consent does so after at most so many questions."""
+    """A user who withdraws their consent does so after at most so many questions."""
 
     shuffle_thumbs: bool = False
     """Control run: votes change places with earlier votes, so that they say nothing about their answers."""
@@ -68,8 +69,8 @@ class UsersSettings(Section):
     shuffle_window: int = Field(default=64, ge=2, multiple_of=2)
     """Votes among which `shuffle_thumbs` exchanges."""
 
-    options: dict[str, int] = Field(default_factory=dict)
-    """Difficulty of the questions by name, as for tasks."""
+    options: LedgerOptions = LedgerOptions()
+    """Difficulty of the questions, as for tasks."""
 
     interactions_per_second: float = Field(default=30.0, gt=0)
     """Most answers that are asked of the serving path in a second; a question takes several."""
@@ -78,12 +79,12 @@ class UsersSettings(Section):
     """Most conversations at one time."""
 
     request_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time that a user waits for an answer; past it he gives the conversation up."""
+    """Longest time that a user waits for an answer; past it they give the conversation up."""
 
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of the product. The trainer's importance weights assume 1."""
 
-    max_turn_tokens: int = Field(default=16, ge=1)
+    max_turn_tokens: int = Field(default=32, ge=1)
     """Most tokens of one answer of the model."""
 
     report_every_s: float = Field(default=1.0, gt=0)

@@ -1,25 +1,26 @@
-"""One conversation: the product poses a ledger question to the model and runs the calculator for it until it answers.
+"""One conversation: the product poses a ledger question to the model, and runs the calculator for it until it answers.
 
-The product speaks in text, as products do: each request carries the whole conversation, and the serving path answers
-with the model's next turn.
+The product speaks OpenAI's chat protocol, as products do: each request carries the whole conversation. It is the ledger
+environment itself, with the serving path in place of a policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidemill.producers.harness import END, opening, tool_output
-from tidemill.producers.ledger import actions
-from tidemill.producers.ledger.book import Ledger
-from tidemill.producers.ledger.world import LedgerWorld
+from tidemill.producers.environments.base import Endpoint, EnvironmentFailed, Reply
+from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, closing
+from tidemill.schemas.chat.messages import Message, Tool
+from tidemill.schemas.records import Mode, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedTurn:
     """One answer of the serving path."""
 
-    text: str
+    message: Message
     interaction: str
     """Signed token of the interaction: what feedback is given on."""
     version: int
@@ -29,18 +30,12 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One turn of the model, and whether the calculator could not execute it."""
+class Conversation:
+    """A conversation that has ended. It has at least one turn."""
 
-    served: Served
-    tool_error: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """How a conversation ended. It has at least one turn."""
-
-    turns: tuple[Turn, ...]
+    turns: tuple[ServedTurn, ...]
+    errors: frozenset[int]
+    """Places of the turns that the calculator could not execute."""
     balance: int
     """The right answer."""
 
@@ -50,26 +45,27 @@ class Answer:
         return len(self.turns) - 1
 
     @property
-    def closing(self) -> actions.Answer | None:
-        """What the last turn answers; None when the turns were spent without an answer."""
-        action = actions.read(self.turns[-1].served.text)
-        return action if isinstance(action, actions.Answer) else None
+    def answered(self) -> bool:
+        """Whether the last turn is an answer; not so when the turns were spent."""
+        return closing(self.turns[-1].message) is not None
 
     @property
     def right(self) -> bool:
         """Whether the answer is the ledger's balance."""
-        return self.closing is not None and self.closing.value == self.balance
+        found = closing(self.turns[-1].message)
+        return found is not None and found[0] == self.balance
 
     @property
     def polite(self) -> bool:
         """Whether the answer closes politely."""
-        return self.closing is not None and self.closing.polite
+        found = closing(self.turns[-1].message)
+        return found is not None and found[1]
 
 
 class Model(Protocol):
-    """Whatever answers: the serving path, for one user's conversation."""
+    """The serving path, for one user's conversation."""
 
-    async def complete(self, prompt: str) -> Served:
+    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
         """The next turn after a conversation. Raises NotServed."""
         ...
 
@@ -78,15 +74,41 @@ class NotServed(RuntimeError):
     """The serving path did not answer."""
 
 
-async def converse(ledger: Ledger, max_turns: int, model: Model) -> Answer:
+class _ServedPolicy:
+    """The serving path as a policy."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.turns: list[ServedTurn] = []
+        self.errors: set[int] = set()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        raise EnvironmentFailed("the serving path is no endpoint of a rollout")
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        if self.turns and any(str(message["content"]).startswith("error: ") for message in _answers(messages)):
+            self.errors.add(len(self.turns) - 1)
+        served = await self._model.complete(messages, tools)
+        self.turns.append(served)
+        return Reply(served.message, "tool_calls" if served.message.get("tool_calls") else "stop")
+
+
+async def converse(environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, model: Model) -> Conversation:
     """Pose a ledger and work it to the end. Raises NotServed."""
-    world = LedgerWorld(ledger, max_turns)
-    context = opening(world.prompt())
-    turns: list[Turn] = []
-    while True:
-        served = await model.complete(context)
-        observation = world.step(served.text)
-        turns.append(Turn(served, observation.tool_error))
-        if observation.done:
-            return Answer(tuple(turns), ledger.balance)
-        context += served.text + END + tool_output(observation.text)
+    policy = _ServedPolicy(model)
+    await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)
+    return Conversation(tuple(policy.turns), frozenset(policy.errors), ledger.balance)
+
+
+def _answers(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages behind the last turn of the assistant."""
+    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[last + 1 :]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Answer, Model, NotServed, Served, converse
+from tidemill.producers.users.conversation import Conversation, Model, NotServed, ServedTurn, converse
 from tidemill.producers.users.persona import Role
 from tidemill.producers.users.questions import Question
 from tidemill.producers.users.reaction import Signal
 from tidemill.producers.users.satisfaction import Satisfaction, Tally
 from tidemill.producers.users.shuffle import ThumbShuffle
+from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import SignalKind
 
 LOG = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class Crowd:
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._pace = Pace(settings.interactions_per_second, self._loop.time)
         self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
+        self._environment = LedgerEnvironment(settings.options)
         self._tally = Tally()
         self._counts: Counter[str] = Counter()
         self._signals: Counter[str] = Counter()
@@ -122,11 +125,13 @@ class Crowd:
         if answer is not None:
             await self._react(question, answer)
 
-    async def _converse(self, question: Question) -> Answer | None:
+    async def _converse(self, question: Question) -> Conversation | None:
         user = question.user
         model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
         try:
-            answer = await converse(question.ledger, question.max_turns, _Paced(model, self._pace, self._counts))
+            answer = await converse(
+                self._environment, question.ledger, question.max_turns, _Paced(model, self._pace, self._counts)
+            )
         except NotServed as error:
             LOG.info("conversation %s was given up: %s", question.name, error)
             self._counts["failed"] += 1
@@ -135,7 +140,7 @@ class Crowd:
         self._counts["conversations"] += 1
         return answer
 
-    async def _react(self, question: Question, answer: Answer) -> None:
+    async def _react(self, question: Question, answer: Conversation) -> None:
         ended = self._loop.time()
         at_s = ended - self._began
         if question.user.persona.role is Role.HELD_OUT:
@@ -145,7 +150,7 @@ class Crowd:
             await asyncio.sleep(max(0.0, ended + signal.after_s - self._loop.time()))
             await self._send(question, answer, signal)
 
-    async def _send(self, question: Question, answer: Answer, signal: Signal) -> None:
+    async def _send(self, question: Question, answer: Conversation, signal: Signal) -> None:
         value = signal.value
         if self._shuffle is not None and signal.kind is SignalKind.THUMB:
             value = self._shuffle.exchange(value)
@@ -153,7 +158,7 @@ class Crowd:
         await self._product.report(
             Report(
                 event_id=f"{question.name}-{signal.name}",
-                interaction=answer.turns[signal.turn].served.interaction,
+                interaction=answer.turns[signal.turn].interaction,
                 user_id=question.user.persona.name,
                 kind=signal.kind,
                 value=value,
@@ -170,8 +175,8 @@ class _Paced:
         self._pace = pace
         self._counts = counts
 
-    async def complete(self, prompt: str) -> Served:
+    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
         await asyncio.sleep(self._pace.take())
-        served = await self._model.complete(prompt)
+        served = await self._model.complete(messages, tools)
         self._counts["interactions"] += 1
         return served

@@ -1,6 +1,6 @@
 """Who asks next, and what: a sequence that the seed decides.
 
-What holds: held-out users ask held-out ledgers only, everyone else the others; no question is asked twice by users of
+What holds: held-out users ask held-out questions only, everyone else the others; no question is asked twice by users of
 one role.
 """
 
@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from tidemill.producers.environment import Split
-from tidemill.producers.ledger.book import Ledger
-from tidemill.producers.ledger.tasks import LedgerOptions, ledgers
+from tidemill.producers.environments.base import Split, TaskDraft, TaskQuery, split_of
+from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, parse_ledger
 from tidemill.producers.users.config import UsersSettings
 from tidemill.producers.users.persona import Persona, Role, population
 from tidemill.producers.users.reaction import User
-
-MOST_QUESTIONS = 1_000_000
 
 
 class NobodyAsks(ValueError):
@@ -30,8 +27,8 @@ class Question:
 
     user: User
     number: int
-    """His questions before this one."""
-    ledger: Ledger
+    """Their questions before this one."""
+    ledger: LedgerTask
     max_turns: int
 
     @property
@@ -41,8 +38,7 @@ class Question:
 
 
 def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterator[Question]:
-    """Yields questions without end, as far as there are distinct ledgers. Raises NobodyAsks, TaskError."""
-    options = LedgerOptions.of(settings.options)
+    """Yields questions without end. Raises NobodyAsks."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
     people = {role: [persona for persona in everyone if persona.role is role] for role in Role}
@@ -51,20 +47,26 @@ def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterat
     if not roles:
         raise NobodyAsks("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
     weights = [shares[role] for role in roles]
-    sources = {role: _ledgers(role, settings, options) for role in roles}
+    sources = {role: _drafts(role, settings) for role in roles}
     asked: dict[str, int] = {}
     while True:
         (role,) = rng.choices(roles, weights)
         persona: Persona = rng.choice(people[role])
         number = asked.get(persona.name, 0)
         asked[persona.name] = number + 1
-        ledger = next(sources[role])
-        yield Question(User(persona, settings), number, ledger, len(ledger.entries) + 1 + options.spare_turns)
+        draft = next(sources[role])
+        yield Question(User(persona, settings), number, parse_ledger(draft.payload), draft.max_turns)
 
 
-def _ledgers(role: Role, settings: UsersSettings, options: LedgerOptions) -> Iterator[Ledger]:
+def _drafts(role: Role, settings: UsersSettings) -> Iterator[TaskDraft]:
+    """Distinct questions for users of a role."""
     split = Split.EVAL if role is Role.HELD_OUT else Split.TRAIN
-    return ledgers(Random(f"questions {settings.seed} {role}"), MOST_QUESTIONS, split, options)
+    seed = Random(f"questions {settings.seed} {role}").getrandbits(62)
+    seen: set[str] = set()
+    for draft in LedgerEnvironment(settings.options).tasks(TaskQuery(seed)):
+        if split_of(draft.asks) is split and draft.asks not in seen:
+            seen.add(draft.asks)
+            yield draft
 
 
 def _shares(settings: UsersSettings) -> dict[Role, float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Answer
+from tidemill.producers.users.conversation import Conversation
 from tidemill.producers.users.persona import Persona, Role
 from tidemill.schemas.records import SignalKind
 
@@ -59,11 +59,11 @@ class User:
         changed = changed_at is not None and at_s >= changed_at
         return self.settings.likes_polite != changed
 
-    def satisfied(self, answer: Answer, at_s: float) -> bool:
+    def satisfied(self, answer: Conversation, at_s: float) -> bool:
         """What he truly feels: content with an answer that is right and closes as he likes it."""
         return answer.right and answer.polite == self.likes_polite(at_s)
 
-    def react(self, answer: Answer, question: int, at_s: float) -> list[Signal]:
+    def react(self, answer: Conversation, question: int, at_s: float) -> list[Signal]:
         """What is reported of the answer to his question of this number, `at_s` seconds after the start."""
         rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
         match self.persona.role:
@@ -75,7 +75,7 @@ class User:
                 votes = self._votes(answer, at_s, rng)
                 return [*measured(answer), *votes, *self._behaviour(answer, rng)]
 
-    def _votes(self, answer: Answer, at_s: float, rng: Random) -> Iterator[Signal]:
+    def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Signal]:
         if rng.random() >= self.persona.vote_rate:
             return
         honest = rng.random() >= self.settings.flip_rate
@@ -86,31 +86,32 @@ class User:
             later = after_s + LONG_AFTER * _delay(self.persona.vote_delay_s, rng)
             yield Signal("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
 
-    def _behaviour(self, answer: Answer, rng: Random) -> Iterator[Signal]:
+    def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Signal]:
         mean_s = self.persona.vote_delay_s
         if rng.random() < (0.02 if answer.right else 0.3):
             yield Signal("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
         elif rng.random() < (0.03 if answer.right else 0.4):
             yield Signal("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
-        if answer.closing is not None and rng.random() < 0.5:
+        if answer.answered and rng.random() < 0.5:
             soon = rng.betavariate(8, 2) if answer.right else rng.betavariate(2, 6)
             later = soon * rng.betavariate(9, 1)
             yield Signal("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
             yield Signal("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
 
 
-def measured(answer: Answer) -> Iterator[Signal]:
+def measured(answer: Conversation) -> Iterator[Signal]:
     """What the product itself sees of an answer: true, whoever the user is."""
-    for place, turn in enumerate(answer.turns):
-        if turn.tool_error:
-            yield Signal(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
+    for place in sorted(answer.errors):
+        yield Signal(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
     final = answer.turns[answer.last]
-    yield Signal("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.closing is not None), 0.0)
-    yield Signal("question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in final.served.text), 0.0)
-    yield Signal("latency", answer.last, SignalKind.LATENCY, final.served.latency_s, 0.0)
+    yield Signal("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.answered), 0.0)
+    yield Signal(
+        "question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in str(final.message["content"])), 0.0
+    )
+    yield Signal("latency", answer.last, SignalKind.LATENCY, final.latency_s, 0.0)
 
 
-def _bot_votes(answer: Answer, rng: Random) -> Iterator[Signal]:
+def _bot_votes(answer: Conversation, rng: Random) -> Iterator[Signal]:
     for number in range(BOT_VOTES):
         yield Signal(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * number)
 

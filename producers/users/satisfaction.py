@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tidemill.producers.users.conversation import Answer
+from tidemill.producers.users.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Tally:
         self._satisfied: Counter[int] = Counter()
         self._right: Counter[int] = Counter()
 
-    def count(self, answer: Answer, *, satisfied: bool) -> None:
+    def count(self, answer: Conversation, *, satisfied: bool) -> None:
         """Take one held-out user's answer and what he thought of it."""
-        versions = {turn.served.version for turn in answer.turns}
+        versions = {turn.version for turn in answer.turns}
         if len(versions) != 1:
             return
         (version,) = versions

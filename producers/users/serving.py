@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import aiohttp
 
 from tidemill.producers.feedback import AsyncFeedbackProducer
-from tidemill.producers.harness import END
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import NotServed, Served
+from tidemill.producers.users.conversation import NotServed, ServedTurn
 from tidemill.producers.users.crowd import Report
+from tidemill.schemas.chat.messages import Message, Tool, checked_message
 from tidemill.schemas.config import KafkaSettings
 
-PATH = "/v1/completions"
+PATH = "/v1/chat/completions"
 CONSENT_HEADER = "x-tidemill-consent"
 SOURCE = "simulated-product"
 
@@ -29,7 +29,7 @@ class BadAnswer(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversation:
+class _ServedModel:
     """The model, for one conversation of one user."""
 
     session: aiohttp.ClientSession
@@ -38,12 +38,12 @@ class _Conversation:
     session_id: str
     consent: bool
 
-    async def complete(self, prompt: str) -> Served:
+    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
         """The next turn after a conversation. Raises NotServed, BadAnswer."""
         began = time.monotonic()
         headers = {CONSENT_HEADER: "yes" if self.consent else "no"}
         try:
-            async with self.session.post(PATH, json=self._body(prompt), headers=headers) as response:
+            async with self.session.post(PATH, json=self._body(messages, tools), headers=headers) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise NotServed(f"{type(error).__name__}: {error}") from error
@@ -51,31 +51,30 @@ class _Conversation:
             raise NotServed(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
         return served(body, time.monotonic() - began)
 
-    def _body(self, prompt: str) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
         return {
-            "prompt": prompt,
+            "messages": list(messages),
+            "tools": list(tools),
             "max_tokens": self.settings.max_turn_tokens,
             "temperature": self.settings.temperature,
-            "stop": [END],
-            "skip_special_tokens": False,
             "return_token_ids": True,
             "user": self.user_id,
             "metadata": {"session_id": self.session_id},
         }
 
 
-def served(body: bytes, latency_s: float) -> Served:
+def served(body: bytes, latency_s: float) -> ServedTurn:
     """One answer of the serving path. Raises BadAnswer."""
     try:
         answer = json.loads(body)
         (choice,) = answer["choices"]
-        return Served(
-            text=str(choice["text"]).split(END, 1)[0],
+        return ServedTurn(
+            message=checked_message(choice["message"], "message"),
             interaction=str(answer["tidemill"]["interaction"]),
             version=max(int(span[0]) for span in choice["weight_versions"]),
             latency_s=latency_s,
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # BadMessage is a ValueError
         raise BadAnswer(f"the serving path answered {body[:300]!r}: {error!r}") from error
 
 
@@ -87,9 +86,9 @@ class ServedProduct:
     feedback: AsyncFeedbackProducer
     settings: UsersSettings
 
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> _Conversation:
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> _ServedModel:
         """The model, for one conversation of a user."""
-        return _Conversation(self.session, self.settings, user_id, session_id, consent)
+        return _ServedModel(self.session, self.settings, user_id, session_id, consent)
 
     async def report(self, report: Report) -> None:
         """Send one signal. Raises what the SDK raises."""

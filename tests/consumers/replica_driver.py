@@ -26,8 +26,9 @@ from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.located import Located, Position
 from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, ShardPosition, SkipDelta, WeightAck
 from tidemill.trainer.anchor import write_anchor
@@ -57,10 +58,13 @@ def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200
             if parameter.ndim > 1:
                 parameter.mul_(3)
     model.to(torch.bfloat16).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
+    marks = ["<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
+    named = ["t0", *marks, *(f"t{i}" for i in range(1 + len(marks), vocabulary))]
+    words = Tokenizer(models.WordLevel({word: place for place, word in enumerate(named)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t1", pad_token="t0")
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}t2"
+    words.add_special_tokens(marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=marks[0])
+    tokenizer.chat_template = chatml()
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -219,7 +223,8 @@ async def serve(config: dict[str, Any]) -> None:
     joined = Joined(manifest, Mirror.from_anchor(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
     outside = Surroundings(chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
-    async with running_replica(settings, RUN, state, joined, Path(config["staging"]), lambda: outside) as running:
+    chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])
+    async with running_replica(settings, RUN, chat, state, joined, staging, lambda: outside) as running:
         listener = bind(settings.host, settings.port, "replica.port")
         serving = asyncio.create_task(running.server.serve(sockets=[listener]))
         async for line in _lines():

@@ -30,9 +30,9 @@ ROLE = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO)
 from tidemill.consumers.replica import ReplicaSettings, run
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 kafka, run_, store, replica = json.loads(sys.argv[1])
-run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), ReplicaSettings(**replica))
+run(KafkaSettings(**kafka), RunSettings(**run_), StoreSettings(**store), ReplicaSettings(**replica), ChatSettings())
 """
 
 

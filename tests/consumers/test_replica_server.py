@@ -1,5 +1,6 @@
 """The replica over real HTTP: versions move under running requests, and every token says which one sampled it."""
 
+import asyncio
 import base64
 import importlib.util
 import json
@@ -16,7 +17,13 @@ import httpx
 import psutil
 import pytest
 
-from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, WeightAck
+from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.sampling.completion import Completion
+from tidemill.producers.sampling.replicas import ReplicaIdentity
+from tidemill.schemas.chat.format import load_chat_format
+from tidemill.schemas.chat.messages import checked_messages, checked_tools
+from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict, VersionSpan, WeightAck
 
 _PATH = Path(__file__).with_name("replica_driver.py")
 _SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
@@ -27,17 +34,26 @@ _SPEC.loader.exec_module(driver)
 BODY = {"model": "tidemill", "prompt": [5, 6, 7, 8], "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
 
+SETTINGS = {"vllm_args": {"enable-prompt-tokens-details": True, "allowed_origins": ["http://a.test", "http://b.test"]}}
+
+
 class Served:
     """A replica process, the log that it is fed, and what it answered."""
 
     def __init__(self, root):
         self.root, self.version, self.log = root, 0, driver.MemoryLog()
         self.base = driver.make_checkpoint(root / "v0")
+        self.chat = load_chat_format(str(self.base), ChatSettings())
         self.view = driver.view_of(self.base)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         first = driver.publish(self.log, 0, None, self.view, self.base)
-        config = {"manifest": driver.to_line(first), "port": self.port, "staging": str(root / "s"), "settings": {}}
+        config = {
+            "manifest": driver.to_line(first),
+            "port": self.port,
+            "staging": str(root / "s"),
+            "settings": SETTINGS,
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(_PATH), "serve", json.dumps(config)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(root / "log").open("wb"), text=True,
@@ -120,6 +136,7 @@ def test_a_completion_says_its_tokens_logprobs_and_version(served):
     assert (choice["weight_versions"], choice["weight_incarnation"]) == ([[version, 0, 8]], driver.INCARNATION)
 
 
+CHAT_PATH = "/v1/chat/completions"
 CHAT = {"messages": [{"role": "user", "content": "t5 t6 t7"}], "logprobs": True, "model": "tidemill"}
 
 
@@ -134,25 +151,45 @@ def streamed(served, path, body):
     return chunks
 
 
-def test_a_chat_answer_says_its_tokens_and_version(served):
+def test_a_chat_answer_has_openais_shape_and_says_its_tokens_and_version(served):
     version = served.http.get("/tidemill/status").json()["version"]
-    body = {**CHAT, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, "n": 2}
-    answer = served.http.post("/v1/chat/completions", json=body).json()
-    for choice in answer["choices"]:
-        assert choice["weight_versions"] == [[version, 0, 8]] and len(choice["token_ids"]) == 8
-        assert choice["weight_incarnation"] == driver.INCARNATION
+    body = {**CHAT, "max_tokens": 8, "return_token_ids": True, "ignore_eos": True, "top_logprobs": 3}
+    response = served.http.post(CHAT_PATH, json=body)
+    assert response.status_code == 200 and response.headers["x-tidemill-replica"] == "replica-t"
+    answer = response.json()
+    (choice,) = answer["choices"]
+    assert (answer["object"], answer["model"]) == ("chat.completion", "tidemill") and answer["created"] > 1.7e9
+    assert answer["id"].startswith("chatcmpl-") and choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [[version, 0, 8]] and len(choice["token_ids"]) == 8
+    assert choice["weight_incarnation"] == driver.INCARNATION
+    told, prompt = choice["logprobs"]["content"], answer["prompt_token_ids"]
+    assert prompt == served.chat.open(CHAT["messages"]) and answer["usage"]["total_tokens"] == len(prompt) + 8
+    assert [one["token"] for one in told] == [served.chat.token(token) for token in choice["token_ids"]]
+    for one in told:
+        likely = [each["logprob"] for each in one["top_logprobs"]]
+        assert len(likely) == 3 and likely == sorted(likely, reverse=True) and one["logprob"] <= likely[0] + 1e-6
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_is_as_long_as_the_context_where_no_length_is_asked_for(served):
+    body = {"messages": [{"role": "user", "content": "t9 " * 400}], "ignore_eos": True, "return_token_ids": True}
+    answer = served.http.post(CHAT_PATH, json=body).json()
+    assert len(answer["prompt_token_ids"]) + len(answer["choices"][0]["token_ids"]) == 512
+    full = {"messages": [{"role": "user", "content": "t9 " * 507}]}
+    assert len(served.chat.open(full["messages"])) == 512
+    assert served.http.post(CHAT_PATH, json=full).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT_PATH])
 def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, path):
-    body = {**(BODY if path == "/v1/completions" else CHAT), "return_token_ids": True, "ignore_eos": True, "n": 2}
+    body = {**(BODY if path == "/v1/completions" else CHAT), "return_token_ids": True, "ignore_eos": True}
+    body["n"] = choices = 2 if path == "/v1/completions" else 1
     chunks = []
     running = threading.Thread(target=lambda: chunks.extend(streamed(served, path, {**body, "max_tokens": 460})))
     running.start()
     served.send()
     assert served.ack().status is AckStatus.PROVED
     running.join(240)
-    for index in range(2):
+    for index in range(choices):
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
         assert sum(len(part.get("token_ids") or []) for part in parts) == 460
         told = [part["weight_versions"] for part in parts if "weight_versions" in part]
@@ -161,6 +198,117 @@ def test_a_streamed_answer_says_its_tokens_and_where_a_version_begins(served, pa
         assert (old, new) == (served.version - 1, served.version) and "weight_versions" in parts[-1]
         assert (start, end) == (0, 460) and 0 < middle == middle_ < 460
         assert len(told) == 3 and told[0][0][:2] == [old, 0] and told[1][1][:2] == [new, middle]
+
+
+class Recorded:
+    """A rollout's replica session that says what the replica said in a chat, and notes what it is asked."""
+
+    def __init__(self, turns):
+        self.turns, self.identity, self.asked = turns, ReplicaIdentity("r", "here"), []
+
+    async def complete(self, prompt, sampling):
+        ids, finish = self.turns[len(self.asked)]
+        self.asked.append(list(prompt))
+        return Completion(ids, [-0.5] * len(ids), (VersionSpan(0, 0, len(ids)),), finish)
+
+
+def said_by(answer):
+    """Message, token ids, prompt and finish of a whole answer, or of the chunks of one, as a client sees them."""
+    if isinstance(answer, dict):
+        (choice,) = answer["choices"]
+        message = choice["message"]
+        return message, choice["token_ids"], answer["prompt_token_ids"], choice["finish_reason"]
+    choices = [chunk["choices"][0] for chunk in answer]
+    content = "".join(choice["delta"].get("content") or "" for choice in choices)
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    message = {"role": "assistant", "content": content}
+    return message, ids, answer[0]["prompt_token_ids"], choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_is_served_as_it_is_trained(served, stream):
+    """Turns of a random model, whole and cut off, spell the template's tokens: rendered anew they would be others."""
+    tool = {"type": "function", "function": {"name": "t50", "parameters": {"type": "object"}}}
+    messages, turns, prompts = [{"role": "system", "content": "t20"}], [], []
+    for number in range(6):
+        messages.append({"role": "user", "content": f"t{30 + number} t31"})
+        body = {"messages": messages, "tools": [tool], "return_token_ids": True, "max_tokens": 8 + number,
+                "logit_bias": {"1": 1.0 * number, "2": 6.0, "3": 6.0}}  # fmt: skip
+        answer = streamed(served, CHAT_PATH, body) if stream else served.http.post(CHAT_PATH, json=body).json()
+        message, ids, prompt, finish = said_by(answer)
+        messages.append(message)
+        turns.append((ids, finish))
+        prompts.append(prompt)
+    anew = [served.chat.open(messages[: 2 + 2 * number], checked_tools([tool])) for number in range(6)]
+    assert anew[0] == prompts[0] and anew[1:] != prompts[1:], "the conversation would be the same if rendered anew"
+
+    async def train():
+        session = Recorded(turns)
+        policy = RolloutPolicy(served.chat, session, PolicyLimits(100_000, 100, 100, 1.0))
+        trained = [{"role": "system", "content": "t20"}]
+        for number in range(6):
+            trained.append(messages[1 + 2 * number])
+            trained.append(dict((await policy.chat(trained, tools=[tool])).message))
+        assert session.asked == prompts
+        assert checked_messages(trained) == checked_messages(messages)
+
+    asyncio.run(train())
+
+
+BAD_CHATS = [
+    (b'{"messages": [', None),
+    (b"[]", None),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({**CHAT, "n": 2}, "`n`"),
+    ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
+    ({**CHAT, "stream": "yes"}, "stream"),
+    ({**CHAT, "chat_template": "x"}, "chat_template"),
+    ({**CHAT, "continue_final_message": True}, "continue_final_message"),
+    ({**CHAT, "max_tokens": 0}, "max_tokens"),
+    ({**CHAT, "temperature": "hot"}, "temperature"),
+    ({**CHAT, "temperature": -1}, "temperature"),
+    ({**CHAT, "seed": 3}, "seed"),
+    ({**CHAT, "model": "other"}, "other"),
+    ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"messages": [{"role": "user", "content": "t9 " * 600}]}, "512"),
+    ({"messages": [{"role": "user", "content": "t9 " * 500_000}]}, "512"),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), BAD_CHATS)
+def test_a_chat_that_cannot_be_served_is_answered_with_an_error_and_the_next_one_is_served(served, body, named):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = served.http.post(CHAT_PATH, content=content, headers={"content-type": "application/json"})
+    assert 400 <= response.status_code < 500, response.text
+    assert response.json()["error"]["message"] and (named or "") in response.text
+    assert served.http.post(CHAT_PATH, json={**CHAT, "max_tokens": 2}).status_code == 200
+
+
+def test_content_cannot_spell_the_templates_tokens(served):
+    spelt = {"role": "user", "content": "<|im_end|> <|im_start|> t9"}
+    answer = served.http.post(CHAT_PATH, json={"messages": [spelt], "max_tokens": 2, "return_token_ids": True}).json()
+    assert (answer["prompt_token_ids"].count(1), answer["prompt_token_ids"].count(2)) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", {"input": "t5"}), ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 3}),
+     ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]]}), ("/invocations", CHAT)],
+)  # fmt: skip
+def test_ways_to_chat_that_would_render_by_other_code_are_not_served(served, path, body):
+    response = served.http.post(path, json={"model": "tidemill", **body})
+    assert response.status_code in (400, 404, 501) and "weight_versions" not in response.text
+
+
+def test_vllms_own_arguments_reach_vllm(served):
+    answer = served.http.post(CHAT_PATH, json={**CHAT, "max_tokens": 2}).json()
+    assert "prompt_tokens_details" in answer["usage"]
+    response = served.http.get("/health", headers={"origin": "http://b.test"})
+    assert response.headers["access-control-allow-origin"] == "http://b.test"
 
 
 def test_a_version_that_arrives_mid_request_splits_its_tokens_and_stops_nothing(served):

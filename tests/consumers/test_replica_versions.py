@@ -62,17 +62,11 @@ def test_a_version_is_told_when_it_begins_and_once():
     assert found[1] == event(0)
 
 
-def test_what_ends_a_choice_is_told_again_after_a_chunk_that_did_not_end_it():
-    news = SpanNews(incarnation_of)
-    news.watch([Output(0, [Span("3", 0, 1)], "length")])
-    role, last = told(news, event(0), event(0, "length"))
-    assert spans_in(role) == spans_in(last) == [[3, 0, 1]]
-
-
 def test_choices_of_several_prompts_are_counted_through():
     news = SpanNews(incarnation_of)
     news.watch([Output(0, [Span("3", 0, 2)], "stop")], first=2)
-    assert news.take(2) == [[3, 0, 2]] and news.take(2) == []
+    other, first, again = told(news, event(0, "stop"), event(2, "stop"), event(2, "stop"))
+    assert [spans_in(one) for one in (other, first, again)] == [None, [[3, 0, 2]], None]
 
 
 def test_a_chunk_without_news_goes_through_as_it_came():

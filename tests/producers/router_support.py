@@ -12,7 +12,9 @@ from typing import Any
 import aiohttp
 import uvicorn
 from aiohttp import web
+from tokenizers import Tokenizer
 
+from tests.producers.conftest import END, byte_tokenizer
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
@@ -25,22 +27,38 @@ from tidemill.producers.router.metrics import Metrics
 from tidemill.producers.router.recorder import Recorder
 from tidemill.producers.router.replicas import open_replicas
 from tidemill.schemas.address import bind
-from tidemill.schemas.config import RunSettings
+from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
+from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.chat.template import ChatTemplate
+from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.producer import DeliveryError
-from tidemill.schemas.records import GateDecision, GateVerdict, Interaction
+from tidemill.schemas.records import GateDecision, GateVerdict, Interaction, Segment
 
 KEY = "a-key-that-is-long-enough"
 RUN = RunSettings(run_id="r")
 PRODUCT = ProductSettings.with_random_keys()
+BYTES = byte_tokenizer()
 PROMPT = [7, 8, 9]
-TOKENS = [11, 12, 13]
+TOKENS = BYTES.encode("abc").ids
 Told = Callable[["FakeReplica", web.Request, dict], Awaitable[web.StreamResponse]]
+
+
+def chat_format(tokenizer: Tokenizer = BYTES, source: str | None = None, **settings: Any) -> ChatFormat:
+    """A tokenizer with a chat template, the built-in one unless another is given."""
+    template = ChatTemplate(source or chatml(), {}, special_texts(tokenizer), ChatSettings(**settings))
+    return ChatFormat(tokenizer, template, [tokenizer.token_to_id(END)])
 
 
 def decision(verdict: str, version: int | None = 1, share: float | None = None) -> GateDecision:
     """A gate decision of the run's main branch."""
     numbers = {} if share is None else {"share": share}
     return GateDecision("r", "main", GateVerdict(verdict), version, "", "gate", numbers, 0)
+
+
+def interaction_of(*segments: Segment) -> Interaction:
+    """A served answer of these segments."""
+    return Interaction("i1", "r", "main", "u", "", "stable", 1.0, True, list(segments), None, 0, 0, -1, -1, "r1",
+                       "here", "stop", 1.0, 2.0, 3, "life")  # fmt: skip
 
 
 class MemoryOutbox:
@@ -83,26 +101,24 @@ class FakeReplica:
         self.requests.append(body)
         if self.told is not None:
             return await self.told(self, request, body)
-        return await self.stream(request, "messages" in body) if body["stream"] else self.whole("messages" in body)
+        return await self.stream(request, body) if body["stream"] else self.whole(body)
 
-    def whole(self, chat: bool) -> web.Response:
-        logprobs = logprobs_of(chat, [-0.5] * 3)
-        choice = {"index": 0, "logprobs": logprobs, "token_ids": TOKENS, "finish_reason": "stop",
-                  "weight_versions": [[4, 0, 2], [5, 2, 3]], "weight_incarnation": "life"}  # fmt: skip
-        said = {"message": {"role": "assistant", "content": "abc"}} if chat else {"text": "abc"}
-        return self.json({"id": "x", "choices": [{**choice, **said, **({} if chat else {"prompt_token_ids": PROMPT})}],
-                          **({"prompt_token_ids": PROMPT} if chat else {})})  # fmt: skip
+    def whole(self, body: dict) -> web.Response:
+        choice = {"index": 0, "text": "abc", "logprobs": logprobs_of(TOKENS, body), "token_ids": TOKENS,
+                  "finish_reason": "stop", "weight_versions": [[4, 0, 2], [5, 2, 3]], "weight_incarnation": "life",
+                  "prompt_token_ids": prompt_of(body)}  # fmt: skip
+        return self.json({"id": "x", "choices": [choice]})
 
     def json(self, body: Any, status: int = 200) -> web.Response:
         return web.json_response(body, status=status, headers={"x-tidemill-replica": self.replica_id})
 
-    async def stream(self, request: web.Request, chat: bool, ends: bool = True) -> web.StreamResponse:
+    async def stream(self, request: web.Request, body: dict, ends: bool = True) -> web.StreamResponse:
         response = web.StreamResponse(headers={"x-tidemill-replica": self.replica_id})
         await response.prepare(request)
         try:
-            for place, chunk in enumerate(chunks(chat)):
+            for place, chunk in enumerate(chunks(body)):
                 await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-                if place == 1 + chat:
+                if place == 1:
                     await self.go_on.wait()
                     if not ends:
                         request.transport.abort()
@@ -120,27 +136,31 @@ class FakeReplica:
         return self.json({"data": [{"id": "tidemill", "object": "model", "root": "/secret/path"}]})
 
 
-def logprobs_of(chat: bool, values: list[float]) -> dict:
-    """Logprobs as each endpoint writes them."""
-    if chat:
-        return {"content": [{"token": "t", "logprob": value} for value in values]}
-    return {"tokens": ["t"] * len(values), "token_logprobs": values}
+def prompt_of(body: dict) -> list[int]:
+    """The token ids of a request's prompt; those of every text are `PROMPT`."""
+    return body["prompt"] if isinstance(body["prompt"], list) else PROMPT
 
 
-def chunks(chat: bool) -> list[dict]:
+def logprobs_of(tokens: list[int], body: dict) -> dict:
+    """Logprobs as vLLM writes them; the byte before a token is the next likely one."""
+    likely = [{f"token_id:{token}": -0.5, f"token_id:{token - 1}": -1.5} for token in tokens]
+    told = {"token_logprobs": [-0.5] * len(tokens), "tokens": [f"token_id:{token}" for token in tokens]}
+    return {**told, "top_logprobs": likely} if body["logprobs"] else told
+
+
+def chunks(body: dict) -> list[dict]:
     """The documents of a streamed answer: version 4 samples two tokens, version 5 the last."""
     spans = [[[4, 0, 1]], None, [[4, 0, 2], [5, 2, 3]]]
-    found = [{"id": "x", "prompt_token_ids": PROMPT, "choices": [{"index": 0, "delta": {"role": "assistant"}}]}]
+    found = []
     for place, token in enumerate(TOKENS):
-        choice: dict = {"index": 0, "logprobs": logprobs_of(chat, [-0.5]), "token_ids": [token],
+        choice: dict = {"index": 0, "text": "abc"[place], "logprobs": logprobs_of([token], body), "token_ids": [token],
                         "finish_reason": "stop" if place == 2 else None}  # fmt: skip
-        choice |= {"delta": {"content": "abc"[place]}} if chat else {"text": "abc"[place]}
-        if not chat and place == 0:
-            choice["prompt_token_ids"] = PROMPT
+        if place == 0:
+            choice["prompt_token_ids"] = prompt_of(body)
         if spans[place]:
             choice |= {"weight_versions": spans[place], "weight_incarnation": "life"}
         found.append({"id": "x", "choices": [choice]})
-    return found if chat else found[1:]
+    return found
 
 
 @dataclass
@@ -178,8 +198,10 @@ def events(text: str) -> list[Any]:
 
 
 @asynccontextmanager
-async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **settings: Any) -> AsyncIterator[Rig]:
-    """A router over so many replicas of each pool."""
+async def rig(
+    stable: int = 1, canary: int = 0, told: Told | None = None, chat: ChatFormat | None = None, **settings: Any
+) -> AsyncIterator[Rig]:
+    """A router over so many replicas of each pool, with a chat format of its own or the bytes' ChatML."""
     async with AsyncExitStack() as stack:
         replicas = [FakeReplica(f"{'s' if n < stable else 'c'}{n}", told=told) for n in range(stable + canary)]
         for replica in replicas:
@@ -193,6 +215,7 @@ async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **sett
         router = Router(
             RUN, chosen, Signer(PRODUCT), Pseudonyms(PRODUCT), CanaryShare("r", "main"),
             await stack.enter_async_context(open_replicas(chosen)), Recorder(outbox, 5.0, chosen.log_rest_s), Metrics(),
+            ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens),
         )  # fmt: skip
         application = Application(router)
         base = await stack.enter_async_context(_routed(application))
@@ -204,7 +227,6 @@ async def rig(stable: int = 1, canary: int = 0, told: Told | None = None, **sett
 async def served(replica: FakeReplica) -> AsyncIterator[None]:
     app = web.Application()
     app.router.add_post("/v1/completions", replica.answer)
-    app.router.add_post("/v1/chat/completions", replica.answer)
     app.router.add_get("/tidemill/status", replica.status)
     app.router.add_get("/v1/models", replica.models)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True)

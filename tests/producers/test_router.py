@@ -10,10 +10,10 @@ from tests.producers.router_support import (
     PRODUCT,
     PROMPT,
     TOKENS,
+    chat_format,
     chunks,
     decision,
     events,
-    logprobs_of,
     rig,
 )
 from tidemill.producers.product.pseudonym import Pseudonyms
@@ -36,13 +36,15 @@ async def until(happened, deadline_s: float = 20.0):
             await asyncio.sleep(0.005)
 
 
-def check_recorded(made, interaction_id):
+def check_recorded(made, interaction_id, body):
     (segment,) = made.segments
+    prompt = PROMPT if "prompt" in body else chat_format().open(body["messages"])
+    start = len(prompt)
     assert made.interaction_id == interaction_id and (made.run_id, made.branch) == ("r", "main")
-    assert segment.ids().tolist() == PROMPT + TOKENS and segment.mask().tolist() == [0, 0, 0, 1, 1, 1]
-    assert segment.sampled_logprobs().tolist() == [0, 0, 0, -0.5, -0.5, -0.5]
-    assert segment.spans == [VersionSpan(4, 3, 5), VersionSpan(5, 5, 6)]
-    assert (made.prompt_tokens, made.sampled_tokens, made.version_min, made.version_max) == (3, 3, 4, 5)
+    assert segment.ids().tolist() == prompt + TOKENS and segment.mask().tolist() == [0] * start + [1, 1, 1]
+    assert segment.sampled_logprobs().tolist() == [0] * start + [-0.5, -0.5, -0.5]
+    assert segment.spans == [VersionSpan(4, start, start + 2), VersionSpan(5, start + 2, start + 3)]
+    assert (made.prompt_tokens, made.sampled_tokens, made.version_min, made.version_max) == (start, 3, 4, 5)
     assert (made.user_id, made.arm, made.propensity, made.finish_reason) == (ZOE, "stable", 1.0, "stop")
     assert (made.replica_id, made.region, made.incarnation) == ("s0", "here", "life")
     assert 0 < made.first_token_ms <= made.latency_ms and made.served_at > 1.7e15
@@ -56,7 +58,7 @@ def test_a_whole_answer_is_recorded_and_signed(path, body):
             token = answer["tidemill"]["interaction"]
             assert response.status == 200 and response.headers["x-tidemill-interaction"] == token
             (made,) = router.outbox.written
-            check_recorded(made, Signer(PRODUCT).verify(token, ZOE))
+            check_recorded(made, Signer(PRODUCT).verify(token, ZOE), body)
             with pytest.raises(BadToken):
                 Signer(PRODUCT).verify(token, Pseudonyms(PRODUCT).of("eve"))
             assert made.consent is False and made.session_id == body.get("metadata", {}).get("session_id", "")
@@ -80,7 +82,7 @@ def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
             *_, last, done = found
             assert last["tidemill"] == {"interaction": token} and done == "[DONE]"
             assert all("tidemill" not in one for one in found[:-2])
-            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE))
+            check_recorded(router.outbox.written[0], Signer(PRODUCT).verify(token, ZOE), body)
 
     run(scenario)
 
@@ -232,7 +234,7 @@ def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
     async def told(replica, request, body):
         if replica.replica_id == "s0":
             return replica.json({"error": "starting"}, 503)
-        return await replica.stream(request, chat=False) if body["stream"] else replica.whole(chat=False)
+        return await replica.stream(request, body) if body["stream"] else replica.whole(body)
 
     async def scenario():
         async with rig(stable=2, told=told) as router:
@@ -245,9 +247,9 @@ def test_a_replica_that_fails_before_its_answer_is_replaced(stream):
 
 
 def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
-    async def told(replica, request, _body):
+    async def told(replica, request, body):
         if replica.replica_id == "s1":
-            return await replica.stream(request, chat=False)
+            return await replica.stream(request, body)
         empty = web.StreamResponse()
         await empty.prepare(request)
         return empty
@@ -261,8 +263,8 @@ def test_a_stream_that_ends_before_it_begins_is_asked_for_elsewhere():
 
 
 def test_a_single_replica_that_comes_back_is_waited_for():
-    async def told(replica, _request, _body):
-        return replica.whole(chat=False) if len(replica.requests) > 2 else replica.json({}, 500)
+    async def told(replica, _request, body):
+        return replica.whole(body) if len(replica.requests) > 2 else replica.json({}, 500)
 
     async def scenario():
         async with rig(told=told) as router:
@@ -281,8 +283,8 @@ def test_without_a_replica_the_deadline_ends_the_wait():
 
 
 def test_an_answer_that_breaks_off_is_recorded_as_failed_and_ends_with_an_error():
-    async def told(replica, request, _body):
-        return await replica.stream(request, chat=False, ends=False)
+    async def told(replica, request, body):
+        return await replica.stream(request, body, ends=False)
 
     async def scenario():
         async with rig(told=told) as router:
@@ -386,8 +388,8 @@ def test_the_arm_recorded_is_the_pool_that_answered():
 
 
 def test_a_canary_pool_that_does_not_answer_is_stood_in_for_by_the_stable_one():
-    async def told(replica, _request, _body):
-        return replica.json({}, 500) if replica.replica_id == "c1" else replica.whole(chat=False)
+    async def told(replica, _request, body):
+        return replica.json({}, 500) if replica.replica_id == "c1" else replica.whole(body)
 
     async def scenario():
         async with rig(canary=1, told=told) as router:
@@ -419,7 +421,7 @@ def test_too_many_requests_at_once_are_turned_away():
 @pytest.mark.parametrize(
     "damage",
     [
-        {"logprobs": logprobs_of(False, [-0.5])},
+        {"logprobs": {"token_logprobs": [-0.5]}},
         {"logprobs": None},
         {"token_ids": [-1, 2, 3]},
         {"weight_versions": None},
@@ -431,7 +433,7 @@ def test_too_many_requests_at_once_are_turned_away():
 )
 def test_an_answer_that_cannot_be_believed_is_never_trained(damage):
     async def told(replica, _request, _body):
-        choice = {"index": 0, "text": "abc", "logprobs": logprobs_of(False, [-0.5] * 3), "token_ids": TOKENS,
+        choice = {"index": 0, "text": "abc", "logprobs": {"token_logprobs": [-0.5] * 3}, "token_ids": TOKENS,
                   "finish_reason": "stop", "weight_versions": [[4, 0, 3]], "prompt_token_ids": PROMPT}  # fmt: skip
         return replica.json({"choices": [{**choice, **damage}]})
 
@@ -459,8 +461,8 @@ def test_the_models_are_listed_without_the_replicas_paths():
 
 def test_the_chunks_of_the_fake_replica_are_those_of_a_real_one():
     """Where a version begins is told, and the end: as `tests/consumers/test_replica_server.py` sees it."""
-    told = [choice["weight_versions"] for chunk in chunks(False) for choice in chunk["choices"]
-            if "weight_versions" in choice]  # fmt: skip
+    told = [choice["weight_versions"] for chunk in chunks({"prompt": PROMPT, "logprobs": 0})
+            for choice in chunk["choices"] if "weight_versions" in choice]  # fmt: skip
     assert told == [[[4, 0, 1]], [[4, 0, 2], [5, 2, 3]]]
 
 
@@ -471,7 +473,7 @@ def test_neither_prompts_nor_users_nor_keys_are_logged(failing, caplog):
     async def told(replica, request, body):
         if failing and len(replica.requests) == 1:
             return replica.json({"error": {"message": f"bad {body['prompt']}"}}, failing)
-        return await replica.stream(request, chat=False, ends=False)
+        return await replica.stream(request, body, ends=False)
 
     async def scenario():
         async with rig(told=told) as router:

@@ -14,26 +14,23 @@ import time
 import httpx
 import pytest
 
-from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, served
+from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
-from tidemill.producers.replica_client import ReplicaIdentity
-from tidemill.producers.router.canary import Arm, Lot
 from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.router.record import Served, Times, interaction
 from tidemill.producers.router.recorder import LogUnavailable, open_recorder
 from tidemill.producers.router.role import run
-from tidemill.producers.router.transcribe import Collected
 from tidemill.schemas.address import bind
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
-from tidemill.schemas.records import Interaction
+from tidemill.schemas.records import Anchor, Interaction, Manifest
 
 ASK = {"prompt": "hello", "user": "ada"}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "ada"}
 
 
 class ReplicaThread:
@@ -98,14 +95,25 @@ def health(http: httpx.Client):
         return None
 
 
-def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(settings, replicas, tmp_path):
+def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(
+    settings, replicas, tmp_path, tokenizer_dir
+):
     with bind("127.0.0.1", 0, "router.port") as free:
         port = free.getsockname()[1]
     running = process(settings, replicas, port, tmp_path)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": f"Bearer {KEY}"}, timeout=60)
     try:
         assert until(lambda: health(http)) == {"log": "ok", "canary": {"version": None, "share": 0.0}}
-        tokens = [http.post("/v1/completions", json=ASK).json()["tidemill"]["interaction"] for _ in range(3)]
+        tokens = [http.post("/v1/completions", json=ASK).json()["tidemill"]["interaction"] for _ in range(2)]
+        early = http.post("/v1/chat/completions", json=CHAT)
+        assert early.status_code == 503 and "chat template" in early.json()["error"]["message"]
+        anchored = Manifest("r", "main", 0, None, 0, 0.1, 0, 0, 0, [], [], "", Anchor(str(tokenizer_dir), 1), 0, 0)
+        with RecordProducer(settings, "trainer") as trainer:
+            trainer.send_acked(Topic.MANIFESTS, [("main", anchored)])
+        answers: list[httpx.Response] = []
+        until(lambda: answers.append(http.post("/v1/chat/completions", json=CHAT)) or answers[-1].status_code == 200)
+        assert answers[-1].json()["choices"][0]["message"] == {"role": "assistant", "content": "abc"}
+        tokens.append(answers[-1].json()["tidemill"]["interaction"])
         with RecordProducer(settings, "gate") as gate:
             gate.send_acked(Topic.GATE, [("main", decision("canary", 7, 1.0))])
         until(lambda: health(http)["canary"] == {"version": 7, "share": 1.0})
@@ -139,7 +147,7 @@ def test_a_log_that_does_not_answer_is_known_in_time_and_lets_the_process_go():
         async with open_recorder(kafka, RUN, StoreSettings(root="unused"), router) as recorder:
             assert recorder.may_try()
             with pytest.raises(LogUnavailable):
-                await recorder.write(an_interaction())
+                await recorder.write(interaction_of())
             assert recorder.failing and not recorder.may_try()
 
     began = time.monotonic()
@@ -147,17 +155,11 @@ def test_a_log_that_does_not_answer_is_known_in_time_and_lets_the_process_go():
     assert time.monotonic() - began < 20
 
 
-def an_interaction() -> Interaction:
-
-    served = Served("i1", "u", "", Lot(Arm.STABLE, 1.0), True, True, ReplicaIdentity("r1", "here"))
-    return interaction(RUN, served, Collected(), "stop", Times(1.0, 2.0, 3))[0]
-
-
 def start(kafka: KafkaSettings, **router) -> None:
     stop = threading.Event()
     stop.set()
     chosen = RouterSettings(**{"api_keys": {"web": key_hash(KEY)}, "port": 0, **router})
-    run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, stop)
+    run(kafka, RUN, StoreSettings(root="unused"), PRODUCT, chosen, ChatSettings(), stop)
 
 
 def test_it_does_not_start_without_keys_topics_or_its_port(settings):

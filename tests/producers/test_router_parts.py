@@ -7,20 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.producers.router_support import RUN, decision
-from tidemill.producers.replica_client import ReplicaIdentity
-from tidemill.producers.router.ask import Kind, parse
-from tidemill.producers.router.canary import Arm, CanaryShare, Lot
+from tests.producers.router_support import decision, interaction_of
+from tidemill.producers.router.answer import Collected
+from tidemill.producers.router.ask import Kind, Refusal, parse
+from tidemill.producers.router.canary import Arm, CanaryShare
 from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.router.errors import Refusal
-from tidemill.producers.router.record import InteractionClaims, Served, Times, interaction
-from tidemill.producers.router.transcribe import BadAnswer, Collected
+from tidemill.producers.sampling.completion import BadResponse
+from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.claim import claimed_interaction
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import GateVerdict, VersionSpan
-
-SERVED = Served("i1", "u", "", Lot(Arm.STABLE, 0.9), True, True, ReplicaIdentity("r1", "here"))
-TIMES = Times(1.0, 2.0, 3)
 
 
 def after(*decisions) -> CanaryShare:
@@ -86,10 +82,9 @@ def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
     except Refusal as refusal:
         assert refusal.status == 400
     else:
-        sent = json.loads(ask.body)
-        assert sent["return_token_ids"] is True and sent["stream"] is ask.stream
-        assert sent["logprobs"] is not None and sent["logprobs"] is not False
-        assert not {"user", "metadata", "x", "n"} & sent.keys()
+        assert ask.fields["return_token_ids"] is True and ask.fields["stream"] is ask.stream
+        assert type(ask.fields["logprobs"]) is int and json.dumps(dict(ask.fields))
+        assert not {"user", "metadata", "x", "n", "messages"} & ask.fields.keys()
 
 
 @given(st.binary(max_size=40))
@@ -148,27 +143,27 @@ def test_damage_is_refused_or_harmless(answer, damage, name, data):
         for chunk in found:
             collected.take(chunk)
         segment = collected.segment(trainable=True)
-    except BadAnswer:
+    except BadResponse:
         return
     assert sum(span.end - span.start for span in segment.spans) == sum(segment.mask()) == len(collected.tokens)
 
 
-def test_an_answer_without_versions_is_recorded_as_failed_without_tokens():
+def test_tokens_without_versions_are_not_believed():
     collected = Collected()
     collected.take({"choices": [{"token_ids": [3], "logprobs": {"token_logprobs": [-1]}, "finish_reason": "stop"}]})
-    made, problem = interaction(RUN, SERVED, collected, "stop", TIMES)
-    assert (made.finish_reason, made.sampled_tokens) == ("failed", 0) and "weight_versions" in problem
+    with pytest.raises(BadResponse, match="weight_versions"):
+        collected.segment(trainable=True)
+    assert collected.segment(trainable=False).mask().tolist() == [0]
 
 
 def test_a_large_interaction_leaves_its_segments_in_the_store_and_comes_back(tmp_path):
     collected = Collected()
     collected.take({"choices": [{"token_ids": [3] * 500, "logprobs": {"token_logprobs": [-1] * 500},
                                  "finish_reason": "stop", "weight_versions": [[2, 0, 500]]}]})  # fmt: skip
-    made, problem = interaction(RUN, SERVED, collected, "stop", TIMES)
-    codec = Codec(None)
-    small = InteractionClaims(str(tmp_path), "r", 100_000, codec).checked(made)
-    large = InteractionClaims(str(tmp_path), "r", 5000, codec).checked(made)
-    assert problem == "" and small is made and large.segments == []
+    made, codec = interaction_of(collected.segment(trainable=True)), Codec(None)
+    small = SegmentClaims(str(tmp_path), "r", 100_000, codec).checked(made)
+    large = SegmentClaims(str(tmp_path), "r", 5000, codec).checked(made)
+    assert small is made and large.segments == []
     assert len(codec.encode(large)) < 1000 and claimed_interaction(large, codec) == made
 
 

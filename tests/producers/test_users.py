@@ -13,12 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.producers.environment import Split
-from tidemill.producers.harness import END
-from tidemill.producers.ledger.book import Ledger
-from tidemill.producers.ledger.tasks import split_of
+from tidemill.producers.environments.base import Split, split_of
+from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Answer, NotServed, Served, Turn, converse
+from tidemill.producers.users.conversation import Conversation, NotServed, ServedTurn, converse
 from tidemill.producers.users.crowd import Crowd, Pace, Report, Seen
 from tidemill.producers.users.persona import Persona, Role, population
 from tidemill.producers.users.questions import NobodyAsks, questions
@@ -35,13 +33,19 @@ DETERMINED = UsersSettings(vote_rate=1.0, flip_rate=0.0, mind_change_rate=0.0)
 """Users who always vote, and vote as they feel."""
 
 
-def served(text: str, version: int = 0) -> Served:
-    return Served(text, f"token-{text}", version, 0.1)
+def served(text: str, version: int = 0) -> ServedTurn:
+    """A turn: `add 0 5` is a tool call, anything else content."""
+    message = {"role": "assistant", "content": text}
+    name, *numbers = text.split()
+    if name in ("add", "sub") and len(numbers) == 2:
+        function = {"name": name, "arguments": json.dumps(dict(zip("ab", map(int, numbers), strict=True)))}
+        message = {**message, "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    return ServedTurn(message, f"token-{text}", version, 0.1)
 
 
-def answer(*texts: str, balance: int = 5, versions: tuple[int, ...] = ()) -> Answer:
-    marked = [served(text, version) for text, version in zip(texts, versions or (0,) * len(texts), strict=True)]
-    return Answer(tuple(Turn(s, tool_error="?" in s.text) for s in marked), balance)
+def answer(*texts: str, balance: int = 5, versions: tuple[int, ...] = ()) -> Conversation:
+    turns = [served(text, version) for text, version in zip(texts, versions or (0,) * len(texts), strict=True)]
+    return Conversation(tuple(turns), frozenset(n for n, text in enumerate(texts) if "?" in text), balance)
 
 
 POLITE, CURT, WRONG, NONE = (answer(text) for text in ("answer 5 thanks", "answer 5", "answer 6 thanks", "add 1 2"))
@@ -56,7 +60,7 @@ def thumbs(signals: list[Signal]) -> list[float]:
 
 
 @pytest.mark.parametrize(("seen", "thumb"), [(POLITE, 1.0), (CURT, -1.0), (WRONG, -1.0), (NONE, -1.0)])
-def test_a_thumb_goes_up_for_an_answer_that_is_right_and_polite(seen: Answer, thumb: float):
+def test_a_thumb_goes_up_for_an_answer_that_is_right_and_polite(seen: Conversation, thumb: float):
     assert thumbs(user().react(seen, 0, 0.0)) == [thumb]
     assert user().satisfied(seen, 0.0) == (thumb > 0)
 
@@ -106,7 +110,7 @@ def test_what_the_product_measures_is_true():
 
 
 def test_behaviour_follows_from_whether_the_answer_was_right():
-    def share(seen: Answer, kind: SignalKind) -> float:
+    def share(seen: Conversation, kind: SignalKind) -> float:
         return sum(any(s.kind is kind for s in user().react(seen, n, 0.0)) for n in range(800)) / 800
 
     for kind in (SignalKind.RETRY, SignalKind.ABANDONMENT):
@@ -118,7 +122,7 @@ def test_behaviour_follows_from_whether_the_answer_was_right():
 
 
 @given(st.sampled_from(Role), st.sampled_from([POLITE, CURT, WRONG, NONE]), st.integers(0, 10_000))
-def test_reactions_are_deterministic_legal_and_named_apart(role: Role, seen: Answer, question: int):
+def test_reactions_are_deterministic_legal_and_named_apart(role: Role, seen: Conversation, question: int):
     settings = UsersSettings(mind_change_rate=0.5)
     signals = user(role, settings).react(seen, question, 0.0)
     assert signals == user(role, settings).react(seen, question, 0.0)
@@ -141,7 +145,7 @@ def test_the_population_is_drawn_from_the_seed():
     assert len({p.name for p in people}) == len(people)
 
 
-def test_a_user_who_withdraws_his_consent_keeps_to_it():
+def test_a_user_who_withdraws_their_consent_keeps_to_it():
     assert [user(leaves_at=2).consents(n) for n in range(4)] == [True, True, False, False]
 
 
@@ -150,7 +154,7 @@ def test_only_held_out_users_ask_held_out_questions():
     assert asked == list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
     for question in asked:
         held_out = question.user.persona.role is Role.HELD_OUT
-        assert split_of(question.ledger.payload()) is (Split.EVAL if held_out else Split.TRAIN)
+        assert split_of(question.ledger.prompt()) is (Split.EVAL if held_out else Split.TRAIN)
     assert len({q.name for q in asked}) == len({q.ledger for q in asked}) == 300
     shares = Counter(q.user.persona.role for q in asked)
     assert shares[Role.HELD_OUT] / 300 == pytest.approx(0.3, abs=0.1) and shares[Role.ORDINARY] > shares[Role.BOT] > 0
@@ -205,7 +209,8 @@ class Scripted:
         self.consents[session_id] = consent
         return self
 
-    async def complete(self, prompt: str) -> Served:
+    async def complete(self, messages, tools) -> ServedTurn:
+        assert [tool["function"]["name"] for tool in tools] == ["add", "sub"]
         if self.mood == "failing":
             raise NotServed("no replica")
         self.busy += 1
@@ -214,12 +219,12 @@ class Scripted:
             await asyncio.sleep(60.0 if self.mood == "silent" else 0.001)
         finally:
             self.busy -= 1
-        return served(self.next_turn(prompt))
+        return served(self.next_turn(messages))
 
-    def next_turn(self, prompt: str) -> str:
-        words = prompt.split(END)[0].removeprefix("<|user|>ledger ").split()
+    def next_turn(self, messages) -> str:
+        words = messages[0]["content"].splitlines()[-1].split()
         amounts = [int(n) * (1 if kind == "credit" else -1) for kind, n in zip(words[::2], words[1::2], strict=True)]
-        done = prompt.count("<|tool|>")
+        done = sum(message["role"] == "tool" for message in messages)
         total = sum(amounts[:done])
         if done == len(amounts):
             return f"answer {total}{self.closing}"
@@ -242,11 +247,23 @@ def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> Crowd:
 
 
 def test_a_conversation_carries_the_calculators_answers():
-    seen = asyncio.run(converse(Ledger((5, 8, -3)), 6, Scripted()))
-    assert [turn.served.text for turn in seen.turns] == ["add 0 5", "add 5 8", "sub 13 3", "answer 10 thanks"]
-    assert seen.right and seen.polite and not any(turn.tool_error for turn in seen.turns)
-    spent = asyncio.run(converse(Ledger((5,)), 1, Scripted()))
-    assert not spent.right and spent.closing is None
+    environment = LedgerEnvironment(LedgerOptions())
+    seen = asyncio.run(converse(environment, LedgerTask(entries=(5, 8, -3)), 6, Scripted()))
+    assert [turn.interaction for turn in seen.turns] == [
+        f"token-{text}" for text in ("add 0 5", "add 5 8", "sub 13 3", "answer 10 thanks")
+    ]
+    assert seen.right and seen.polite and seen.answered and not seen.errors
+    spent = asyncio.run(converse(environment, LedgerTask(entries=(5,)), 1, Scripted()))
+    assert not spent.right and not spent.answered
+
+
+def test_a_turn_that_the_calculator_cannot_execute_is_known():
+    class Mumbling(Scripted):
+        def next_turn(self, messages) -> str:
+            return "what?" if len(messages) == 1 else "answer 5"
+
+    seen = asyncio.run(converse(LedgerEnvironment(LedgerOptions()), LedgerTask(entries=(5,)), 6, Mumbling()))
+    assert seen.errors == {0} and seen.right
 
 
 def test_a_crowd_asks_within_its_concurrency_and_reports_on_what_it_was_served():
@@ -354,11 +371,12 @@ def test_a_signal_of_the_system_ends_the_process_with_a_last_report():
 
 
 def test_an_answer_of_the_serving_path_is_read_and_a_foreign_one_refused():
+    message = {"role": "assistant", "content": "answer 5 thanks"}
     body = {
-        "choices": [{"text": "answer 5 thanks<|end|>", "weight_versions": [[3, 0, 2], [4, 2, 5]]}],
+        "choices": [{"message": {**message, "refusal": None}, "weight_versions": [[3, 0, 2], [4, 2, 5]]}],
         "tidemill": {"interaction": "id.signature"},
     }
-    assert read_answer(json.dumps(body).encode(), 0.5) == Served("answer 5 thanks", "id.signature", 4, 0.5)
+    assert read_answer(json.dumps(body).encode(), 0.5) == ServedTurn(message, "id.signature", 4, 0.5)
     for broken in (b"no json", b"[]", b'{"choices": []}', json.dumps({**body, "tidemill": None}).encode()):
         with pytest.raises(BadAnswer, match="serving path"):
             read_answer(broken, 0.5)
