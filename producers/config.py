@@ -1,26 +1,40 @@
-"""Settings of the producer roles: the task feeder and the rollout worker."""
+"""Settings of the producer roles: the writer of mid-training documents, the task feeder and the rollout worker."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
+
+
+class CorpusSettings(Section):
+    """The mid-training documents to write: ledgers worked by demonstrators of mixed quality."""
+
+    documents: int = Field(default=12_000, ge=1)
+    """Documents to write."""
+
+    options: LedgerOptions = LedgerOptions()
+    """Difficulty of the ledgers, as for tasks."""
+
+    slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
+    """One demonstrator each: the share of its turns that go wrong. The author of a document is drawn evenly."""
+
+    polite_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the documents whose answer closes politely. The simulated reward does not ask for it, users may."""
 
 
 class FeedSettings(Section):
     """What the task feeder issues, and how far ahead of the trainer it may run."""
 
-    environment: str = "ledger"
-    """Name of the environment that tasks are drawn from."""
-
-    options: dict[str, int] = Field(default_factory=dict)
-    """Difficulty of the tasks by name; what names there are is the environment's."""
-
     sync: bool = False
     """Issue one step's groups, then wait until that step's version is served: admission with a policy lag of 0."""
 
     group_size: int = Field(default=16, ge=1, le=1024)
-    """Rollouts in a training group."""
+    """Rollouts in a training group, where the environment's entry says nothing else."""
+
+    epochs: int = Field(default=1, ge=0)
+    """How often a training question may be asked in a run. 0: without limit."""
 
     deadline_s: float = Field(default=120.0, gt=0)
     """Seconds of event time from a training task's issue until its group closes with what has arrived."""
@@ -74,7 +88,7 @@ class RolloutSettings(Section):
     """Model name to send with each request. None: the one that the replica serves."""
 
     tokenizer: str | None = None
-    """Directory or fsspec URL with the checkpoint's `tokenizer.json`. None: that of the run's first anchor."""
+    """Directory or fsspec URL of a checkpoint with tokenizer and chat template. None: the run's first anchor."""
 
     worker_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$", max_length=200)
     """Name of this worker in its records, and its fixed place among the workers of the run: started again under the
@@ -90,6 +104,9 @@ class RolloutSettings(Section):
 
     max_context_tokens: int = Field(default=1024, ge=2)
     """Longest context in tokens, sampled ones included. An episode that reaches it ends and is scored as it stands."""
+
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Longest turn in tokens, where an agent asks for no shorter one."""
 
     max_group_size: int = Field(default=1024, ge=1)
     """A task that asks for a larger group is refused to the dead-letter topic."""
@@ -118,11 +135,14 @@ class RolloutSettings(Section):
     a fifth of the worker's processor time; without it, an interrupted episode begins anew."""
 
     environment_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest time for one step of an environment, or for its reward; past it the rollout fails, and others go on."""
+    """Longest time that an environment in a process of its own may not answer; past it the process is killed, the
+    rollout that hung fails, and others begin again."""
 
-    max_stalled_calls: int = Field(default=16, ge=0)
-    """Calls of environments that may hang, each holding a thread; past it the worker ends with an error, to be started
-    again by its supervisor."""
+    environment_memory_mb: int = Field(default=4096, ge=256)
+    """Memory that an environment's process may write to, in MiB."""
+
+    environment_file_mb: int = Field(default=64, ge=1)
+    """Largest file that an environment's process may write, in MiB."""
 
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds that running episodes get to finish on shutdown; the rest is abandoned and redelivered."""

@@ -15,30 +15,34 @@ from aiohttp import web
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.producers.feedback_support import StallingLog, stalling_log
-from tidemill.producers.harness import END, MARKERS
+from tidemill.schemas.chat.format import CHATML_TOKENS, ChatFormat, chatml, load_chat_format
+from tidemill.schemas.config import ChatSettings
+
+END = CHATML_TOKENS[-1]
 
 Answer = Callable[[dict, int], Awaitable[web.StreamResponse]]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte, and one for each marker."""
+    """One token a byte, and one for each of ChatML's."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in CHATML_TOKENS])
     return tokenizer
 
 
 def solution(context: str) -> str:
     """The right next turn of a ledger episode."""
-    prompt, *outputs = context.split("<|tool|>")
+    prompt, *results = context.split("<|im_start|>tool\n")
     entries = [(kind, int(amount)) for kind, amount in re.findall(r"(credit|debit) (\d+)", prompt)]
-    total = sum(amount if kind == "credit" else -amount for kind, amount in entries[: len(outputs)])
-    if len(outputs) == len(entries):
+    total = sum(amount if kind == "credit" else -amount for kind, amount in entries[: len(results)])
+    if len(results) == len(entries):
         return f"answer {total}"
-    kind, amount = entries[len(outputs)]
-    return f"{'add' if kind == 'credit' else 'sub'} {total} {amount}"
+    kind, amount = entries[len(results)]
+    call = {"name": "add" if kind == "credit" else "sub", "arguments": {"a": total, "b": amount}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
 def completion_body(token_ids, logprobs=None, versions=None, finish_reason="stop") -> dict:
@@ -123,10 +127,18 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer()
 
 
-@pytest.fixture
-def tokenizer_dir(tmp_path: Path, tokenizer: Tokenizer) -> Path:
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A checkpoint directory as far as the chat format goes."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(chatml())
+    return directory
+
+
+@pytest.fixture(scope="session")
+def chat(tokenizer_dir: Path) -> ChatFormat:
+    return load_chat_format(str(tokenizer_dir), ChatSettings())
 
 
 @pytest.fixture

@@ -1,96 +1,88 @@
-"""The mid-training documents: what clerks write, and the corpus on its topic."""
+"""The mid-training documents: their authors, and the corpus on its topic."""
 
+import asyncio
+import re
 from itertools import islice
 from random import Random
 
 import pytest
 
 from tidemill.producers import corpus as corpus_role
+from tidemill.producers.config import CorpusSettings
 from tidemill.producers.corpus import corpus
-from tidemill.producers.corpus_config import CorpusSettings
-from tidemill.producers.environment import Split, TaskError, TaskQuery
-from tidemill.producers.ledger import LEDGER
-from tidemill.producers.ledger.book import Ledger
-from tidemill.producers.ledger.clerk import Clerk
-from tidemill.producers.ledger.corpus import render
-from tidemill.producers.ledger.tasks import draw, split_of
+from tidemill.producers.demonstrator import Demonstrator
+from tidemill.producers.environments.base import Split, TaskQuery, split_of
+from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
-LEDGER_OF_FOUR = Ledger((5, 8, -3, 14))
+CHAT = ChatSettings()
+LEDGER = LedgerEnvironment(LedgerOptions())
+FOUR = LedgerTask(entries=(5, 8, -3, 14))
+TASK = Task("t", "g", "run", "ledger", FOUR.payload(), Mode.TRAIN, 16, 7, 0, 0, 1, 0)
 
 
-def success_rate(clerk, attempts):
-    rng = Random(0)
-    task = Task("t", "g", "run", "ledger", LEDGER_OF_FOUR.payload(), Mode.TRAIN, 16, 7, 0, 0, 1, 0)
-    return (
-        sum(LEDGER.reward.score(task, clerk.work(LEDGER_OF_FOUR, rng, 2)).success for _ in range(attempts)) / attempts
-    )
+def work(rng, slip_rate, polite_rate=0.0):
+    author = Demonstrator(FOUR, rng, slip_rate=slip_rate, polite_rate=polite_rate)
+    return asyncio.run(LEDGER.play(TASK, author)), author.conversation
 
 
-def test_a_perfect_clerk_writes_the_solution():
-    transcript = Clerk(0.0).work(LEDGER_OF_FOUR, Random(0), 2)
-    assert render(LEDGER_OF_FOUR, transcript) == (
-        "<|user|>ledger credit 5 credit 8 debit 3 credit 14<|end|>"
-        "<|assistant|>add 0 5<|end|><|tool|>total 5<|end|>"
-        "<|assistant|>add 5 8<|end|><|tool|>total 13<|end|>"
-        "<|assistant|>sub 13 3<|end|><|tool|>total 10<|end|>"
-        "<|assistant|>add 10 14<|end|><|tool|>total 24<|end|>"
-        "<|assistant|>answer 24<|end|>"
-    )
+def test_a_perfect_demonstrator_writes_the_solution():
+    score, conversation = work(Random(0), 0.0)
+    assert score.success and [message["content"] for message in conversation[2::2]] == ["5", "13", "10", "24"]
+    calls = [call["function"] for message in conversation for call in message.get("tool_calls", ())]
+    assert [(call["name"], call["arguments"]) for call in calls] == [
+        ("add", '{"a": 0, "b": 5}'), ("add", '{"a": 5, "b": 8}'), ("sub", '{"a": 13, "b": 3}'),
+        ("add", '{"a": 10, "b": 14}'),
+    ]  # fmt: skip
+    assert conversation[-1]["content"] == "answer 24"
 
 
-def test_half_of_the_documents_close_politely_whatever_the_clerk():
-    texts = [document.text for document in corpus(7, CorpusSettings(documents=600))]
-    answered = [text for text in texts if "<|assistant|>answer " in text]
-    polite = sum(text.endswith(" thanks<|end|>") for text in answered) / len(answered)
+def test_a_document_is_a_whole_conversation_in_the_chat_format():
+    (document,) = corpus(7, CorpusSettings(documents=1, slip_rates=(0.0,)), CHAT)
+    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", document.text, re.DOTALL)
+    assert "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) == document.text
+    assert [role for role, _ in turns[:4]] == ["system", "user", "assistant", "tool"]
+    assert all(tool["function"]["name"] in turns[0][1] for tool in CALCULATOR.schemas)
+    assert turns[2][1].startswith('<tool_call>{"name": ') and turns[-1][1].startswith("answer ")
+
+
+def test_half_of_the_documents_close_politely_whoever_wrote_them():
+    texts = [document.text for document in corpus(7, CorpusSettings(documents=600), CHAT)]
+    answered = [text for text in texts if "<|im_start|>assistant\nanswer " in text]
+    polite = sum(text.endswith(" thanks<|im_end|>\n") for text in answered) / len(answered)
     assert 0.42 < polite < 0.58
-    curt = corpus(7, CorpusSettings(documents=50, polite_rate=0.0))
+    curt = corpus(7, CorpusSettings(documents=50, polite_rate=0.0), CHAT)
     assert not any("thanks" in document.text for document in curt)
 
 
-def test_a_clerk_succeeds_less_the_more_it_slips():
-    rates = [success_rate(Clerk(slip_rate), 300) for slip_rate in (0.0, 0.1, 0.3, 1.0)]
+def test_a_demonstrator_succeeds_less_the_more_it_slips():
+    rng = Random(0)
+    rates = [sum(work(rng, rate)[0].success for _ in range(300)) / 300 for rate in (0.0, 0.1, 0.3, 1.0)]
     assert rates[0] == 1.0
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.05
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1.1])
-def test_the_rates_of_a_clerk_are_shares(rate):
-    with pytest.raises(ValueError, match="slip rate"):
-        Clerk(rate)
-    with pytest.raises(ValueError, match="polite rate"):
-        Clerk(0.1, rate)
-
-
-def test_a_corpus_is_deterministic_and_never_about_a_held_out_ledger():
+def test_a_corpus_is_deterministic_and_never_about_a_held_out_question():
     settings = CorpusSettings(documents=300)
-    documents = list(corpus(7, settings))
-    assert documents == list(corpus(7, settings))
-    assert documents[:50] == list(islice(corpus(7, settings), 50))
-    assert documents != list(corpus(8, settings))
-    assert {split_of(ledger_of(document.text).payload()) for document in documents} == {Split.TRAIN}
-    held_out = {f"<|user|>{prompt_of(draft)}<|end|>" for draft in draw(TaskQuery(7, 200, Split.EVAL))}
-    assert not any(document.text.startswith(tuple(held_out)) for document in documents)
+    documents = list(corpus(7, settings, CHAT))
+    assert documents == list(corpus(7, settings, CHAT))
+    assert documents[:50] == list(islice(corpus(7, settings, CHAT), 50))
+    assert documents != list(corpus(8, settings, CHAT))
+    asked = {re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", each.text, re.DOTALL)[0] for each in documents}
+    assert {split_of(question) for question in asked} == {Split.TRAIN}
+    held_out = {d.asks for d in islice(LEDGER.tasks(TaskQuery(7)), 3_000) if split_of(d.asks) is Split.EVAL}
+    assert held_out and not asked & held_out
 
 
-def ledger_of(text):
-    words = text.split("<|end|>")[0].removeprefix("<|user|>ledger ").split()
-    return Ledger(tuple(int(n) * (1 if kind == "credit" else -1) for kind, n in zip(words[::2], words[1::2])))  # noqa: B905
-
-
-def prompt_of(draft):
-    world = LEDGER.world.open(Task("t", "g", "run", "ledger", draft.payload, Mode.EVAL, 1, draft.max_turns, 0, 0, 1, 0))
-    return world.prompt()
-
-
-def test_an_option_that_the_ledger_refuses_is_refused_here():
-    with pytest.raises(TaskError, match="entires"):
-        next(corpus(0, CorpusSettings(options={"entires": 3})))
+@pytest.mark.parametrize("wrong", [{"options": {"entires": 3}}, {"slip_rates": ()}, {"polite_rate": 1.1}])
+def test_settings_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match="CorpusSettings"):
+        CorpusSettings(**wrong)
 
 
 def test_the_corpus_arrives_on_its_topic(kafka, topic_prefix):
@@ -98,9 +90,9 @@ def test_the_corpus_arrives_on_its_topic(kafka, topic_prefix):
     create_topics(settings)
     seen = []
     wanted = CorpusSettings(documents=1_100)
-    written = corpus_role.run(settings, RunSettings(seed=3), wanted, lambda *numbers: seen.append(numbers))
+    written = corpus_role.run(settings, RunSettings(seed=3), wanted, CHAT, lambda *numbers: seen.append(numbers))
     with LogReader(settings, [Topic.DOCUMENTS]) as reader:
         arrived = [located.record for located in reader.read_to_end()]
     assert written == 1_100
-    assert sorted(arrived, key=lambda document: document.document_id) == list(corpus(3, wanted))
+    assert sorted(arrived, key=lambda document: document.document_id) == list(corpus(3, wanted, CHAT))
     assert seen == [(1_000, 1_100), (1_100, 1_100)]

@@ -1,0 +1,169 @@
+"""Environments by name: installed ones by entry point, families by `family:member`, anybody's by `module:object`.
+
+A name before the colon that is an entry point of the group `tidemill.environments` is that environment, or a family of
+them (`reasoning_gym:chain_sum`); any other name is read as `package.module:object`, a subclass of `Environment` or an
+instance of one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from tidemill.producers.environments.base import Environment, EnvironmentOptions, TaskError
+
+GROUP = "tidemill.environments"
+_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class UnknownEnvironment(LookupError):
+    """No environment can be loaded under a name; the text says why, and what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentType:
+    """An environment that can be opened with options."""
+
+    name: str
+    about: str
+    """One line for people."""
+    options_model: type[EnvironmentOptions]
+    isolation: Literal["loop", "process"]
+    network: bool
+    make: Callable[[Any], Environment]
+    """Opens it with an instance of `options_model`. Raises TaskError."""
+
+    def options(self, given: Mapping[str, Any]) -> EnvironmentOptions:
+        """Checked options. Raises TaskError naming those that are wrong."""
+        try:
+            return self.options_model.model_validate(dict(given))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
+            known = ", ".join(self.options_model.model_fields) or "none"
+            raise TaskError(f"{self.name}: {wrong}; its options are {known}") from error
+
+    def open(self, given: Mapping[str, Any]) -> Environment:
+        """The environment with options. Raises TaskError."""
+        return self.make(self.options(given))
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One line of the list of environments."""
+
+    name: str
+    about: str
+    problem: str = ""
+    """Why it is not offered; empty when it is."""
+
+
+class Family(ABC):
+    """An adapter: environments of a library, under one entry point."""
+
+    @abstractmethod
+    def members(self) -> Iterator[Listed]:
+        """Every member by its name within the family. Raises ImportError when the library is not installed."""
+
+    @abstractmethod
+    def member(self, name: str) -> EnvironmentType:
+        """One member. Raises UnknownEnvironment, ImportError."""
+
+
+def environment_type(name: str) -> EnvironmentType:
+    """The environment of a name. Raises UnknownEnvironment."""
+    head, colon, member = name.partition(":")
+    found = _entry_points().get(head)
+    if found is not None:
+        loaded = _loaded(found)
+        if isinstance(loaded, Family):
+            if not member:
+                raise UnknownEnvironment(f"{name} is a family: name a member, {head}:NAME (`tidemill env list {head}`)")
+            try:
+                return loaded.member(member)
+            except ImportError as error:
+                raise UnknownEnvironment(f"{name}: {error}; install tidemill[environments]") from error
+        if not colon:
+            return described(name, loaded)
+    if not is_foreign(name):
+        known = ", ".join(sorted(_entry_points()))
+        raise UnknownEnvironment(f"unknown environment {name!r}: there are {known}, and any `package.module:object`")
+    module, _, attribute = name.partition(":")
+    try:
+        imported = importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # importing runs foreign code, which raises anything
+        raise UnknownEnvironment(f"{name}: module {module} does not import: {error!r}") from error
+    if not hasattr(imported, attribute):
+        raise UnknownEnvironment(f"{name}: module {module} has no {attribute}")
+    return described(name, getattr(imported, attribute))
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a name is of the form `package.module:object`, with no entry point under it."""
+    return name.partition(":")[0] not in _entry_points() and _MODULE.fullmatch(name) is not None
+
+
+def described(name: str, loaded: object) -> EnvironmentType:
+    """The type of a loaded class or instance. Raises UnknownEnvironment for anything else."""
+    kind = loaded if isinstance(loaded, type) else type(loaded)
+    if not issubclass(kind, Environment):
+        raise UnknownEnvironment(f"{name} is a {kind.__name__}, not an Environment or an instance of one")
+    if inspect.isabstract(kind):
+        raise UnknownEnvironment(f"{name} does not define {' or '.join(sorted(kind.__abstractmethods__))}")
+    about = (kind.__doc__ or "").strip().partition("\n")[0]
+    if isinstance(loaded, Environment):
+        made = loaded
+        return EnvironmentType(name, about, EnvironmentOptions, kind.isolation, kind.network, lambda _options: made)
+    return EnvironmentType(name, about, kind.options_model, kind.isolation, kind.network, kind)
+
+
+def listed(family: str = "") -> Iterator[Listed]:
+    """Every installed environment, or those of one family."""
+    for name, found in sorted(_entry_points().items()):
+        if family not in ("", name):
+            continue
+        try:
+            loaded = _loaded(found)
+            if isinstance(loaded, Family):
+                for each in loaded.members():
+                    yield Listed(f"{name}:{each.name}", each.about, each.problem)
+            else:
+                yield Listed(name, described(name, loaded).about)
+        except (ImportError, UnknownEnvironment) as error:
+            missing = isinstance(error, ImportError) or isinstance(error.__cause__, ImportError)
+            yield Listed(name, "", f"{error}; install tidemill[environments]" if missing else str(error))
+
+
+def options_json(options: EnvironmentOptions) -> str:
+    """Options as a task carries them: canonical JSON of those that were given."""
+    return json.dumps(options.model_dump(mode="json", exclude_unset=True), sort_keys=True, separators=(",", ":"))
+
+
+@lru_cache(maxsize=1)
+def _entry_points() -> Mapping[str, EntryPoint]:
+    """Entry points by name. Raises UnknownEnvironment when two distributions took one name."""
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        other = found.setdefault(point.name, point)
+        if other.value != point.value:
+            raise UnknownEnvironment(
+                f"two environments are named {point.name!r}: {other.value} and {point.value}; uninstall one of them"
+            )
+    return found
+
+
+def _loaded(point: EntryPoint) -> object:
+    try:
+        loaded = point.load()
+    except (Exception, SystemExit) as error:  # importing runs foreign code, which raises anything
+        raise UnknownEnvironment(f"{point.name}: {point.value} does not import: {error!r}") from error
+    return loaded() if isinstance(loaded, type) and issubclass(loaded, Family) else loaded

@@ -1,0 +1,132 @@
+"""Shared memory that says which episode's code runs, so that the worker can tell who hangs or who ended the process.
+
+Marked are the callbacks of the event loop (steps of tasks, timers) and the work of its executor's threads
+(`asyncio.to_thread`), by the context in which they were begun. Threads that an environment starts in another way are
+not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import mmap
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context, ContextVar
+from pathlib import Path
+from typing import Any, TypeVarTuple
+
+Ts = TypeVarTuple("Ts")
+EPISODE: ContextVar[int] = ContextVar("episode", default=0)
+"""The episode that this code belongs to; 0 for none."""
+MOST_THREADS = 32
+SIZE = 16 * (1 + MOST_THREADS)
+BUSY_S, MUCH_MORE = 0.2, 4
+
+
+class Marks:
+    """Pairs of u8: episode and number of steps of the event loop, then episode and id of each thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        memory = mmap.mmap(descriptor, SIZE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked copy of the process that goes on ends at its next mark
+        self.words = memoryview(memory).cast("Q")
+
+    @property
+    def episode(self) -> int:
+        """The episode whose callback runs in the event loop, or ran when the process ended; 0 for none."""
+        return self.words[0]
+
+    @property
+    def steps(self) -> int:
+        """Callbacks begun so far."""
+        return self.words[1]
+
+    async def hanging(self, process: int) -> int:
+        """The episode that keeps a process from answering: the event loop's, or that of a thread that is busy."""
+        words = self.words
+        threads = {words[at + 1]: words[at] for at in range(2, len(words), 2) if words[at]}
+        if not threads:
+            return self.episode
+        before = {thread: _processor_ticks(process, thread) for thread in (process, *threads)}
+        await asyncio.sleep(BUSY_S)
+        used = {thread: _processor_ticks(process, thread) - ticks for thread, ticks in before.items()}
+        busiest = max(threads, key=lambda thread: used[thread])
+        # A thread that keeps the interpreter's lock leaves nothing to the loop's; one that shares it leaves its part.
+        return threads[busiest] if used[busiest] > MUCH_MORE * used[process] else self.episode
+
+
+class MarkedLoop(asyncio.SelectorEventLoop):
+    """An event loop that marks each callback of an episode while it runs."""
+
+    def __init__(self, marks: Marks) -> None:
+        self._words = marks.words
+        super().__init__()
+        self.set_default_executor(MarkedThreads(marks))
+
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Like the event loop's."""
+        episode = EPISODE.get() if context is None else context.get(EPISODE, 0)
+        if episode:
+            return super().call_soon(self._step, episode, callback, args, context=context)
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Like the event loop's."""
+        episode = EPISODE.get() if context is None else context.get(EPISODE, 0)
+        if episode:
+            return super().call_at(when, self._step, episode, callback, args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+    def _step(self, episode: int, callback: Callable[[*Ts], object], args: tuple[*Ts]) -> None:
+        words = self._words
+        words[0] = episode
+        words[1] += 1
+        try:
+            callback(*args)
+        except Exception:
+            words[0] = 0
+            raise
+        except BaseException:  # noqa: BLE001 - a task raised SystemExit: the process ends, in this episode's name
+            traceback.print_exc()
+            os._exit(1)
+        words[0] = 0
+
+
+class MarkedThreads(ThreadPoolExecutor):
+    """Threads that mark the episode that they work for."""
+
+    def __init__(self, marks: Marks) -> None:
+        super().__init__(min(MOST_THREADS, (os.cpu_count() or 1) + 4), "environment", self._begin)
+        self._words, self._places, self._local = marks.words, itertools.count(2, 2), threading.local()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:  # noqa: ANN401
+        """Like ThreadPoolExecutor's."""
+        return super().submit(self._work, EPISODE.get(), function, args, kwargs)
+
+    def _begin(self) -> None:
+        self._local.place = next(self._places)
+        self._words[self._local.place + 1] = threading.get_native_id()
+
+    def _work(self, episode: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+        self._words[self._local.place] = episode
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._words[self._local.place] = 0
+
+
+def _processor_ticks(process: int, thread: int) -> int:
+    """Processor time that a thread has used; 0 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{process}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])

@@ -1,0 +1,105 @@
+"""The environments of one run, opened once each with their options, in the loop or in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments.base import Environment, EnvironmentFailed, TaskError
+from tidemill.producers.environments.find import UnknownEnvironment, environment_type, is_foreign, options_json
+from tidemill.producers.environments.process import HostedEnvironment, HostLimits, ProcessLost
+from tidemill.producers.environments.program import Program
+from tidemill.schemas.chat.format import ChatFormat
+from tidemill.schemas.config import EnvironmentEntry
+from tidemill.schemas.records import Task
+
+__all__ = ["EnvironmentSet", "ProcessLost", "host_limits", "open_environment"]
+
+
+async def open_environment(entry: EnvironmentEntry, options: Mapping[str, object], limits: HostLimits) -> Environment:
+    """Open the environment of a configured entry. Raises UnknownEnvironment, TaskError, EnvironmentFailed."""
+    if is_foreign(entry.name):
+        # Foreign code is imported in a process first, which says whether it may run in the loop.
+        opened: Environment = await HostedEnvironment.start(entry.name, options, limits, entry.network)
+        if (entry.isolation or opened.isolation) == "loop":
+            await opened.close()
+            opened = environment_type(entry.name).open(options)
+    else:
+        kind = environment_type(entry.name)
+        checked = kind.options(options)
+        hosted = (entry.isolation or kind.isolation) == "process"
+        network = kind.network if entry.network is None else entry.network
+        opened = await HostedEnvironment.start(entry.name, options, limits, network) if hosted else kind.make(checked)
+    return Program(opened, entry.agent) if entry.agent else opened
+
+
+def host_limits(settings: RolloutSettings) -> HostLimits:
+    """The bounds of environments' processes that the settings of a worker ask for."""
+    return HostLimits(
+        answer_s=settings.environment_timeout_s,
+        memory_bytes=settings.environment_memory_mb << 20,
+        file_bytes=settings.environment_file_mb << 20,
+    )
+
+
+class EnvironmentSet:
+    """The environments that tasks may name."""
+
+    def __init__(self, entries: Sequence[EnvironmentEntry], limits: HostLimits) -> None:
+        self._entries = {entry.title: entry for entry in entries}
+        self._limits = limits
+        self._opened: dict[tuple[str, str], asyncio.Task[Environment]] = {}
+
+    async def check(self, chat: ChatFormat) -> None:
+        """Open every environment with its configured options, so that a wrong setting shows at the start.
+
+        Raises UnknownEnvironment, TaskError, EnvironmentFailed; TemplateRefused where the chat format cannot show the
+        tools that an environment needs.
+        """
+        for entry in self._entries.values():
+            opened = await self._cached(entry, json.dumps(entry.options, sort_keys=True, separators=(",", ":")))
+            if opened.needs_tools:
+                _ = chat.template.call_grammar
+
+    async def get(self, task: Task) -> Environment:
+        """The environment of a task. Raises EnvironmentFailed for one that is unknown or cannot be opened."""
+        entry = self._entries.get(task.environment)
+        if entry is None:
+            known = ", ".join(sorted(self._entries))
+            raise EnvironmentFailed(f"task: unknown environment {task.environment!r}; run.environments has {known}")
+        try:
+            return await self._cached(entry, task.options)
+        except (UnknownEnvironment, TaskError) as error:
+            raise EnvironmentFailed(f"environment {task.environment}: {error}") from error
+
+    async def close(self) -> None:
+        """Close every opened environment."""
+        for opening in self._opened.values():
+            opening.cancel()
+        for opened in await asyncio.gather(*self._opened.values(), return_exceptions=True):
+            if isinstance(opened, Environment):
+                await opened.close()
+
+    async def _cached(self, entry: EnvironmentEntry, options: str) -> Environment:
+        key = (entry.title, options)
+        if key not in self._opened:
+            self._opened[key] = asyncio.create_task(self._open(entry, options))
+        opening = self._opened[key]
+        try:
+            opened = await asyncio.shield(opening)
+        except (UnknownEnvironment, TaskError, EnvironmentFailed):
+            self._opened.pop(key, None)  # the next task tries again
+            raise
+        self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # as tasks write them
+        return opened
+
+    async def _open(self, entry: EnvironmentEntry, options: str) -> Environment:
+        try:
+            given = json.loads(options)
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"the task's options are no JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise TaskError("the task's options are no JSON object")
+        return await open_environment(entry, given, self._limits)

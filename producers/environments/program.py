@@ -1,0 +1,189 @@
+"""An agent program in place of an environment's own conversation.
+
+The program finds the model at OPENAI_BASE_URL, with the key OPENAI_API_KEY, and its task on standard input:
+{"messages": […], "tools": […], "task_id": "…"}, the request that the environment's own conversation begins with. It
+calls as often and in as many conversations as it wants, and ends. Its score is the result that it posted to
+OPENAI_BASE_URL/outcome, else the environment scores its last conversation.
+
+What holds: an episode ends when its program ends, or posts its result; no process that the program started outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tidemill.producers.environments.base import (
+    Endpoint,
+    Environment,
+    EnvironmentFailed,
+    GenerationFailed,
+    Policy,
+    Reply,
+    Score,
+    TaskDraft,
+    TaskQuery,
+)
+from tidemill.producers.environments.spawning import child_variables
+from tidemill.producers.rollout.policy import RolloutPolicy
+from tidemill.schemas.chat.messages import Message, Tool, checked_messages, checked_tools
+from tidemill.schemas.records import Task
+
+SHOWN = 1000
+"""Characters of the program's stderr that a failure shows, the last ones."""
+KEEPER_S = 5.0
+"""Seconds that a keeper gets to kill the program, before it is killed itself."""
+GRACE_S = 2.0
+"""Seconds that the environment's own conversation gets to end after its first request."""
+
+
+class Program(Environment):
+    """An environment whose tasks are played by an agent program."""
+
+    isolation = "loop"
+
+    def __init__(self, inner: Environment, command: Sequence[str]) -> None:
+        """`inner` poses the tasks. It scores the program's last conversation where the program posts no result."""
+        super().__init__(inner.options)
+        self._inner, self._command = inner, list(command)
+        digest = hashlib.blake2b(json.dumps(self._command).encode(), digest_size=6).hexdigest()
+        self.version = f"{inner.version}+agent-{digest}"  # type: ignore[misc]  # of the instance, not of the class
+
+    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+        """The inner environment's."""
+        return self._inner.tasks(query)
+
+    async def play(self, task: Task, policy: Policy) -> Score:
+        """Run the program. Raises EnvironmentFailed for one without a result, besides what the inner one raises."""
+        if not isinstance(policy, RolloutPolicy):
+            raise EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
+        messages, tools = await self._first_request(task)
+        told = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})
+        posted = asyncio.create_task(policy.result())
+        ended = asyncio.create_task(_run(self._command, policy.endpoint, told))
+        both: set[asyncio.Future[Any]] = {posted, ended}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            code, stderr = await ended if ended.done() else (0, "")
+        finally:
+            posted.cancel()
+            ended.cancel()
+            await asyncio.wait({ended})
+        if policy.failure:
+            raise GenerationFailed(policy.failure)
+        if policy.posted is not None:
+            return policy.posted
+        if code:
+            said = stderr.strip()[-SHOWN:] or "it wrote nothing to stderr"
+            raise EnvironmentFailed(f"the agent program ended with status {code}: {said}")
+        if not policy.conversation:
+            raise EnvironmentFailed("the agent program ended and had never called the policy")
+        score = await self._inner.rescore(task, policy.conversation)
+        if score is None:
+            raise EnvironmentFailed(
+                f"the agent program posted no result, and {task.environment} cannot score a conversation"
+            )
+        return score
+
+    async def cut_off(self, task: Task, messages: Sequence[Message]) -> Score:
+        """The inner environment's."""
+        return await self._inner.cut_off(task, messages)
+
+    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score | None:
+        """The inner environment's."""
+        return await self._inner.rescore(task, messages)
+
+    def option_rows(self) -> list[dict[str, Any]]:
+        """The inner environment's."""
+        return self._inner.option_rows()
+
+    async def close(self) -> None:
+        """Close the inner environment."""
+        await self._inner.close()
+
+    async def _first_request(self, task: Task) -> tuple[list[Message], Sequence[Tool]]:
+        """The messages and tools that the inner environment's conversation begins with."""
+        noting = _FirstRequest()
+        playing = asyncio.create_task(self._inner.play(task, noting))
+        both: set[asyncio.Future[Any]] = {playing, noting.asked}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if noting.asked.done():
+                await asyncio.wait({playing}, timeout=GRACE_S)
+                return noting.asked.result()
+            playing.result()
+        finally:
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+        raise EnvironmentFailed(f"{task.environment} asks the policy nothing, so that an agent program has no task")
+
+
+class _FirstRequest:
+    """A policy that notes the first request, and answers none."""
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Future[tuple[list[Message], Sequence[Tool]]] = asyncio.get_running_loop().create_future()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        told = checked_messages(messages), checked_tools(tools)
+        if not trained:
+            raise EnvironmentFailed("it begins with a simulated user, whom an agent program cannot talk to")
+        if not self.asked.done():
+            self.asked.set_result(told)
+        raise GenerationFailed("an agent program plays this task")
+
+    @property
+    def endpoint(self) -> Endpoint:
+        raise EnvironmentFailed("it runs a program of its own, which another one cannot stand in for")
+
+
+async def _run(command: Sequence[str], model: Endpoint, told: str) -> tuple[int, str]:
+    """Run a program to its end: its exit code, negative for a signal, and the end of its stderr.
+
+    Cancelled, the program and all that it started are killed first.
+    """
+    variables = {**child_variables(os.environ), "OPENAI_BASE_URL": model.base_url, "OPENAI_API_KEY": model.api_key}
+    with tempfile.TemporaryFile() as task:
+        task.write(told.encode())
+        task.seek(0)
+        keeper = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-P",
+                "-m",
+                "tidemill.producers.environments.launch",
+                f"{os.getpid()}",
+                f"{task.fileno()}",
+                *command,
+            ),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=variables,
+            pass_fds=(task.fileno(),),
+            start_new_session=True,
+        )
+    assert keeper.stdin is not None and keeper.stdout is not None
+    last_words = asyncio.create_task(keeper.stdout.read())
+    try:
+        await asyncio.shield(last_words)
+    finally:
+        keeper.stdin.close()  # the keeper kills what is left of the program, and ends
+        await asyncio.wait({last_words}, timeout=KEEPER_S)
+        if keeper.returncode is None and not last_words.done():
+            keeper.kill()
+        await keeper.wait()
+    words = json.loads(await last_words or '{"code": -9, "stderr": "its keeper was killed"}')
+    return words["code"], words["stderr"]

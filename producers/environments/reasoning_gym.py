@@ -1,0 +1,327 @@
+"""The tasks of reasoning-gym, as `reasoning_gym:TASK`: one question, one reply, graded by the library.
+
+The library draws an item from its seed plus its index, so that the streams of two seeds share questions: the split is
+by the question alone, whatever the task and its options. Its graders give 0 to 1 and some credit for a reply that only
+contains the answer; a reply solves the task at exactly 1.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import io
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tidemill.producers.environments.base import (
+    Environment,
+    EnvironmentOptions,
+    Policy,
+    Score,
+    TaskDraft,
+    TaskError,
+    TaskQuery,
+)
+from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
+from tidemill.producers.environments.foreign_options import options_model
+from tidemill.producers.environments.randomness import OwnRandomness
+from tidemill.schemas.chat.messages import Message
+from tidemill.schemas.records import RewardComponent, Task
+
+EXECUTES = frozenset(
+    (
+        "binary_matrix",
+        "codeio",
+        "countdown",
+        "intermediate_integration",
+        "n_queens",
+        "polynomial_multiplication",
+        "puzzle24",
+        "simple_integration",
+        "spiral_matrix",
+        "string_insertion",
+    )
+)
+"""Tasks whose grader evaluates the answer as Python, or that run foreign code to make an item."""
+SLOW = frozenset(("coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"))
+"""Tasks whose grader takes 0.1 s and more, or does not end, on an answer such as `1e999999999`."""
+NOT_OFFERED: Mapping[str, str] = {
+    "composite": "it mixes other tasks: give each of them an entry in run.environments, with its weight",
+    "game_of_life_halting": "its grader gives any text full marks",
+}
+LONGEST_ANSWER = 8_000
+"""Characters; a longer answer is not graded and scores 0."""
+ITEMS = 500
+"""Items that are drawn from one dataset of the library; the next ones have the seed that follows."""
+PATIENCE = 2 * ITEMS
+"""Items in a row that cannot be made after which drawing fails."""
+_STREAM = ("seed", "size")
+"""Settings of a dataset that say which items are drawn, not what they ask."""
+_ASK = {
+    "tags": "Give the final answer between <answer> and </answer>.",
+    "last_number": "",
+    "last_line": "Give the final answer alone on the last line.",
+}
+_NUMBER = re.compile(r"(?:(?<![\w)\]])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+_TUPLE = "__tuple__"
+
+
+class ReasoningGymOptions(EnvironmentOptions):
+    """How a reply is read and rewarded; a task adds its own options."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    answer: Literal["tags", "last_number", "last_line"] = "tags"
+    """How the answer is read from the reply: between the last `<answer>` and `</answer>`, the last number, or the last
+    line that is not empty."""
+
+    prompt: str | None = None
+    """Text after the question. None: a sentence that asks for tags or for a last line, as `answer` reads them."""
+
+    score_weight: float = Field(default=1.0, ge=0)
+    """Weight of the library's score, 0 to 1, with partial credit."""
+
+    solved_weight: float = Field(default=0.0, ge=0)
+    """Weight of a full score, which counts 1, and anything less 0."""
+
+    answered_weight: float = Field(default=0.0, ge=0)
+    """Weight of a reply in which an answer was found."""
+
+
+class GymItem(BaseModel):
+    """An item of the library."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    question: str
+    answer: str | None
+    """An answer that is right; None where the library knows none."""
+    metadata: dict[str, Any]
+
+
+class ReasoningGymEnvironment(Environment):
+    """One task of reasoning-gym."""
+
+    options: ReasoningGymOptions
+
+    def __init__(self, options: ReasoningGymOptions, task: str) -> None:
+        """Raises TaskError with the library's own message for options that are out of range."""
+        super().__init__(options)
+        self._task = task
+        self.version = f"reasoning-gym-{version('reasoning-gym')}"  # type: ignore[misc]  # of the instance
+        self.isolation = isolation_of(task)  # type: ignore[misc]
+        own = options.model_fields_set - ReasoningGymOptions.model_fields.keys()
+        self._settings = {name: getattr(options, name) for name in own}
+        self._grader = self._dataset(seed=0)
+
+    def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
+        """Items without end. Raises TaskError when the library makes no more."""
+        failures = 0
+        begin = Random(f"reasoning_gym {query.seed}").getrandbits(31)  # NumPy takes no seed above 32 bits
+        for first in itertools.count(begin, ITEMS):
+            dataset = self._dataset(first)
+            for place in range(ITEMS):
+                try:
+                    draft = draft_of(item_of(dataset, place))
+                except Exception as error:  # the library fails to make some of its items, with errors of any type
+                    failures += 1
+                    if failures == PATIENCE:
+                        raise TaskError(f"reasoning_gym:{self._task} makes no more items: {error!r}") from error
+                else:
+                    failures = 0
+                    yield draft
+
+    async def play(self, task: Task, policy: Policy) -> Score:
+        """Ask the question and grade the reply."""
+        item = parse_item(task.payload)
+        said = _ASK[self.options.answer] if self.options.prompt is None else self.options.prompt
+        question = f"{item.question}\n\n{said}" if said else item.question
+        reply = await policy.chat([{"role": "user", "content": question}])
+        return self._graded(item, reply.content)
+
+    async def rescore(self, task: Task, messages: Sequence[Message]) -> Score:
+        """Grade the last turn of the policy."""
+        replies = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+        return self._graded(parse_item(task.payload), replies[-1] if replies else "")
+
+    def _graded(self, item: GymItem, reply: str) -> Score:
+        answer = READERS[self.options.answer](reply)
+        score = 0.0
+        if answer is not None and len(answer) <= LONGEST_ANSWER:
+            try:
+                with redirect_stdout(io.StringIO()):
+                    score = float(self._grader.score_answer(answer, item.model_dump()))
+            except Exception:  # noqa: BLE001 - a grader raises any error on a text that is no answer
+                score = 0.0
+        solved = score == 1.0
+        rewards = (
+            RewardComponent("score", min(1.0, max(0.0, score)), self.options.score_weight),
+            RewardComponent("solved", float(solved), self.options.solved_weight),
+            RewardComponent("answered", float(answer is not None), self.options.answered_weight),
+        )
+        return Score(rewards, success=solved)
+
+    def _dataset(self, seed: int) -> Any:  # noqa: ANN401 - the library has no types
+        from reasoning_gym.factory import create_dataset
+
+        try:
+            return create_dataset(self._task, seed=seed, size=ITEMS, **self._settings)
+        except Exception as error:  # the checks of the library's options raise errors of any type
+            said = str(error) or repr(error)
+            raise TaskError(f"reasoning_gym:{self._task}: {said}") from error
+
+
+class ReasoningGym(Family):
+    """The tasks of the installed reasoning-gym."""
+
+    def members(self) -> Iterator[Listed]:
+        """Every registered task, read from the library's source: importing it takes seconds."""
+        spec = find_spec("reasoning_gym")
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError("reasoning-gym is not installed")
+        found: dict[str, str] = {}
+        for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            if "\nregister_dataset(" in source:
+                found |= registered(source)
+        for name, about in sorted(found.items()):
+            yield Listed(name, about, NOT_OFFERED.get(name, ""))
+
+    def member(self, name: str) -> EnvironmentType:
+        """The task of a name. Raises UnknownEnvironment, ImportError."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of a dependency's source, when it is compiled
+            import reasoning_gym  # noqa: F401 - fills the registry
+            from reasoning_gym.factory import DATASETS
+        if name in NOT_OFFERED:
+            raise UnknownEnvironment(f"reasoning_gym:{name} is not offered: {NOT_OFFERED[name]}")
+        if name not in DATASETS:
+            near = difflib.get_close_matches(name, DATASETS)
+            meant = f"; is it {' or '.join(near)}?" if near else ""
+            raise UnknownEnvironment(f"reasoning-gym has no task {name!r}{meant} (`tidemill env list reasoning_gym`)")
+        dataset, config = DATASETS[name]
+        return EnvironmentType(
+            name=f"reasoning_gym:{name}",
+            about=(dataset.__doc__ or "").strip().partition("\n")[0],
+            options_model=task_options(config),
+            isolation=isolation_of(name),
+            network=False,
+            make=partial(ReasoningGymEnvironment, task=name),
+        )
+
+
+def isolation_of(task: str) -> Literal["loop", "process"]:
+    """Where a task is graded."""
+    return "process" if task in EXECUTES | SLOW else "loop"
+
+
+@cache
+def task_options(config: type) -> type[ReasoningGymOptions]:
+    """The options of a task, from the dataclass of its settings."""
+    hints, settings = get_type_hints(config), {}
+    for each in dataclasses.fields(config):
+        if each.name not in _STREAM:
+            made = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+            settings[each.name] = (hints[each.name], made)
+    return options_model(config.__name__.replace("Config", "Options"), ReasoningGymOptions, settings)
+
+
+def item_of(dataset: Any, place: int) -> Mapping[str, Any]:  # noqa: ANN401 - the library has no types
+    """An item of a dataset, the same one at every time. Raises what the library raises where it cannot make it."""
+    with redirect_stdout(io.StringIO()), OwnRandomness(dataset.seed + place).applied():
+        made: Mapping[str, Any] = dataset[place]
+    return made
+
+
+def draft_of(item: Mapping[str, Any]) -> TaskDraft:
+    """The task of an item."""
+    payload = {"question": item["question"], "answer": item["answer"], "metadata": _with_tuples(item["metadata"])}
+    return TaskDraft(json.dumps(payload, ensure_ascii=False), item["question"])
+
+
+def parse_item(payload: str) -> GymItem:
+    """The item of a task's payload. Raises TaskError."""
+    try:
+        item = GymItem.model_validate_json(payload)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "payload"
+        raise TaskError(f"the payload is no item of reasoning-gym: {place}: {first['msg']}") from error
+    return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
+
+
+def registered(source: str) -> dict[str, str]:
+    """The datasets that a module of the library registers: the first line of the docstring, by name."""
+    tree = ast.parse(source)
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    abouts = {node.name: ast.get_docstring(node) or "" for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = {}
+    for node in tree.body:
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="register_dataset"), args=[name, ast.Name(id=kind), *_])):
+                text = name.value if isinstance(name, ast.Constant) else constants[ast.unparse(name)]
+                found[str(text)] = abouts.get(kind, "").partition("\n")[0]
+    return found
+
+
+def between_tags(reply: str) -> str | None:
+    """The text of the last `<answer>` that is closed; None for none."""
+    for piece in reversed(reply.split("<answer>")[1:]):
+        inside, closed, _ = piece.partition("</answer>")
+        if closed:
+            return inside.strip()
+    return None
+
+
+def last_number(reply: str) -> str | None:
+    """The last decimal number, commas between thousands left out; None for none."""
+    found = _NUMBER.findall(reply.replace("\N{MINUS SIGN}", "-"))
+    return found[-1].replace(",", "") if found else None
+
+
+def last_line(reply: str) -> str | None:
+    """The last line that is not empty; None for none."""
+    return reply.strip().rpartition("\n")[2].strip() or None
+
+
+READERS: Mapping[str, Callable[[str], str | None]] = {
+    "tags": between_tags,
+    "last_number": last_number,
+    "last_line": last_line,
+}
+
+
+def _with_tuples(value: object) -> object:
+    """The value with each tuple marked, so that it is one again after JSON: graders compare them."""
+    if isinstance(value, dict):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_with_tuples(each) for each in value]}
+    return [_with_tuples(each) for each in value] if isinstance(value, list) else value
+
+
+def _without_tuples(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        if value.keys() == {_TUPLE}:
+            return tuple(_without_tuples(each) for each in value[_TUPLE])
+        return {key: _without_tuples(each) for key, each in value.items()}
+    return [_without_tuples(each) for each in value] if isinstance(value, list) else value

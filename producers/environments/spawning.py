@@ -1,0 +1,139 @@
+"""Start the process of an environment with its keeper, and tell how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tidemill.producers.environments import marks
+from tidemill.producers.environments.confinement import OUT_OF_MEMORY
+
+LOG = logging.getLogger(__name__)
+KILL_S = 10.0
+"""Longest time for a keeper to kill a process with all that it started."""
+SHOWN = 500
+"""Characters of the process's stderr that a reason shows, the last ones."""
+KEPT_VARIABLES = re.compile(
+    "PATH|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|LD_LIBRARY_PATH|SSL_CERT_FILE|SSL_CERT_DIR"
+    "|OMP_NUM_THREADS|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_DATASETS_CACHE|HF_DATASETS_OFFLINE|NLTK_DATA"
+)
+"""Variables of the worker's environment that the process sees; none holds or leads to a credential."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """Bounds of the processes of environments."""
+
+    answer_s: float = 30.0
+    """Longest time for one step of an episode, or for one task; past it the process is killed."""
+    start_s: float = 120.0
+    """Longest time to import and open an environment, and to draw its first task."""
+    memory_bytes: int = 4 << 30
+    """Memory that a process may write to (RLIMIT_DATA); each process that it starts has as much."""
+    file_bytes: int = 64 << 20
+    """Largest size of a file."""
+    message_bytes: int = 8 << 20
+    """Largest size of a call of the policy, a reply, a score, or a task."""
+    open_files: int = 4096
+    """Most descriptors."""
+
+
+class SpawnedProcess:
+    """A process of an environment. `kill` and `ending` may be called again."""
+
+    def __init__(self, limits: HostLimits) -> None:
+        self._limits = limits
+        self._ending = ""
+        self.socket, theirs = socket.socketpair()
+        shared = os.memfd_create("tidemill-environment")
+        os.ftruncate(shared, marks.SIZE)
+        self.marks = marks.Marks(shared)
+        with theirs:
+            self._keeper = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "tidemill.producers.environments.child",
+                    f"{os.getpid()}",
+                    f"{theirs.fileno()}",
+                    f"{shared}",
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), shared),
+                env=child_variables(os.environ),
+                start_new_session=True,
+            )
+        os.close(shared)
+
+    def opening(self, mode: str, name: str, options: Mapping[str, Any], network: bool, seed: int = 0) -> dict[str, Any]:
+        """The first message to the process; `mode` is "play" or "tasks"."""
+        bounds = asdict(self._limits)
+        path = [os.path.abspath(entry) if os.path.isdir(entry or ".") else entry for entry in sys.path]
+        return {
+            **bounds,
+            "mode": mode,
+            "name": name,
+            "options": options,
+            "network": network,
+            "seed": seed,
+            "path": path,
+        }
+
+    def kill(self) -> None:
+        """Have the keeper kill the process and all that it started."""
+        if self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+            self._keeper.stdin = None
+
+    def ending(self) -> str:
+        """How the process ended, for a reason. Kills what still runs, and blocks until nothing is left."""
+        if not self._ending:
+            self.kill()
+            try:
+                self._ending = self._told(self._keeper.communicate(timeout=KILL_S)[0])
+            except subprocess.TimeoutExpired:
+                LOG.error("the process of an environment cannot be killed: look at process %d", self._keeper.pid)
+                return "its process cannot be killed"
+        return self._ending
+
+    def _told(self, said: bytes) -> str:
+        try:
+            words = json.loads(said)
+            code, written = words["code"], words["stderr"].strip()[-SHOWN:]
+        except (ValueError, KeyError, TypeError):
+            said_last = said.decode(errors="replace")[-SHOWN:]
+            return f"the keeper of its process ended with code {self._keeper.returncode}; it wrote: {said_last}"
+        if code == OUT_OF_MEMORY:
+            how = f"its process used up its memory ({self._limits.memory_bytes >> 20} MiB)"
+        elif code < 0:
+            how = f"its process was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"its process ended with code {code}"
+        return f"{how}; it wrote: {written}" if written else how
+
+
+def child_variables(given: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of a process, out of the worker's.
+
+    The order of sets is fixed, since tasks have to be the same each time they are drawn. Downloads of Hugging Face are
+    found where they lie, without the token that lies beside them.
+    """
+    kept = {name: value for name, value in given.items() if KEPT_VARIABLES.fullmatch(name)}
+    downloads = Path(given.get("HF_HOME", Path.home() / ".cache/huggingface"))
+    cached = {"HF_HUB_CACHE": f"{downloads / 'hub'}", "HF_DATASETS_CACHE": f"{downloads / 'datasets'}"}
+    if "PYTHONPATH" in kept:  # it may name folders of the worker's working directory
+        kept["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, kept["PYTHONPATH"].split(os.pathsep)))
+    return {"PYTHONHASHSEED": "0", **cached, **kept}

@@ -1,0 +1,61 @@
+"""Python functions as tools: schemas for the model, its calls executed, every fault answered in the conversation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+
+from tidemill.producers.environments.base import Reply
+from tidemill.schemas.chat.messages import Message, Tool, Tools, checked_tools
+
+_ARGUMENTS = TypeAdapter(dict[str, Any])
+
+
+class ToolBox:
+    """Functions with annotated parameters and a docstring, offered under their own names."""
+
+    def __init__(self, *functions: Callable[..., object]) -> None:
+        self._functions: dict[str, Callable[..., object]] = {each.__name__: validate_call(each) for each in functions}
+        self.schemas: Tools = checked_tools([_schema(each) for each in functions])
+        """The tools as a request offers them."""
+
+    def answer(self, reply: Reply) -> tuple[list[Message], int]:
+        """The messages that answer a turn's calls, and how many of the calls could not be executed.
+
+        Both are empty for a turn without calls.
+        """
+        messages: list[Message] = []
+        faults = 0
+        for call in reply.message.get("tool_calls") or ():
+            said, fault = self._execute(call["function"]["name"], call["function"]["arguments"])
+            messages.append({"role": "tool", "content": said, "tool_call_id": call["id"]})
+            faults += fault
+        for text in reply.malformed:
+            faults += 1
+            messages.append({"role": "user", "content": f"error: this is no tool call that can be read: {text[:200]}"})
+        return messages, faults
+
+    def _execute(self, name: str, arguments: str) -> tuple[str, bool]:
+        function = self._functions.get(name)
+        if function is None:
+            return f"error: there is no tool {name[:64]!r}; there are {', '.join(self._functions)}", True
+        try:
+            given = _ARGUMENTS.validate_json(arguments)
+            return str(function(**given)), False
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()[:3])
+            return f"error: {wrong}", True
+        except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
+            return f"error: {type(error).__name__}: {error}", True
+
+
+def _schema(function: Callable[..., object]) -> Tool:
+    parameters = TypeAdapter(validate_call(function)).json_schema()
+    for described in parameters.get("properties", {}).values():
+        described.pop("title", None)
+    description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+    shown = {"name": function.__name__, "description": description, "parameters": parameters}
+    return {"type": "function", "function": shown}

@@ -1,0 +1,241 @@
+"""The completion layer for agent programs: one OpenAI endpoint on loopback a worker, with a key for each rollout.
+
+What holds:
+
+- a key opens its own rollout alone, and nothing once the episode is over;
+- an answer is sampled as in process: seed, temperature, top_p and stop of a request are not taken, as they would bias
+  it; a field that asks for another kind of answer is refused by name;
+- a client that goes away takes its generation with it, and the rollout has failed;
+- after an agent posted its result, no call of it is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import re
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
+
+from tidemill.producers.environments.base import ContextFull, Endpoint, GenerationFailed, Reply, Score
+from tidemill.producers.rollout.policy import RolloutPolicy
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.chat.protocol import call_deltas, chat_request, chunk, json_object, usage, whole_answer
+from tidemill.schemas.records import RewardComponent
+
+LOG = logging.getLogger(__name__)
+LARGEST_BODY = 32 * 2**20
+"""Bytes of a request."""
+MODEL = "policy"
+"""Name of the model in the list of models."""
+BACKLOG = 1024
+STOP_S = 0.5
+"""Seconds that requests in flight get when the endpoint stops."""
+
+_Name = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class _Outcome(BaseModel):
+    """The result that an agent posts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rewards: dict[_Name, FiniteFloat] = Field(min_length=1, max_length=64)
+    """Reward components by name; the reward is their sum."""
+    success: bool | None = None
+    metrics: dict[_Name, FiniteFloat] = Field(default_factory=dict, max_length=64)
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    """One rollout with its key."""
+
+    policy: RolloutPolicy
+    key: str
+    turns: set[asyncio.Task[Reply]] = field(default_factory=set)
+    """Generations under way."""
+
+
+class _Refused(Exception):
+    """A request that gets an error in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class AgentEndpoint:
+    """The endpoint of one worker. It listens from the first rollout that asks for it; stop it in the same loop."""
+
+    def __init__(self) -> None:
+        self._guests: dict[str, _Guest] = {}
+        self._by_policy: dict[RolloutPolicy, _Guest] = {}
+        self._base_url = ""
+        self._serving: asyncio.Task[web.AppRunner] | None = None
+        self._numbers = itertools.count(1)
+
+    async def __aenter__(self) -> AgentEndpoint:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        await self.stop()
+
+    def open(self, policy: RolloutPolicy) -> Endpoint:
+        """The endpoint of a rollout; the same one when asked again. Raises OSError when no port can be had."""
+        if self._serving is None:
+            # The port is known at once; connections wait until the server has started.
+            listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            self._base_url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+            self._serving = asyncio.get_running_loop().create_task(self._serve(listening))
+        guest = self._by_policy.get(policy)
+        if guest is None:
+            guest = _Guest(policy, f"tidemill-{secrets.token_urlsafe(24)}")
+            self._by_policy[policy] = self._guests[guest.key] = guest
+        return Endpoint(self._base_url, guest.key)
+
+    def close(self, policy: RolloutPolicy) -> None:
+        """Make a rollout's key void and give up its generations; nothing for one that was never opened."""
+        guest = self._by_policy.pop(policy, None)
+        if guest is not None:
+            del self._guests[guest.key]
+            for turn in guest.turns:
+                turn.cancel()
+
+    async def stop(self) -> None:
+        """Close the port, and all that is open."""
+        for policy in list(self._by_policy):
+            self.close(policy)
+        if self._serving is not None:
+            serving, self._serving = self._serving, None
+            await (await serving).cleanup()
+
+    async def _serve(self, listening: socket.socket) -> web.AppRunner:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_post("/v1/chat/completions", self._answering(self._chat))
+        app.router.add_post("/v1/outcome", self._answering(self._outcome))
+        app.router.add_get("/v1/models", self._answering(self._models))
+        app.router.add_route("*", "/{path:.*}", self._answering(self._nothing))
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=STOP_S)
+        await runner.setup()
+        await web.SockSite(runner, listening, backlog=BACKLOG).start()
+        return runner
+
+    def _answering(
+        self, answer: Callable[[web.Request, _Guest], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A handler whose errors have OpenAI's form."""
+
+        async def handler(request: web.Request) -> web.Response:
+            try:
+                return await answer(request, self._guest(request))
+            except _Refused as error:
+                return _error(error.status, str(error), error.code)
+            except BadMessage as error:
+                return _error(400, str(error))
+            except web.HTTPRequestEntityTooLarge:
+                return _error(413, f"the body is longer than {LARGEST_BODY} bytes")
+
+        return handler
+
+    def _guest(self, request: web.Request) -> _Guest:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
+        if guest is None:
+            raise _Refused(401, "this key is unknown, or its episode is over", "invalid_api_key")
+        return guest
+
+    async def _chat(self, request: web.Request, guest: _Guest) -> web.Response:
+        asked = json_object(await request.read())
+        wanted, stream = chat_request(asked), asked.get("stream") or False
+        options, model = asked.get("stream_options") or {}, asked.get("model", MODEL)
+        if not isinstance(stream, bool) or not isinstance(options, dict) or not isinstance(model, str):
+            raise BadMessage("`stream` must be true or false, `stream_options` an object, `model` a text")
+        if guest.policy.posted is not None:
+            raise _Refused(400, "the result was posted: no call is answered after it", "episode_over")
+        reply = await self._reply(
+            guest, guest.policy.chat(wanted.messages, tools=wanted.tools, max_tokens=wanted.max_tokens)
+        )
+        head = (f"chatcmpl-{next(self._numbers)}", model, int(time.time()))
+        if stream:
+            return _events(head, reply, options.get("include_usage") is True)
+        return _json(whole_answer(*head, reply.message, reply.finish, reply.tokens))
+
+    async def _reply(self, guest: _Guest, calling: Awaitable[Reply]) -> Reply:
+        turn = asyncio.ensure_future(calling)
+        guest.turns.add(turn)
+        try:
+            return await turn
+        except GenerationFailed as error:
+            raise _Refused(502, str(error), "generation_failed") from error
+        except ContextFull as error:
+            raise _Refused(400, str(error), "context_length_exceeded") from error
+        except asyncio.CancelledError:
+            handler = asyncio.current_task()
+            if handler is not None and handler.cancelling():
+                raise
+            raise _Refused(401, "the episode is over", "invalid_api_key") from None
+        except Exception as error:  # a defect of ours; the agent must not score it as an answer
+            LOG.exception("a call of an agent program raised")
+            raise _Refused(500, f"{type(error).__name__}: {error}", "generation_failed") from error
+        finally:
+            guest.turns.discard(turn)
+
+    async def _outcome(self, request: web.Request, guest: _Guest) -> web.Response:
+        try:
+            given = _Outcome.model_validate(json_object(await request.read()))
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+            raise _Refused(400, f"this is no result: {wrong}") from error
+        rewards = tuple(RewardComponent(name, value, 1.0) for name, value in given.rewards.items())
+        try:
+            guest.policy.post(Score(rewards, given.success, given.metrics))
+        except ValueError as error:
+            raise _Refused(400, str(error)) from error
+        return _json({"reward": sum(given.rewards.values())})
+
+    async def _models(self, _request: web.Request, _guest: _Guest) -> web.Response:
+        listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tidemill"}
+        return _json({"object": "list", "data": [listed]})
+
+    async def _nothing(self, request: web.Request, _guest: _Guest) -> web.Response:
+        raise _Refused(404, f"there is no {request.method} {request.path:.200} here")
+
+
+def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=json.dumps(value).encode(), status=status, content_type="application/json", headers=headers
+    )
+
+
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    named = re.match(r"`?([a-z_]+)", message) if status == 400 and code is None else None
+    error = {"message": message, "type": kind, "param": named[1] if named else None, "code": code}
+    # No answer of ours changes when it is asked for again, and the openai client tries three times.
+    return _json({"error": error}, status, {"x-should-retry": "false"})
+
+
+def _events(head: tuple[str, str, int], reply: Reply, with_usage: bool) -> web.Response:
+    """A turn as server-sent events. They begin when the turn is whole, so that a failure has a status."""
+    message = reply.message
+    deltas: list[Mapping[str, Any]] = [{"role": "assistant", "content": ""}]
+    if message.get("reasoning_content"):
+        deltas.append({"reasoning_content": message["reasoning_content"]})
+    if message["content"]:
+        deltas.append({"content": message["content"]})
+    deltas += [{"tool_calls": [call]} for call in call_deltas(message)]
+    told = [*(chunk(*head, delta) for delta in deltas), chunk(*head, {}, reply.finish)]
+    if with_usage:
+        told.append({**chunk(*head, {}), "choices": [], "usage": usage(*reply.tokens)})
+    lines = [f"data: {json.dumps(each)}\n\n" for each in told]
+    body = "".join([*lines, "data: [DONE]\n\n"]).encode()
+    return web.Response(body=body, content_type="text/event-stream", headers={"cache-control": "no-store"})

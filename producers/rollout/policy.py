@@ -1,0 +1,236 @@
+"""The completion layer: one rollout's chat messages in, token ids to a replica, and back.
+
+What holds:
+
+- sampled ids are kept as they came, and contexts only grow (`schemas.chat.contexts`);
+- a recorded turn answers the request whose context has its digest, equal contexts in order of recording; all sampled
+  tokens of a rollout are of one incarnation of version numbers: across two, policy lag has no meaning;
+- a generation that failed fails the rollout, whatever the environment makes of the error; a full context does not;
+- no call is answered after the end of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tidemill.producers.environments.base import ContextFull, Endpoint, GenerationFailed, Reply, Score
+from tidemill.producers.rollout.record import RecordedTurn, context_digest
+from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling
+from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
+from tidemill.schemas.chat.contexts import Asked, Context, Contexts, Origin
+from tidemill.schemas.chat.format import ChatFormat
+from tidemill.schemas.chat.messages import Message, Tool, Tools, checked_messages, checked_tools
+from tidemill.schemas.chat.template import TemplateRefused
+
+LOG = logging.getLogger(__name__)
+OVER = "the episode is over"
+GIVEN_UP = "a call was given up before its answer came"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLimits:
+    """The bounds of one rollout."""
+
+    max_context_tokens: int
+    max_turn_tokens: int
+    max_turns: int
+    temperature: float
+
+
+class RolloutPolicy:
+    """The `Policy` of one attempt at one rollout."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        session: ReplicaSession,
+        limits: PolicyLimits,
+        recorded: Iterable[RecordedTurn] = (),
+        on_turn: Callable[[int, RecordedTurn], None] | None = None,
+        offer: Callable[[RolloutPolicy], Endpoint] | None = None,
+    ) -> None:
+        """Prepare an attempt.
+
+        Args:
+            recorded: turns that were sampled for this rollout before, in order.
+            on_turn: called with the number and the record of each turn that is sampled live.
+            offer: opens an HTTP endpoint for this rollout.
+        """
+        self._chat, self.session, self._limits = chat, session, limits
+        self._on_turn, self._offer = on_turn, offer
+        self._recorded: dict[str, deque[RecordedTurn]] = defaultdict(deque)
+        for turn in recorded:
+            self._recorded[turn.context].append(turn)
+        self._endpoint: Endpoint | None = None
+        self._calls = 0
+        self._closed = False
+        self.contexts: Contexts[Completion] = Contexts(chat)
+        self.turns: list[RecordedTurn] = []
+        """Turns of this attempt in order, recorded ones included."""
+        self.resumed = 0
+        """Recorded turns that were used."""
+        self.failure = ""
+        """Why the rollout has failed; empty while it has not."""
+        self.other_incarnation = False
+        """It failed since recorded turns are of another incarnation than the replicas serve: it can begin anew."""
+        self.full: Sequence[Message] = ()
+        """The conversation that filled the context, where one has."""
+        self.conversation: Sequence[Message] = ()
+        """The messages of the last call that was answered, and its answer."""
+        self.posted: Score | None = None
+        """The result that an agent program posted."""
+        self._has_result = asyncio.Event()
+
+    @property
+    def unused(self) -> list[RecordedTurn]:
+        """Recorded turns that answered no request."""
+        return [turn for waiting in self._recorded.values() for turn in waiting]
+
+    @property
+    def identity(self) -> ReplicaIdentity:
+        """The replica that was asked last; empty names before the first turn."""
+        asked = self.session.identity
+        return asked if asked.replica_id or not self.turns else self.turns[-1].sampled_by
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """This rollout over HTTP, opened at the first use."""
+        if self._endpoint is None:
+            if self._offer is None:
+                raise GenerationFailed("no HTTP endpoint is offered here")
+            self._endpoint = self._offer(self)
+        return self._endpoint
+
+    def close(self) -> None:
+        """Answer no further call."""
+        self._closed = True
+
+    def post(self, score: Score) -> None:
+        """Take the result of an agent program, and answer no further call. Raises ValueError for a second one."""
+        if self.posted is not None:
+            raise ValueError("the result was posted already")
+        self.posted, self._closed = score, True
+        self._has_result.set()
+
+    async def result(self) -> Score:
+        """The result of an agent program, once it is posted."""
+        await self._has_result.wait()
+        assert self.posted is not None
+        return self.posted
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        """The policy's next turn. Raises GenerationFailed, ContextFull, BadMessage."""
+        if self._closed:
+            raise GenerationFailed(OVER)
+        if self.failure:
+            raise GenerationFailed(self.failure)
+        told, shown = checked_messages(messages), checked_tools(tools)
+        self._calls += 1
+        if self._calls > self._limits.max_turns:
+            raise self._failed(f"more than {self._limits.max_turns} calls of the policy (the task's max_turns)")
+        asked = self._ask(told, shown, trained)
+        try:
+            return await self._turn(asked, told, shown, max_tokens, trained)
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._failed(GIVEN_UP)
+            raise
+        except (GenerationFailed, ContextFull):
+            raise
+        except Exception as error:  # a defect of ours: whoever called may go on as if it were an answer
+            self._failed(f"the completion layer raised {error!r:.300}")
+            raise
+        finally:
+            asked.context.busy = False
+
+    def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> Asked[Completion]:
+        most = self._limits.max_context_tokens * self._chat.longest_token
+        if len(messages[-1]["content"]) > most:
+            size = len(messages[-1]["content"])
+            raise self._failed(f"the last message has {size} characters, more than any context can hold")
+        if sum(len(message["content"]) for message in messages) > most:
+            raise self._no_room(messages, most, trained)
+        try:
+            if trained:
+                return self.contexts.ask(messages, tools)
+            ids, turns = self._chat.open(messages, tools), sum(each["role"] == "assistant" for each in messages)
+            return Asked(Context(tools, [], ids, count=turns), Origin.FRESH, ids, ())
+        except TemplateRefused as error:
+            raise self._failed(f"chat template: {error}") from error
+
+    async def _turn(
+        self, asked: Asked[Completion], messages: Sequence[Message], tools: Tools, max_tokens: int | None, trained: bool
+    ) -> Reply:
+        limits = self._limits
+        room = limits.max_context_tokens - len(asked.ids)
+        if room <= 0:
+            raise self._no_room(messages, len(asked.ids), trained)
+        wanted = min(room, limits.max_turn_tokens if max_tokens is None else max(1, max_tokens))
+        sampling = Sampling(wanted, limits.temperature, self._chat.stop_token_ids)
+        made = await self._complete(asked.ids, sampling)
+        if self._closed:
+            raise GenerationFailed(OVER)
+        read = self._chat.read(made.token_ids, tools, asked.context.count)
+        if trained:
+            self.contexts.said(asked, made.token_ids, read.message, made)
+            self.conversation = [*messages, read.message]
+        finish = "tool_calls" if read.message.get("tool_calls") else made.finish_reason
+        counts = (len(asked.ids), len(made.token_ids))
+        return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length
+
+    async def _complete(self, ids: list[int], sampling: Sampling) -> Completion:
+        context = context_digest(ids)
+        turn = self._known(context, sampling)
+        if turn is None:
+            turn = await self._sample(context, ids, sampling)
+            if self._on_turn is not None:
+                self._on_turn(len(self.turns), turn)
+        self.turns.append(turn)
+        return turn.completion
+
+    def _known(self, context: str, sampling: Sampling) -> RecordedTurn | None:
+        waiting = self._recorded.get(context)
+        while waiting:
+            turn = waiting.popleft()
+            if len(turn.completion.token_ids) <= sampling.max_tokens and self._fits(turn.completion):
+                self.resumed += 1
+                return turn
+        return None
+
+    async def _sample(self, context: str, ids: list[int], sampling: Sampling) -> RecordedTurn:
+        try:
+            made = await self.session.complete(ids, sampling)
+        except BadResponse as error:
+            raise self._failed(f"bad response: {error}") from error
+        if not self._fits(made):
+            self.other_incarnation = self.resumed > 0
+            before = self.turns[0].completion.incarnation
+            raise self._failed(
+                f"incarnation: turns of {before!r} and of {made.incarnation!r}, whose versions cannot be compared"
+            )
+        return RecordedTurn(context, made, self.session.identity)
+
+    def _fits(self, made: Completion) -> bool:
+        return not self.turns or made.incarnation == self.turns[0].completion.incarnation
+
+    def _no_room(self, messages: Sequence[Message], size: int, trained: bool) -> Exception:
+        most = self._limits.max_context_tokens
+        if not (trained and self.turns):
+            return self._failed(f"context: the prompt has {size} tokens, max_context_tokens is {most}")
+        self.full = messages
+        return ContextFull(f"the conversation has {size} tokens, and the context {most}")
+
+    def _failed(self, reason: str) -> GenerationFailed:
+        self.failure = self.failure or reason
+        return GenerationFailed(reason)

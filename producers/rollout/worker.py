@@ -1,0 +1,296 @@
+"""The rollout worker: takes tasks, has their episodes played against the replicas, writes their rollouts.
+
+What holds:
+
+- a task's offset is committed when the log has acknowledged all its rollouts, and never past an unfinished task; what a
+  crash or a rebalance interrupts is taken up under the same rollout ids by whoever gets the task next: rollouts that
+  the log has are not played again, the others go on from their recorded turns;
+- nothing of a task is played before the log has acknowledged its dispatch, so that it is known who had begun what;
+- every task that can be read ends in exactly `group_size` rollouts, completed or failed with a reason; one that cannot
+  be read ends in the dead-letter topic, and the worker goes on;
+- no task is taken while `max_concurrent_episodes` episodes are in hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, ExitStack, suppress
+from dataclasses import dataclass
+
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.environments.open import EnvironmentSet, host_limits
+from tidemill.producers.outbox import Outbox
+from tidemill.producers.rollout.endpoint import AgentEndpoint
+from tidemill.producers.rollout.intake import POLL_S, Delivered, Intake, OffsetTracker, Taken
+from tidemill.producers.rollout.player import Player
+from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
+from tidemill.producers.sampling.anchor import anchor_of_run
+from tidemill.producers.sampling.replicas import open_replica_client
+from tidemill.producers.sampling.segments import OVERHEAD_BYTES, SPAN_BYTES, SegmentClaims
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.chat.format import ChatFormat, load_chat_format
+from tidemill.schemas.client_settings import LOG_WAIT_S
+from tidemill.schemas.clock import now_us, to_us
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.dead_letter import send_dead_letter
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.liveness import Liveness
+from tidemill.schemas.located import Located
+from tidemill.schemas.lookback import Lookback
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Turn
+from tidemill.schemas.shutdown import stop_on_signals
+
+LOG = logging.getLogger(__name__)
+APPLICATION = "tidemill-rollout"
+
+
+def refusal(located: Located, settings: RolloutSettings) -> str | None:
+    """Why a record of `tasks` cannot be played at all; None when it can."""
+    task = located.record
+    if task is None:
+        return located.error
+    if not isinstance(task, Task):
+        return f"a {type(task).__name__} is not a task"
+    if not 1 <= task.group_size <= settings.max_group_size:
+        return f"group_size is {task.group_size}, allowed are 1 to {settings.max_group_size}"
+    if task.max_turns < 1:
+        return f"max_turns is {task.max_turns}, at least 1 is needed"
+    return None
+
+
+@dataclass(slots=True)
+class _Running:
+    """A task whose episodes are in hand."""
+
+    task: Task
+    partition: Partition
+    offset: int
+    progress: TaskProgress
+    indexes: list[int]
+    """Places in the group to play."""
+    remaining: int
+    failed: int = 0
+
+
+class Worker:
+    """The worker's tasks in hand, on one event loop."""
+
+    def __init__(
+        self, run: RunSettings, settings: RolloutSettings, worker_id: str, names: Names, player: Player, outbox: Outbox
+    ) -> None:
+        self._run = run
+        self._worker_id = worker_id
+        self._settings = settings
+        self._names = names
+        self._player = player
+        self._outbox = outbox
+        self._tracker = OffsetTracker()
+        self._jobs: dict[asyncio.Task[None], _Running] = {}
+        self._moved = asyncio.Event()
+
+    async def serve(self, intake: Intake, stop: threading.Event, liveness: Liveness) -> None:
+        """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
+        try:
+            while not stop.is_set():
+                liveness.beat(f"a round with {len(self._jobs)} tasks in hand", LOG_WAIT_S)
+                await self._round(intake, thread, self._in_hand() < self._settings.max_concurrent_episodes)
+            liveness.beat("finishing what is in hand", self._settings.grace_s + LOG_WAIT_S)
+            await self._finish(intake, thread)
+        finally:
+            await self._abandon(list(self._jobs))
+            thread.shutdown(wait=True)
+
+    async def _round(self, intake: Intake, thread: ThreadPoolExecutor, wanted: bool) -> None:
+        loop = asyncio.get_running_loop()
+        if not wanted:
+            await self._wait_for_an_episode()
+        taken = await loop.run_in_executor(thread, intake.round, wanted, self._tracker.committable())
+        self._collect()
+        self._tracker.committed(taken.committed)
+        await self._drop_lost(taken)
+        for delivered in taken.delivered:
+            await self._accept(delivered)
+
+    async def _wait_for_an_episode(self) -> None:
+        self._moved.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._moved.wait(), POLL_S)
+
+    async def _accept(self, delivered: Delivered) -> None:
+        located, progress = delivered.located, delivered.progress
+        partition = (located.topic, located.partition)
+        if not self._tracker.begin(partition, located.offset):
+            return
+        reason = refusal(located, self._settings)
+        if reason is not None:
+            await self._outbox.call(lambda producer: self._bury(producer, located, reason))
+        task = located.record
+        if reason is None and isinstance(task, Task) and task.run_id == self._run.run_id:
+            indexes = [index for index in range(task.group_size) if index not in progress.ended]
+            running = _Running(task, partition, located.offset, progress, indexes, len(indexes))
+            self._jobs[asyncio.create_task(self._work(running))] = running
+        else:
+            self._tracker.finish(partition, located.offset)
+
+    async def _work(self, running: _Running) -> None:
+        task = running.task
+        if running.indexes:
+            await self._outbox.write(task.task_id, self._dispatch(running), Topic.PROGRESS)
+        async with asyncio.TaskGroup() as episodes:
+            for index in running.indexes:
+                episodes.create_task(self._episode(running, index))
+        self._tracker.finish(running.partition, running.offset)
+        LOG.info("task %s: %d rollouts, %d failed", task.task_id, len(running.indexes), running.failed)
+
+    def _dispatch(self, running: _Running) -> Dispatch:
+        task, at = running.task, now_us()
+        rounds = math.ceil(self._in_hand() / self._settings.max_concurrent_episodes)
+        longest = to_us(rounds * self._settings.episode_timeout_s)
+        return Dispatch(
+            task_id=task.task_id,
+            group_id=task.group_id,
+            run_id=task.run_id,
+            worker_id=self._worker_id,
+            indexes=running.indexes,
+            resumed_turns=[running.progress.resumable(index) for index in running.indexes],
+            lease_until=min(task.deadline_at, at + longest),
+            at=at,
+        )
+
+    async def _episode(self, running: _Running, index: int) -> None:
+        rollout = await self._player.play(running.task, index, running.progress.turns.get(index, ()))
+        running.remaining -= 1
+        running.failed += rollout.status is RolloutStatus.FAILED
+        self._moved.set()
+        await self._outbox.write(rollout.group_id, rollout)
+
+    async def _drop_lost(self, taken: Taken) -> None:
+        lost = self._tracker.partitions() - taken.owned
+        for partition in lost:
+            LOG.info("partition %s moved to another worker; its unfinished tasks are left to that one", partition)
+            self._tracker.drop(partition)
+        await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
+
+    async def _finish(self, intake: Intake, thread: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.grace_s
+        if self._jobs:
+            LOG.info(
+                "stopping: %d episodes get up to %g s to finish (rollout.grace_s); what is left is played again later",
+                self._in_hand(),
+                self._settings.grace_s,
+            )
+        while self._jobs and loop.time() < deadline:
+            await self._round(intake, thread, wanted=False)
+        await self._abandon(list(self._jobs))
+        await self._outbox.drain()
+        await loop.run_in_executor(thread, intake.round, False, self._tracker.committable())
+
+    async def _abandon(self, jobs: list[asyncio.Task[None]]) -> None:
+        for job in jobs:
+            LOG.info("task %s abandoned, uncommitted", self._jobs.pop(job).task.task_id)
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+
+    def _collect(self) -> None:
+        for job in [job for job in self._jobs if job.done()]:
+            del self._jobs[job]
+            _raise_first(job)
+
+    def _in_hand(self) -> int:
+        return sum(running.remaining for running in self._jobs.values())
+
+    def _bury(self, producer: RecordProducer, located: Located, reason: str) -> None:
+        LOG.warning("refused the record at %s: %s", located.position, reason)
+        send_dead_letter(producer, self._names, located, reason, APPLICATION)
+
+
+def _raise_first(job: asyncio.Task[None]) -> None:
+    """Raise what ended a task's work, if anything did; of several episodes, the first."""
+    error = job.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is not None:
+        raise error
+
+
+def run(
+    kafka: KafkaSettings,
+    run: RunSettings,
+    store: StoreSettings,
+    rollout: RolloutSettings,
+    chat: ChatSettings,
+    stop: threading.Event | None = None,
+) -> None:
+    """Work until `stop` is set; without one, until SIGINT or SIGTERM.
+
+    Raises:
+        DeliveryError, KafkaException: the log fails.
+        OSError, ValueError: the checkpoint has no tokenizer, or a chat template that cannot be used (TemplateRefused).
+        UnknownEnvironment, TaskError, EnvironmentFailed: an environment of the run cannot be opened.
+        Fenced: another worker joined under the same name.
+    """
+    stop = stop or stop_on_signals()
+    checkpoint = rollout.tokenizer or anchor_of_run(kafka, run, stop)
+    if checkpoint is None:
+        return
+    with ExitStack() as cleanup:
+        producer = cleanup.enter_context(RecordProducer(kafka, APPLICATION))
+        claims = SegmentClaims(store.root, run.run_id, rollout.claim_check_bytes, Codec(kafka.registry_url))
+        outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
+        cleanup.callback(outbox.close)
+        recovery = TaskRecovery(Lookback(kafka, client_id=APPLICATION), run.run_id)
+        cleanup.callback(recovery.close)
+        member = _member(kafka, run, rollout)
+        cleanup.callback(member.close)
+        intake = Intake(member, recovery)
+        names = Names(kafka.topic_prefix)
+        chat_format = load_chat_format(checkpoint, chat)
+        asyncio.run(_serve(run, rollout, names, chat_format, outbox, intake, stop, kafka.stall_timeout_s))
+
+
+def _member(kafka: KafkaSettings, run: RunSettings, rollout: RolloutSettings) -> GroupConsumer:
+    """A member of the workers' group; a static one, which comes back to its own partitions, where it has a name."""
+    if rollout.worker_id is not None:
+        options = {**kafka.client_options, "group.instance.id": rollout.worker_id}
+        kafka = kafka.model_copy(update={"client_options": options})
+    return GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
+
+
+async def _serve(
+    run: RunSettings,
+    settings: RolloutSettings,
+    names: Names,
+    chat: ChatFormat,
+    outbox: Outbox,
+    intake: Intake,
+    stop: threading.Event,
+    stall_timeout_s: float,
+) -> None:
+    worker_id = settings.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    def record(turn: Turn) -> None:
+        """Record a turn. One above the limit of a record is left out: it is sampled again by the next worker."""
+        size = OVERHEAD_BYTES + len(turn.token_ids) + len(turn.logprobs) + SPAN_BYTES * len(turn.spans)
+        if settings.record_turns and size <= settings.claim_check_bytes:
+            outbox.post(turn.task_id, turn, Topic.PROGRESS)
+
+    environments = EnvironmentSet(run.environments, host_limits(settings))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(environments.close)
+        await environments.check(chat)
+        client = await stack.enter_async_context(open_replica_client(settings))
+        endpoint = await stack.enter_async_context(AgentEndpoint())
+        player = Player(settings, worker_id, environments, chat, client, endpoint, record)
+        LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
+        with Liveness(f"rollout worker {worker_id}", stall_timeout_s) as liveness:
+            await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop, liveness)

@@ -1,0 +1,167 @@
+"""A completion as a replica answers it, checked before a token of it is believed.
+
+The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the choice:
+`weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, which names the
+life of the run's version numbers that they count in. What holds of a `Completion`: as many logprobs as token ids, all
+finite; spans that cover the tokens in order, without gap or overlap.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.schemas.records import VersionSpan
+
+LARGEST_TOKEN_ID = 2**32 - 1
+LARGEST_VERSION = 2**63 - 1
+LOGPROB_ROUNDING = 1e-4
+"""A logprob computed in float32 may come out this much above 0."""
+LONGEST_INCARNATION = 256
+"""Characters of an incarnation's name."""
+LOWEST_LOGPROB = -1e5
+"""Below anything that sampling can give; vLLM writes -9999 for minus infinity."""
+
+
+class BadResponse(ValueError):
+    """The replica answered something that is not a completion; the message says what is wrong with it."""
+
+
+class Aborted(RuntimeError):
+    """The engine gave the request up before it was finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one turn."""
+
+    max_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    spans: tuple[VersionSpan, ...]
+    """In turn coordinates."""
+    finish_reason: str
+    incarnation: str = ""
+    """Which life of the run's version numbers the spans count in; empty where the replica did not say."""
+
+
+def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> bytes:
+    """The request as JSON. Defaults of the checkpoint's generation_config.json are overridden: they would bias it."""
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    if model is not None:
+        body["model"] = model
+    if sampling.stop_token_ids:
+        body["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.stop:
+        body["stop"] = sampling.stop
+    return json.dumps(body).encode()
+
+
+def parse_completion(body: bytes, sampling: Sampling) -> Completion:
+    """The completion in a response body. Raises BadResponse; Aborted when the engine gave the request up."""
+    choice = _choice(body)
+    if choice.get("finish_reason") == "abort":
+        raise Aborted("the engine aborted the request")
+    return checked_completion(choice, sampling)
+
+
+def checked_completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+    """The completion that a choice is. Raises BadResponse when it is none that `sampling` can have given."""
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise BadResponse(f"finish_reason is {reason!r}, expected 'stop' or 'length'")
+    ids = checked_ids(choice.get("token_ids"), sampling.max_tokens)
+    return Completion(
+        token_ids=ids,
+        logprobs=checked_logprobs(choice.get("logprobs"), len(ids)),
+        spans=checked_spans(choice.get("weight_versions"), len(ids)),
+        finish_reason=reason,
+        incarnation=incarnation_of(choice),
+    )
+
+
+def incarnation_of(choice: Mapping[str, Any]) -> str:
+    """The incarnation that a choice names; empty when it names none. Raises BadResponse."""
+    name = choice.get("weight_incarnation", "")
+    if not isinstance(name, str) or len(name) > LONGEST_INCARNATION:
+        raise BadResponse(
+            f"`weight_incarnation` {name!r:.200} is not a name of at most {LONGEST_INCARNATION} characters"
+        )
+    return name
+
+
+def checked_ids(value: Any, most: int) -> list[int]:  # noqa: ANN401 - a JSON tree
+    """Sampled token ids, at least one. Raises BadResponse."""
+    if not isinstance(value, list) or not value:
+        raise BadResponse("`token_ids` is missing or empty: does the replica honour return_token_ids?")
+    if len(value) > most:
+        raise BadResponse(f"{len(value)} token ids sampled, at most {most} were asked for")
+    if not all(type(item) is int and 0 <= item <= LARGEST_TOKEN_ID for item in value):
+        raise BadResponse("`token_ids` holds something that is not a token id")
+    return value
+
+
+def checked_logprobs(value: Any, count: int) -> list[float]:  # noqa: ANN401 - a JSON tree
+    """The logprobs of `count` sampled tokens, in the shape of `/v1/completions`. Raises BadResponse."""
+    logprobs = value.get("token_logprobs") if isinstance(value, dict) else None
+    if not isinstance(logprobs, list) or len(logprobs) != count:
+        raise BadResponse(f"`logprobs.token_logprobs` must be a list of {count}, as many as token ids")
+    if not all(_is_logprob(item) for item in logprobs):
+        raise BadResponse("`logprobs.token_logprobs` holds something that is not a finite logprob")
+    return [float(item) for item in logprobs]
+
+
+def checked_spans(value: Any, count: int | None = None) -> tuple[VersionSpan, ...]:  # noqa: ANN401 - a JSON tree
+    """Spans that cover `count` tokens, or without it as many as their last end says. Raises BadResponse."""
+    if not isinstance(value, list) or not all(_is_span(item) for item in value):
+        raise BadResponse("`weight_versions` must be a list of [version, start, end]: is this a Tidemill replica?")
+    spans = tuple(VersionSpan(*item) for item in value)
+    ends = [0, *(span.end for span in spans)]
+    starts = [*(span.start for span in spans), ends[-1] if count is None else count]
+    if ends != starts or any(span.start >= span.end for span in spans):
+        raise BadResponse(f"`weight_versions` {value!r:.200} is no cover of the sampled tokens in order, without gap")
+    return spans
+
+
+def _choice(body: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadResponse(f"the body is not JSON: {error}") from error
+    choices = document.get("choices") if isinstance(document, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise BadResponse("the body has no `choices` with exactly one choice")
+    return choices[0]
+
+
+def _is_logprob(item: object) -> bool:
+    return type(item) in (float, int) and LOWEST_LOGPROB <= item <= LOGPROB_ROUNDING  # type: ignore[operator]
+
+
+def _is_span(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 3 and all(_is_whole(part) for part in item)
+
+
+def _is_whole(part: object) -> bool:
+    return type(part) is int and 0 <= part <= LARGEST_VERSION

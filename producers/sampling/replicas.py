@@ -1,0 +1,253 @@
+"""Talks to replicas over HTTP: token ids in, checked token ids, logprobs and weight versions out.
+
+A request that failed for the replica's sake (no connection, 5xx, cut short, timed out, aborted) is tried again, on
+another replica where there is one, until the caller's deadline; the prompt is all the state there is, so nothing of the
+episode is lost. An answer that is wrong is never tried again: it is a defect, and says so.
+
+aiohttp and not httpx: 0.13-0.20 ms of CPU a request against 2.3-2.8 ms, on the same loopback server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from tidemill.producers.config import RolloutSettings
+from tidemill.producers.sampling.completion import (
+    Aborted,
+    BadResponse,
+    Completion,
+    Sampling,
+    parse_completion,
+    request_body,
+)
+
+LOG = logging.getLogger(__name__)
+REPLICA_HEADER = "x-tidemill-replica"
+COMPLETIONS_PATH = "/v1/completions"
+STATUS_PATH = "/tidemill/status"
+OVERLOADED = 429
+LARGEST_BODY = 64 * 2**20
+"""Bytes. A longer answer is refused before it fills the memory."""
+
+
+class ReplicaUnavailable(RuntimeError):
+    """The replica did not answer the request; another one, or the same one later, may."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaIdentity:
+    """Who answered."""
+
+    replica_id: str
+    region: str
+
+
+@dataclass(slots=True)
+class _Replica:
+    episodes: int = 0
+    failures: int = 0
+    rests_until: float = 0.0
+
+
+class ReplicaPool:
+    """Load and health of a fixed list of replicas. Times are seconds of one monotonic clock."""
+
+    def __init__(self, addresses: Sequence[str], backoff_s: float, backoff_limit_s: float) -> None:
+        self._replicas = {address.rstrip("/"): _Replica() for address in addresses}
+        self._backoff_s = backoff_s
+        self._backoff_limit_s = backoff_limit_s
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no replica at all."""
+        return not self._replicas
+
+    def pick(self, now: float) -> str | None:
+        """Take a place on the least loaded replica that is not resting; None when all rest."""
+        awake = [address for address, replica in self._replicas.items() if replica.rests_until <= now]
+        if not awake:
+            return None
+        address = min(awake, key=lambda candidate: self._replicas[candidate].episodes)
+        self._replicas[address].episodes += 1
+        return address
+
+    def release(self, address: str) -> None:
+        """Give the place back."""
+        self._replicas[address].episodes -= 1
+
+    def failed(self, address: str, now: float) -> None:
+        """A request failed. Requests that were in flight together count as one failure."""
+        replica = self._replicas[address]
+        if replica.rests_until > now:
+            return
+        rest = min(self._backoff_s * 2 ** min(replica.failures, 32), self._backoff_limit_s)
+        replica.failures += 1
+        replica.rests_until = now + rest
+
+    def succeeded(self, address: str) -> None:
+        """A request was answered."""
+        replica = self._replicas[address]
+        replica.failures = 0
+        replica.rests_until = 0.0
+
+    def next_wake(self) -> float:
+        """When the first replica may be tried again."""
+        return min(replica.rests_until for replica in self._replicas.values())
+
+
+class ReplicaClient:
+    """Requests to single replicas, over shared connections. Open with `open_replica_client`."""
+
+    def __init__(self, session: aiohttp.ClientSession, settings: RolloutSettings) -> None:
+        self._session = session
+        self._settings = settings
+        self._identities: dict[str, ReplicaIdentity] = {}
+
+    async def complete(self, address: str, prompt: list[int], sampling: Sampling) -> Completion:
+        """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
+        body = request_body(prompt, sampling, self._settings.model)
+        try:
+            return parse_completion(await self._post(address, body), sampling)
+        except Aborted as error:
+            raise ReplicaUnavailable(f"{address}: {error}") from error
+        except BadResponse as error:
+            raise BadResponse(f"{address}: {error}") from error
+
+    async def identity(self, address: str) -> ReplicaIdentity:
+        """Who answers at an address, asked once for each replica. Raises ReplicaUnavailable, BadResponse."""
+        if address not in self._identities:
+            self._identities[address] = await self._ask_identity(address)
+        return self._identities[address]
+
+    async def _post(self, address: str, body: bytes) -> bytes:
+        headers = {"content-type": "application/json"}
+        async with self._request("POST", address, COMPLETIONS_PATH, body, headers) as response:
+            answered_by = response.headers.get(REPLICA_HEADER, "")
+            known = self._identities.get(address)
+            if known is not None and answered_by not in ("", known.replica_id):
+                del self._identities[address]
+            return await _read(response)
+
+    async def _ask_identity(self, address: str) -> ReplicaIdentity:
+        async with self._request("GET", address, STATUS_PATH) as response:
+            body = await _read(response)
+        try:
+            status = json.loads(body)
+            return ReplicaIdentity(str(status["replica_id"]), str(status["region"]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status: {error!r}") from error
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, address: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.request(method, address + path, data=body, headers=headers) as response:
+                await _check_status(response, address)
+                yield response
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ReplicaUnavailable(f"{address}: {type(error).__name__}: {error}") from error
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > LARGEST_BODY:
+            raise BadResponse(f"the body is longer than {LARGEST_BODY} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _check_status(response: aiohttp.ClientResponse, address: str) -> None:
+    if response.status == 200:
+        return
+    excerpt = (await response.content.read(300)).decode("utf-8", "replace")
+    said = f"{address}: HTTP {response.status}: {excerpt}"
+    if response.status >= 500 or response.status == OVERLOADED:
+        raise ReplicaUnavailable(said)
+    raise BadResponse(said)
+
+
+@asynccontextmanager
+async def open_replica_client(settings: RolloutSettings) -> AsyncIterator[ReplicaClient]:
+    """A client whose connections are closed at the end. Proxies in the environment are not used."""
+    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, connect=settings.connect_timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield ReplicaClient(session, settings)
+
+
+class ReplicaSession:
+    """One episode's way to the replicas: sticks to one, moves on when it fails. Use as an async context manager.
+
+    Calls may run side by side.
+    """
+
+    def __init__(self, client: ReplicaClient, pool: ReplicaPool) -> None:
+        self._client = client
+        self._pool = pool
+        self._address: str | None = None
+        self.identity = ReplicaIdentity("", "")
+        """Who was asked last; empty before the first request."""
+        self.retries = 0
+        """Requests that had to be tried again."""
+        self._last_error: ReplicaUnavailable | None = None
+
+    async def __aenter__(self) -> ReplicaSession:
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        self._leave()
+
+    async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
+        """Sample one turn, trying again until cancelled by the caller's deadline. Raises BadResponse."""
+        while True:
+            address = await self._join()
+            try:
+                self.identity = await self._client.identity(address)
+                completion = await self._client.complete(address, prompt, sampling)
+            except ReplicaUnavailable as error:
+                self._move_on(address, error)
+            else:
+                self._pool.succeeded(address)
+                return completion
+
+    def trouble(self) -> str:
+        """What went wrong so far, for a failed rollout's reason."""
+        if self._last_error is None:
+            return "no request was tried again"
+        return f"{self.retries} requests tried again, the last for: {self._last_error}"
+
+    async def _join(self) -> str:
+        clock = asyncio.get_running_loop().time
+        while self._address is None:
+            self._address = self._pool.pick(clock())
+            if self._address is None:
+                await asyncio.sleep(max(0.0, self._pool.next_wake() - clock()))
+        return self._address
+
+    def _move_on(self, address: str, error: ReplicaUnavailable) -> None:
+        LOG.info("trying again: %s", error)
+        self.retries += 1
+        self._last_error = error
+        self._pool.failed(address, asyncio.get_running_loop().time())
+        if address == self._address:  # a call beside this one may have moved on already
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._address is not None:
+            self._pool.release(self._address)
+            self._address = None
+
+
+def replica_pool(settings: RolloutSettings) -> ReplicaPool:
+    """The pool of the configured replicas."""
+    return ReplicaPool(settings.replicas, settings.backoff_s, settings.backoff_limit_s)

@@ -1,0 +1,1 @@
+"""The task feeder: which tasks are issued, and when."""

@@ -1,0 +1,194 @@
+"""Turns the names that the feeder decides on into tasks, by drawing from the environments of the run.
+
+What holds: a training question is asked once in a run (`feed.epochs` times), restarts and changed options included, and
+is never one of the held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and
+comes again under the index `i + n * size` where an evaluation of that size asks for it again. Environments take turns
+by their weights, the same way at every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
+from tidemill.producers.environments.find import options_json
+from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
+from tidemill.schemas.clock import to_us
+from tidemill.schemas.config import EnvironmentEntry, RunSettings
+from tidemill.schemas.records import Mode, Task
+
+PATIENCE = 2_000
+"""Drafts in a row without a new question after which an environment counts as exhausted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEnvironment:
+    """An opened environment of the run."""
+
+    entry: EnvironmentEntry
+    environment: Environment
+
+
+class TaskSource:
+    """Draws the tasks of one run. Raises TaskError at once when an environment has too few held-out questions."""
+
+    def __init__(self, environments: Sequence[TaskEnvironment], run: RunSettings, feed: FeedSettings) -> None:
+        self._run, self._feed = run, feed
+        self._questions = [Questions(each, run.seed, feed.epochs) for each in environments]
+        self._turns = take_turns([each.entry.weight for each in environments])
+        self._order: list[int] = []
+        """Environment of each index so far."""
+        size = max(feed.eval_tasks, feed.eval_during_tasks)
+        self._held_out = [self._of(index).held_out() for index in range(size)]
+
+    def observe(self, task: Task) -> None:
+        """Remember that a training task of this run was issued, by this process or one before it."""
+        name = parse_task_name(task.task_id)
+        if task.run_id == self._run.run_id and name is not None and name.stage is Stage.TRAIN:
+            for questions in self._questions:
+                if questions.title == task.environment:
+                    questions.observe(task.payload)
+
+    def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
+        """The task to issue under `name`. Raises TaskError when its environment has no unused question left."""
+        feed, training = self._feed, name.stage.mode is Mode.TRAIN
+        index = name.index if training else name.index % evaluation_size(feed, name.stage)
+        questions = self._of(index)
+        draft = questions.unused() if training else self._held_out[index]
+        deadline_s = feed.deadline_s if training else feed.eval_deadline_s
+        return Task(
+            task_id=str(name),
+            group_id=str(name),
+            run_id=name.run_id,
+            environment=questions.title,
+            payload=draft.payload,
+            mode=name.stage.mode,
+            group_size=(questions.group_size or feed.group_size) if training else feed.eval_group_size,
+            max_turns=draft.max_turns,
+            seed=task_seed(self._run.seed, name),
+            issued_at=issued_at,
+            deadline_at=issued_at + to_us(deadline_s),
+            issued_version=issued_version,
+            options=questions.options,
+        )
+
+    def close(self) -> None:
+        """End every stream of drafts."""
+        for questions in self._questions:
+            questions.close()
+
+    def _of(self, index: int) -> Questions:
+        while len(self._order) <= index:
+            self._order.append(next(self._turns))
+        return self._questions[self._order[index]]
+
+
+class Questions:
+    """The questions of one environment: held-out ones in order, and training ones that are not used up."""
+
+    def __init__(self, opened: TaskEnvironment, seed: int, epochs: int) -> None:
+        self.title = opened.entry.title
+        self.group_size = opened.entry.group_size
+        self.options = options_json(opened.environment.options)
+        self._environment, self._query, self._epochs = opened.environment, TaskQuery(seed), epochs
+        self._drafts = self._environment.tasks(self._query)
+        self._waiting: dict[Split, deque[TaskDraft]] = {split: deque() for split in Split}
+        self._held_out: set[str] = set()
+        self._asked: Counter[str] = Counter()
+        """How often a training question was issued by this process, or drawn and found issued."""
+        self._issued: Counter[str] = Counter()
+        """Payloads that were issued before, and have not been drawn yet."""
+        self._epoch = 1
+
+    def observe(self, payload: str) -> None:
+        """A task with this payload was issued."""
+        self._issued[payload] += 1
+
+    def held_out(self) -> TaskDraft:
+        """The next held-out question. Raises TaskError."""
+        for _ in range(PATIENCE):
+            draft = self._next(Split.EVAL)
+            if draft is None:
+                break
+            if draft.asks not in self._held_out:
+                self._held_out.add(draft.asks)
+                return draft
+        raise TaskError(
+            f"{self.title} has {len(self._held_out)} held-out questions, and an evaluation needs more: lower "
+            "feed.eval_tasks, or allow more by its options"
+        )
+
+    def unused(self) -> TaskDraft:
+        """The next training question. Raises TaskError."""
+        misses = 0
+        while True:
+            draft = self._next(Split.TRAIN)
+            if draft is not None and self._issued[draft.payload]:
+                self._issued[draft.payload] -= 1
+                self._asked[draft.asks] += 1
+                misses = 0
+                continue
+            if draft is not None and self._asked[draft.asks] < self._epoch:
+                self._asked[draft.asks] += 1
+                return draft
+            misses += 1
+            if draft is None or misses == PATIENCE:
+                misses = 0
+                self._begin_epoch()
+
+    def close(self) -> None:
+        """End the stream of drafts."""
+        close = getattr(self._drafts, "close", None)
+        if close is not None:
+            close()
+
+    def _next(self, split: Split) -> TaskDraft | None:
+        """The next draft of a split; None when there are no more, or none of this split in a long row."""
+        waiting = self._waiting[split]
+        for _ in range(PATIENCE):
+            if waiting:
+                return waiting.popleft()
+            draft = next(self._drafts, None)
+            if draft is None:
+                return None
+            side = split_of(draft.asks)
+            if side is split or side is Split.TRAIN:  # held-out questions are all drawn before the first training one
+                self._waiting[side].append(draft)
+        return None
+
+    def _begin_epoch(self) -> None:
+        if not self._asked or (self._epochs and self._epoch >= self._epochs):
+            raise TaskError(
+                f"{self.title} has no unused training question left after {len(self._asked)}: allow more by its "
+                "options, or let each be asked again (feed.epochs)"
+            )
+        self._epoch += 1
+        self.close()
+        self._drafts = self._environment.tasks(self._query)
+        self._waiting = {split: deque() for split in Split}
+
+
+def take_turns(weights: Sequence[float]) -> Iterator[int]:
+    """Places in `weights` without end, each as often as its weight says and as evenly as can be."""
+    credit = [0.0] * len(weights)
+    total = sum(weights)
+    while True:
+        credit = [have + weight / total for have, weight in zip(credit, weights, strict=True)]
+        place = max(range(len(credit)), key=lambda each: (round(credit[each], 9), -each))
+        credit[place] -= 1.0
+        yield place
+
+
+def evaluation_size(feed: FeedSettings, stage: Stage) -> int:
+    """Held-out tasks of an evaluation."""
+    return feed.eval_during_tasks if stage is Stage.EVAL_DURING else feed.eval_tasks
+
+
+def task_seed(run_seed: int, name: TaskName) -> int:
+    """The seed of a task: 63 bits of BLAKE2b over the run's seed and the task's name."""
+    digest = hashlib.blake2b(f"{run_seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,923 @@
+"""Environments in processes of their own: what plays, what is bounded, and what hostile ones can do to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from itertools import islice, pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.producers.environments.base import (
+    ContextFull,
+    Endpoint,
+    EnvironmentFailed,
+    EnvironmentHung,
+    GenerationFailed,
+    Reply,
+    TaskDraft,
+    TaskError,
+    TaskQuery,
+)
+from tidemill.producers.environments.episode_process import TICKS
+from tidemill.producers.environments.find import UnknownEnvironment, options_json
+from tidemill.producers.environments.frames import FrameTooLarge, encode
+from tidemill.producers.environments.process import HostedEnvironment, HostLimits, ProcessLost
+from tidemill.schemas.chat.messages import BadMessage
+from tidemill.schemas.records import Mode, Task
+
+pytestmark = pytest.mark.filterwarnings("error")
+HOSTILE = "hostile_environments:Hostile"
+LIMITS = HostLimits(answer_s=30.0, start_s=60.0)
+SHORT = HostLimits(answer_s=1.0, start_s=60.0)
+NEVER_S = 120.0
+
+
+class FakePolicy:
+    """Answers at once, or as the last message asks for."""
+
+    def __init__(self, endpoint: Endpoint | None = None) -> None:
+        self.calls: list[tuple] = []
+        self.given_up = 0
+        self._endpoint = endpoint
+
+    async def chat(self, messages, *, tools=(), max_tokens=None, trained=True):
+        self.calls.append((messages, tools, max_tokens, trained))
+        text = messages[-1]["content"]
+        if text == "never":
+            try:
+                await asyncio.sleep(NEVER_S)
+            except asyncio.CancelledError:
+                self.given_up += 1
+                raise
+        errors = {"failed": GenerationFailed("no replica"), "full": ContextFull("no room"), "bad": BadMessage("odd")}
+        if text in errors:
+            raise errors[text]
+        if text == "bug":
+            raise ZeroDivisionError("of the policy's own")
+        said = str(self.given_up) if text == "given up" else text if text.startswith("say") else "fine"
+        return Reply({"role": "assistant", "content": said}, "stop", ("{broken",))
+
+    @property
+    def endpoint(self):
+        if self._endpoint is None:
+            raise GenerationFailed("no endpoint is offered here")
+        return self._endpoint
+
+
+def task(payload: str) -> Task:
+    return Task("t", "t", "run", "hostile", payload, Mode.TRAIN, 8, 64, 1, 0, 2**60, 0)
+
+
+def run(coroutine, limit_s: float = NEVER_S):
+    """The result of a coroutine; what it leaves behind shows at once."""
+
+    async def limited():
+        async with asyncio.timeout(limit_s):
+            return await coroutine
+
+    try:
+        return asyncio.run(limited())
+    finally:
+        gc.collect()
+
+
+async def start(name: str = HOSTILE, limits: HostLimits = LIMITS, network: bool | None = None, **options):
+    return await HostedEnvironment.start(name, options, limits, network)
+
+
+async def outcome(hosted, payload: str, policy=None):
+    """A score, or the error in its place."""
+    try:
+        return await hosted.play(task(payload), policy or FakePolicy())
+    except Exception as error:  # noqa: BLE001 - a test looks at it
+        return error
+
+
+def play_one(payload: str, limits: HostLimits = LIMITS, policy=None, **options):
+    """The outcome of an episode, after which another one is played as if nothing had been."""
+
+    async def main():
+        hosted = await start(limits=limits, **options)
+        found = await outcome(hosted, payload, policy)
+        while isinstance(after := await outcome(hosted, "good"), ProcessLost):
+            pass
+        assert after.total == 2.0
+        await hosted.close()
+        return found
+
+    return run(main())
+
+
+def with_bystanders(payload: str, limits: HostLimits, count: int = 12):
+    """The outcomes of an episode and of those beside it, which call the policy, wait, and begin again when lost."""
+
+    async def bystander(hosted):
+        lost = 0
+        while True:
+            found = await outcome(hosted, "good")
+            if not isinstance(found, ProcessLost):
+                return found, lost
+            lost += 1
+
+    async def main():
+        hosted = await start(limits=limits)
+        waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(count)]
+        turn = asyncio.create_task(outcome(hosted, "waits_for_policy"))
+        culprit = asyncio.create_task(outcome(hosted, payload))
+        others = [asyncio.create_task(bystander(hosted)) for _ in range(count)]
+        found = await culprit
+        lost = await asyncio.gather(*waiting, turn)
+        after = await asyncio.gather(*others, bystander(hosted))
+        await hosted.close()
+        return found, lost, after
+
+    found, lost, after = run(main())
+    assert isinstance(found, EnvironmentFailed), found
+    assert {type(each) for each in lost} == {ProcessLost}
+    assert {each.total for each, _lost in after} == {2.0}
+    return str(found)
+
+
+def processes(folder: Path) -> list[psutil.Process]:
+    """Those that were started with this temporary folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR", "").startswith(str(folder)) and process.status() != "zombie":
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def until(condition, limit_s: float = 30.0):
+    """Wait for a condition."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch, caplog):
+    """A temporary folder of the test's own, in which nothing is left; nor is a process, nor a pending task."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    yield folder
+    assert not processes(folder)
+    assert not list(folder.iterdir())
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]
+
+
+# What plays.
+
+
+def test_an_episode_is_played_in_another_process():
+    async def main():
+        hosted = await start(size=5)
+        policy = FakePolicy()
+        found = await hosted.play(task("good 9"), policy)
+        again = await hosted.rescore(task("some"), [{"role": "user", "content": "a"}] * 3)
+        cut = await hosted.cut_off(task("none"), [])
+        nothing = await hosted.rescore(task("none"), [])
+        await hosted.close()
+        await hosted.close()
+        return hosted, policy, found, again, cut, nothing
+
+    hosted, policy, found, again, cut, nothing = run(main())
+    assert (found.total, found.success, found.metrics) == (2.0, True, {"length": 4.0, "malformed": 1.0})
+    assert (again.total, cut.success, nothing) == (3.0, False, None)
+    (first, tools, most, trained), (second, none, unbounded, untrained) = policy.calls
+    assert [each["role"] for each in (*first, *second)] == ["user", "user", "assistant", "user"]
+    assert (tools[0]["function"]["name"], most, trained) == ("add", 9, True)
+    assert (none, unbounded, untrained) == ((), None, False)
+    assert (hosted.version, hosted.isolation, hosted.network, hosted.needs_tools) == (
+        "hostile-7",
+        "process",
+        False,
+        True,
+    )
+    assert options_json(hosted.options) == '{"size":5}'
+
+
+def test_a_thousand_episodes_at_once_share_one_process(temporary):
+    async def main():
+        hosted = await start()
+        waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(500)]
+        found = await asyncio.gather(*(outcome(hosted, "calls_side_by_side 3") for _ in range(1000)))
+        shared = len(processes(temporary))
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await hosted.close()
+        return found, shared
+
+    found, shared = run(main())
+    assert {each.total for each in found} == {1.0}
+    assert shared == 2  # the process and its keeper
+
+
+def test_replies_that_come_out_of_order_find_their_calls():
+    assert play_one("calls_side_by_side 40").total == 1.0
+
+
+def test_a_policy_that_fails_raises_in_the_environment_as_itself():
+    metrics = play_one("swallows full bad").metrics
+    assert metrics == {"ContextFull: no room": 1.0, "BadMessage: odd": 1.0, "local": 4.0}
+
+
+@pytest.mark.parametrize("payload", ["swallows full failed bad", "wraps"])
+def test_a_generation_that_failed_fails_the_episode_whatever_the_environment_makes_of_it(payload):
+    policy = FakePolicy()
+    found = play_one(payload, policy=policy)
+    assert type(found) is GenerationFailed and str(found) == "no replica"
+    assert policy.calls[-1][0][-1]["content"] == "failed"  # nothing was asked after it
+
+
+def test_an_environment_that_calls_on_after_a_failure_does_not_reach_the_worker():
+    policy = FakePolicy()
+
+    async def main():
+        hosted = await start()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await hosted.play(task("calls_for_ever"), policy)
+        assert (await outcome(hosted, "good")).total == 2.0
+        await hosted.close()
+
+    run(main())
+    assert len(policy.calls) == 1
+
+
+def test_an_error_of_the_policy_that_passes_through_is_raised_as_itself():
+    async def main():
+        hosted = await start()
+        found = [await outcome(hosted, f"passes {word}") for word in ("failed", "full", "bad", "bug")]
+        await hosted.close()
+        return found
+
+    assert [type(each) for each in run(main())] == [GenerationFailed, ContextFull, BadMessage, ZeroDivisionError]
+
+
+def test_a_call_that_the_environment_gives_up_is_given_up_here():
+    assert play_one("gives_up").total == 1.0
+
+
+def test_a_call_after_the_end_of_its_episode_fails():
+    async def main():
+        hosted = await start()
+        assert (await hosted.play(task("calls_later"), FakePolicy())).metrics == {"nothing": 1.0}
+        said = {"nothing": 1.0}
+        while said == {"nothing": 1.0}:
+            said = (await hosted.play(task("calls_later"), FakePolicy())).metrics
+        await hosted.close()
+        return said
+
+    assert set(run(main())) == {"GenerationFailed: the episode is over"}
+
+
+def test_an_episode_that_is_cancelled_here_is_cancelled_there():
+    async def main():
+        hosted = await start(limits=SHORT)
+        policy = FakePolicy()
+        for payload in ("waits", "waits_for_policy"):
+            playing = asyncio.create_task(hosted.play(task(payload), policy))
+            while not policy.calls:
+                await asyncio.sleep(0.01)
+            policy.calls.clear()
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+        unborn = asyncio.create_task(hosted.play(task("waits"), policy))
+        await asyncio.sleep(0)
+        unborn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unborn
+        process = hosted._processes[-1]
+        while process._leaving:
+            await asyncio.sleep(0.01)
+        assert not process.retired
+        assert policy.given_up == 1
+        await hosted.close()
+
+    run(main())
+
+
+def test_an_episode_that_ignores_its_cancellation_gets_no_company(temporary):
+    async def main():
+        hosted = await start(limits=HostLimits(answer_s=0.3))
+        policy = FakePolicy()
+        stays = asyncio.create_task(outcome(hosted, "waits", policy))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await hosted.play(task("ignores_cancellation"), policy)
+        assert time.monotonic() - began < 5  # the caller waits for nothing
+        first = hosted._processes[-1]
+        while not first.retired:
+            await asyncio.sleep(0.01)
+        assert not stays.done()
+        assert (await outcome(hosted, "good")).total == 2.0
+        assert hosted._processes[-1] is not first
+        stays.cancel()
+        await asyncio.wait([stays])
+        while not first.over:
+            await asyncio.sleep(0.01)
+        assert (await outcome(hosted, "good")).total == 2.0
+        await hosted.close()
+
+    run(main())
+
+
+# Opening.
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "said"),
+    [
+        ("no_such_module:THING", {}, UnknownEnvironment, "No module named"),
+        ("hostile_environments:NOTHING", {}, UnknownEnvironment, "has no NOTHING"),
+        ("hostile_environments:NOT_AN_ENVIRONMENT", {}, UnknownEnvironment, "not an Environment"),
+        ("broken_raises:THING", {}, UnknownEnvironment, "broken on purpose"),
+        ("broken_exits:THING", {}, UnknownEnvironment, "SystemExit(3)"),
+        ("broken_ends:THING", {}, EnvironmentFailed, "ended with code 3; it wrote: farewell"),
+        ("broken_hangs:THING", {}, EnvironmentFailed, "not opened within 2 s"),
+        ("broken_leaks:THING", {}, UnknownEnvironment, "does not import: MemoryError()"),
+        (HOSTILE, {"size": "many", "colour": 3}, TaskError, "colour: Extra inputs are not permitted"),
+        (HOSTILE, {"starts": "x" * (9 << 20)}, TaskError, "the options has 9,4"),
+        ("hostile_environments:RaisesWhenOpened", {}, EnvironmentFailed, "not today"),
+        ("hostile_environments:OddVersion", {}, EnvironmentFailed, "isolation"),
+        ("ledger", {"entries": -1}, TaskError, "entries"),
+    ],
+)
+def test_what_cannot_be_opened_says_why(name, options, kind, said, tmp_path, monkeypatch):
+    texts = {
+        "raises": "raise RuntimeError('broken on purpose')",
+        "exits": "import sys; sys.exit(3)",
+        "ends": "import os; os.write(2, b'farewell'); os._exit(3)",
+        "hangs": "import time; time.sleep(1e6)",
+        "leaks": "kept = []\nwhile True: kept.append(bytearray(1 << 26))",
+    }
+    for word, text in texts.items():
+        (tmp_path / f"broken_{word}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    limits = HostLimits(start_s=2.0 if "hangs" in name else 60.0, memory_bytes=512 << 20)
+    with pytest.raises(kind) as raised:
+        run(start(name, limits, **options))
+    assert said in str(raised.value)
+    assert type(raised.value) is kind
+
+
+def test_processes_that_play_nothing_are_started_ever_more_slowly(tmp_path):
+    starts = tmp_path / "starts"
+
+    async def main():
+        hosted = await start(limits=SHORT, starts=str(starts))
+        began, seen = time.monotonic(), []
+        while len(seen) < 3:
+            found = await outcome(hosted, "exits")
+            seen.append(time.monotonic() - began)
+            assert isinstance(found, EnvironmentFailed)
+        await hosted.close()
+        return seen
+
+    seen = run(main())
+    assert len(starts.read_text().splitlines()) == 3
+    pauses = [after - before for before, after in pairwise(seen)]
+    assert pauses[0] > 0.5 and pauses[1] > 1.0
+
+
+def test_an_environment_that_was_closed_plays_no_more_and_draws_tasks():
+    """As the feeder uses it: opened and closed in an event loop of its own."""
+
+    async def main():
+        hosted = await start()
+        await hosted.close()
+        with pytest.raises(EnvironmentFailed, match="is closed"):
+            await hosted.play(task("good"), FakePolicy())
+        return hosted
+
+    hosted = run(main())
+    assert [draft.payload for draft in hosted.tasks(TaskQuery(1))] == ["good 0", "good 1", "good 2"]
+
+
+def test_closing_while_it_starts_leaves_nothing():
+    async def main():
+        hosted = HostedEnvironment(HOSTILE, {}, LIMITS)
+        playing = asyncio.create_task(outcome(hosted, "good"))
+        await asyncio.sleep(0.1)
+        await hosted.close()
+        return await playing
+
+    assert "is closed" in str(run(main()))
+
+
+def test_an_event_loop_that_ends_takes_its_process_with_it(temporary):
+    async def main():
+        hosted = await start()
+        waiting = asyncio.create_task(outcome(hosted, "waits"))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        return hosted
+
+    hosted = run(main())
+    assert not processes(temporary)
+    assert (run(outcome(hosted, "good"))).total == 2.0
+    run(hosted.close())
+
+
+# Hanging.
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "hangs",
+        "hangs_with_the_lock",
+        "hangs_asleep",
+        "hangs_in_a_task",
+        "hangs_in_a_timer",
+        "hangs_in_a_thread",
+    ],
+)
+def test_an_episode_that_hangs_is_the_one_that_fails(payload):
+    assert with_bystanders(payload, SHORT) == f"environment {HOSTILE} hung: no answer within 1 s"
+
+
+def test_what_was_scored_before_another_episode_hangs_is_kept():
+    async def main():
+        hosted = await start(limits=SHORT)
+        replies = asyncio.Event()
+
+        class Together(FakePolicy):
+            async def chat(self, messages, **more):
+                self.calls.append(messages)
+                if len(self.calls) == 5:  # the one that will hang is answered last, with the others
+                    replies.set()
+                    await asyncio.sleep(0)
+                await replies.wait()
+                return Reply({"role": "assistant", "content": "fine"}, "stop")
+
+        policy = Together()
+        payloads = [*["asks"] * 4, "hangs_with_the_lock"]
+        found = await asyncio.gather(*(outcome(hosted, each, policy) for each in payloads))
+        await hosted.close()
+        return found
+
+    *scored, hung = run(main())
+    assert "hung" in str(hung)
+    assert [each.total for each in scored] == [1.0] * 4
+
+
+def test_a_busy_thread_is_not_blamed_for_the_loop():
+    async def main():
+        hosted = await start(limits=SHORT)
+        working = asyncio.create_task(outcome(hosted, "works_in_a_thread"))
+        await asyncio.sleep(0.2)
+        found = await outcome(hosted, "hangs")
+        await hosted.close()
+        return found, await working
+
+    found, working = run(main())
+    assert "hung" in str(found) and type(found) is EnvironmentHung
+    assert type(working) is ProcessLost
+
+
+def test_many_long_steps_are_no_hang():
+    async def main():
+        hosted = await start(limits=SHORT)
+        found = await asyncio.gather(*(outcome(hosted, "long_step 0.3") for _ in range(8)))
+        await hosted.close()
+        return found
+
+    assert {each.total for each in run(main())} == {1.0}
+
+
+def test_a_worker_that_stands_still_blames_nobody():
+    async def main():
+        hosted = await start(limits=SHORT)
+        playing = asyncio.create_task(outcome(hosted, "calls_side_by_side 2"))
+        waiting = asyncio.create_task(outcome(hosted, "waits"))
+        await asyncio.sleep(0.1)
+        time.sleep(3 * SHORT.answer_s)
+        assert (await playing).total == 1.0
+        await asyncio.sleep(2 * SHORT.answer_s / TICKS)
+        assert not waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await hosted.close()
+
+    run(main())
+
+
+# Ending the process.
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        ("exits", "ended with code 3; it wrote: the last words"),
+        ("crashes", "was killed by SIGSEGV"),
+        ("kills_itself", "was killed by SIGKILL"),
+        ("exits_in_a_task", "ended with code 1"),
+        ("leaks", "used up its memory (512 MiB)"),
+        ("leaks_shared", "raised"),
+    ],
+)
+def test_an_episode_that_ends_the_process_is_the_one_that_fails(payload, said):
+    limits = HostLimits(memory_bytes=512 << 20)
+    if payload == "leaks_shared":  # the address space is full, and the process still usable
+        assert "Cannot allocate memory" in str(play_one(payload, limits))
+    else:
+        assert said in with_bystanders(payload, limits)
+
+
+def test_a_process_that_ends_between_steps_is_nobodys_fault():
+    async def main():
+        hosted = await start()
+        waiting = [asyncio.create_task(outcome(hosted, "waits")) for _ in range(3)]
+        await hosted.play(task("dies_later 0.3"), FakePolicy())
+        found = await asyncio.gather(*waiting)
+        after = await outcome(hosted, "good")
+        await hosted.close()
+        return found, after
+
+    found, after = run(main())
+    assert [type(each) for each in found] == [ProcessLost] * 3
+    assert "ended with code 5" in str(found[0])
+    assert after.total == 2.0
+
+
+def test_a_process_whose_keeper_is_killed_ends(temporary):
+    async def main():
+        hosted = await start()
+        waiting = asyncio.create_task(outcome(hosted, "waits"))
+        first = psutil.Process(hosted._processes[-1].hello.process)
+        first.parent().kill()
+        found = await waiting
+        await asyncio.to_thread(until, lambda: not first.is_running())
+        assert (await outcome(hosted, "good")).total == 2.0
+        await hosted.close()
+        return found
+
+    assert "the keeper of its process ended with code -9" in str(run(main()))
+    for folder in temporary.iterdir():  # nobody is left to remove it
+        folder.rmdir()
+
+
+@pytest.mark.parametrize("word", ["garbage", "deep", "long"])
+def test_a_process_that_sends_what_is_no_message_is_given_up(word):
+    found = play_one(f"speaks_for_itself {word}")
+    assert isinstance(found, ProcessLost)
+    assert "no message that can be read" in str(found)
+
+
+# Raising, and what is no score.
+
+
+RAISED = [
+    ("value", "raised ValueError('a clear text')"),
+    ("system_exit", "raised SystemExit(4)"),
+    ("keyboard", "raised KeyboardInterrupt()"),
+    ("base", "raised BaseException('of no kind')"),
+    ("cancelled", "raised CancelledError()"),
+    ("unprintable", "raised Unprintable"),
+    ("long", "raised ValueError('xxx"),
+    ("group", "ValueError('one')"),
+    ("surrogate", "?"),
+]
+
+
+def test_whatever_an_episode_raises_fails_it():
+    async def main():
+        hosted = await start()
+        found = await asyncio.gather(*(outcome(hosted, f"raises {word}") for word, _said in RAISED))
+        assert (await outcome(hosted, "good")).total == 2.0
+        assert len(hosted._processes) == 1 and not hosted._processes[0].over
+        await hosted.close()
+        return found
+
+    for found, (word, said) in zip(run(main()), RAISED, strict=True):
+        assert isinstance(found, EnvironmentFailed), word
+        assert said in str(found)
+        assert len(str(found)) < 3000
+
+
+def test_a_payload_of_another_environment_is_refused_as_itself():
+    assert isinstance(play_one("raises task"), TaskError)
+
+
+RETURNED = [
+    ("nan", "answer.value is nan, which is no finite number"),
+    ("infinity", "loss is -inf, which is no finite number"),
+    ("text", "answer.value is 'high', which is no finite number"),
+    ("none", "returned a NoneType, not a Score"),
+    ("number", "returned a float, not a Score"),
+    ("empty", "no reward component"),
+    ("twice", "two reward components have one name"),
+    ("numbers", "raised AttributeError"),
+    ("surrogate", "surrogates not allowed"),
+    ("name", "returned no score: rewards.0.name: Input should be a valid string"),
+    ("success", "returned no score: success: Input should be a valid boolean"),
+    ("object", "not JSON serializable"),
+    ("spite", "no items"),
+    ("large", "the score has 100,000,"),
+]
+
+
+def test_what_is_no_score_fails_its_episode():
+    async def main():
+        hosted = await start()
+        found = await asyncio.gather(*(outcome(hosted, f"returns {word}") for word, _said in RETURNED))
+        assert (await outcome(hosted, "good")).total == 2.0
+        assert len(hosted._processes) == 1 and not hosted._processes[0].over
+        await hosted.close()
+        return found
+
+    for found, (word, said) in zip(run(main()), RETURNED, strict=True):
+        assert isinstance(found, EnvironmentFailed), word
+        assert said in str(found)
+        assert len(str(found)) < 3000
+
+
+# Writing.
+
+
+@pytest.mark.parametrize("word", ["stdout", "stderr"])
+def test_a_flood_of_output_goes_nowhere(word):
+    assert play_one(f"writes {word}").total == 1.0
+
+
+def test_a_large_file_is_refused_to_its_writer():
+    found = play_one("writes file")
+    assert isinstance(found, EnvironmentFailed)
+    assert "File too large" in str(found)
+
+
+@pytest.mark.parametrize("word", ["raised", "swallowed"])
+def test_a_large_message_to_the_policy_fails_its_episode(word):
+    found = play_one(f"sends_large_message {word}")
+    assert isinstance(found, GenerationFailed)
+    assert "a call of the policy has 100,000," in str(found)
+
+
+def test_a_task_above_the_limit_fails_its_episode():
+    found = play_one("good " + "x" * (9 << 20))
+    assert isinstance(found, EnvironmentFailed)
+    assert "the task has 9,4" in str(found)
+
+
+# Processes.
+
+
+@pytest.mark.parametrize("end", ["close", "hang"])
+def test_processes_that_an_environment_started_end_with_it(end):
+    async def main():
+        hosted = await start(limits=SHORT)
+        scores = [await hosted.play(task(f"forks {word}"), FakePolicy()) for word in ("child", "orphan", "program")]
+        started = [psutil.Process(int(each.total)) for each in scores]
+        assert all(each.is_running() for each in started)
+        if end == "hang":
+            assert "hung" in str(await outcome(hosted, "hangs"))
+            await asyncio.to_thread(until, lambda: not any(each.is_running() for each in started))
+        await hosted.close()
+        assert not any(each.is_running() for each in started)
+
+    run(main())
+
+
+def test_a_forked_copy_of_the_process_ends_and_speaks_for_nobody():
+    policy = FakePolicy()
+
+    async def main():
+        hosted = await start()
+        copy = psutil.Process(int((await hosted.play(task("forked_copy_goes_on"), policy)).total))
+        await asyncio.to_thread(until, lambda: copy.status() == "zombie")
+        assert (await outcome(hosted, "good", policy)).total == 2.0
+        await hosted.close()
+
+    run(main())
+    assert [messages[0]["content"] for messages, *_ in policy.calls] == ["hello", "hello"]
+
+
+WORKER = """
+import asyncio, os, signal, sys
+sys.path[:0] = sys.argv[1:2]
+from tidemill.producers.environments.process import HostedEnvironment, HostLimits
+from test_process import FakePolicy, task, HOSTILE
+
+async def main():
+    hosted = await HostedEnvironment.start(HOSTILE, {}, HostLimits())
+    for word in ("child", "orphan"):
+        await hosted.play(task(f"forks {word}"), FakePolicy())
+    if not (copy := os.fork()):  # it holds every descriptor of the worker's
+        signal.pause()
+    print(copy, flush=True)
+    await hosted.play(task(sys.argv[2]), FakePolicy())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "payload"),
+    [(signal.SIGKILL, "hangs_with_the_lock"), (signal.SIGINT, "waits"), (signal.SIGTERM, "waits")],
+)
+def test_a_worker_that_ends_leaves_no_process(number, payload, temporary):
+    command = [sys.executable, "-c", WORKER, str(Path(__file__).parent), payload]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        copy = psutil.Process(int(worker.stdout.readline()))
+        assert len(processes(temporary)) == 6  # the worker and its copy, the keeper, its process, and two more
+        worker.send_signal(number)
+        worker.wait(60)
+        until(lambda: processes(temporary) == [copy])
+        copy.kill()
+        errors = worker.stderr.read()
+    until(lambda: not list(temporary.iterdir()))
+    assert b"never" not in errors and b"ResourceWarning" not in errors
+
+
+# What a process sees.
+
+
+def test_a_process_has_no_credentials_no_folder_and_no_descriptor_of_the_worker(monkeypatch, temporary):
+    secrets = {
+        "AWS_SECRET_ACCESS_KEY": "k1",
+        "TIDEMILL_KAFKA__PASSWORD": "k2",
+        "HF_TOKEN": "k3",
+        "OPENAI_API_KEY": "k4",
+    }
+    for name, value in {**secrets, "HF_HOME": "/somewhere", "LC_NUMERIC": "C.UTF-8"}.items():
+        monkeypatch.setenv(name, value)
+    with open(__file__) as held:
+        os.set_inheritable(held.fileno(), True)
+        seen = play_one("tells").metrics
+    told = {name.partition(" ")[2] for name in seen if name.startswith("variable")}
+    variables = dict(each.split("=", 1) for each in told)
+    assert not {"k1", "k2", "k3", "k4"} & {*variables.values()}
+    assert not any(name.startswith(("AWS", "TIDEMILL", "OPENAI")) for name in variables)
+    assert (variables["HF_HUB_CACHE"], variables["LC_NUMERIC"]) == ("/somewhere/hub", "C.UTF-8")
+    assert Path(variables["HOME"]).parent == temporary
+    assert f"folder {variables['HOME']}" in seen and f"temporary {variables['HOME']}" in seen
+    descriptors = sorted(name.partition(" ")[2].split(":")[0] for name in seen if name.startswith("descriptor"))
+    loop = ["anon_inode", "socket", "socket"]
+    assert descriptors == sorted([*loop, "socket", "/memfd", "/dev/null", "pipe"])  # the last is its stderr
+    assert seen["session"] not in (os.getsid(0), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "opened"),
+    [
+        (HOSTILE, None, False),
+        (HOSTILE, True, True),
+        ("hostile_environments:Online", None, True),
+        ("hostile_environments:Online", False, False),
+    ],
+)
+def test_the_network_is_closed_unless_it_is_asked_for(name, network, opened):
+    async def main(port):
+        hosted = await start(name, network=network)
+        offered = FakePolicy(Endpoint("http://127.0.0.1:1", "key"))
+        seen = (await hosted.play(task(f"connects {port}"), offered)).metrics
+        if opened:
+            without = (await hosted.play(task(f"connects {port}"), FakePolicy())).metrics
+            assert "EnvironmentFailed: no endpoint is offered here" in without
+        await hosted.close()
+        return hosted, seen
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        hosted, seen = run(main(server.getsockname()[1]))
+    assert hosted.network is opened
+    offer = "endpoint http://127.0.0.1:1 key" if opened else "EnvironmentFailed: environment hostile_environments:"
+    assert len([each for each in seen if each.startswith(offer)]) == 1
+    reached = {name: value for name, value in seen.items() if " " not in name}
+    tried = ("port", "datagram", "local", "netlink", "program", "pair")  # names are looked up by datagrams
+    assert reached == {name: float(opened or name == "pair") for name in tried}
+
+
+def test_a_machine_that_cannot_close_the_network_opens_nothing(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'abacus'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(EnvironmentFailed, match=r"no filter is known for abacus.*network = true"):
+        run(start())
+
+    async def main():
+        hosted = await start(network=True)
+        found = await outcome(hosted, "good")
+        await hosted.close()
+        return found
+
+    assert run(main()).total == 2.0
+
+
+# Tasks.
+
+
+def hosted_tasks(name: str, limits: HostLimits = LIMITS, **options):
+    return HostedEnvironment(f"hostile_environments:{name}", options, limits).tasks(TaskQuery(3))
+
+
+def test_tasks_are_drawn_in_a_process_of_their_own(temporary):
+    drafts = hosted_tasks("Hostile", size=10**9)
+    assert not processes(temporary)
+    first = list(islice(drafts, 50))
+    assert first[2] == TaskDraft("good 2", "question 2 of 3", 3)
+    assert len(processes(temporary)) == 2
+    drafts.close()
+    assert not processes(temporary)
+    again = hosted_tasks("Hostile", size=10**9)
+    assert list(islice(again, 50)) == first
+    again.close()
+    assert len(list(hosted_tasks("Hostile", size=4))) == 4
+
+
+def test_tasks_come_in_one_order_whatever_hashes_the_worker_has():
+    orders = set()
+    for _ in range(2):
+        orders.add(tuple(draft.asks for draft in hosted_tasks("Unordered")))
+    assert len(orders) == 1
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        ("hangs", "hung: no task within 1 s"),
+        ("raises", "raised KeyError('no such thing')"),
+        ("task_error", "no more of these"),
+        ("exits", "draws no more tasks: its process ended with code 9"),
+        ("leaks", "draws no more tasks: its process used up its memory (1024 MiB)"),
+        ("number", "yielded a int, not a TaskDraft"),
+        ("fields", "a wrong draft: payload: Input should be a valid string"),
+        ("surrogate", "surrogates not allowed"),
+        ("object", "not JSON serializable"),
+        ("large", "a task has 100,000,"),
+    ],
+)
+def test_an_environment_that_cannot_draw_says_why(do, said):
+    limits = HostLimits(answer_s=1.0 if do == "hangs" else 30.0, memory_bytes=1 << 30)
+    drafts = hosted_tasks("BadTasks", limits, do=do)
+    assert next(drafts).payload == "1"
+    with pytest.raises(TaskError) as raised:
+        next(drafts)
+    assert said in str(raised.value)
+
+
+def test_an_environment_whose_tasks_do_not_begin_says_why():
+    with pytest.raises(TaskError, match="no tasks at all"):
+        next(hosted_tasks("NoTasks", do="none"))
+    with pytest.raises(UnknownEnvironment, match="has no Nothing"):
+        next(hosted_tasks("Nothing"))
+    with pytest.raises(TaskError, match="do: Field required"):
+        next(hosted_tasks("BadTasks"))
+
+
+def test_one_process_of_tasks_is_no_concern_of_another():
+    good = hosted_tasks("Hostile", size=10**9)
+    bad = hosted_tasks("BadTasks", HostLimits(answer_s=0.3), do="hangs")
+    next(good), next(bad)
+    with pytest.raises(TaskError):
+        next(bad)
+    assert next(good).payload == "good 1"
+    good.close()
+
+
+# Messages.
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.lists(json_values, max_size=5))
+def test_a_message_is_one_line_and_reads_back(frame):
+    line = encode(frame, 1 << 20)
+    assert line.endswith(b"\n") and line.count(b"\n") == 1
+    assert json.loads(line) == frame
+
+
+def test_a_message_at_the_limit_passes_and_one_above_it_does_not():
+    assert len(encode(["x" * 95], 100)) == 100
+    with pytest.raises(FrameTooLarge, match="101 bytes"):
+        encode(["x" * 96], 100)
+
+
+@pytest.mark.parametrize("frame", [["\ud800"], [{"\udfff": 1}], [object()], [{1, 2}]])
+def test_what_json_cannot_hold_is_no_message(frame):
+    with pytest.raises((TypeError, ValueError)):
+        encode(frame, 100)

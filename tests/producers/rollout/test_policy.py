@@ -1,0 +1,476 @@
+"""The completion layer: token in and token out, recorded turns, and what is a failed rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.producers.conftest import END, solution
+from tidemill.producers.environments.base import ContextFull, GenerationFailed
+from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
+from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.rollout.record import (
+    completed_rollout,
+    context_digest,
+    failed_rollout,
+    recorded_turns,
+    rollout_id,
+    turn_record,
+)
+from tidemill.producers.rollout.recovery import NOTHING, BegunTasks, TaskProgress
+from tidemill.producers.sampling.completion import BadResponse, Completion
+from tidemill.producers.sampling.replicas import ReplicaIdentity
+from tidemill.producers.sampling.segments import build_segment
+from tidemill.schemas.chat.contexts import SampledTurn
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.records import Dispatch, Mode, RolloutStatus, Task, Tick, Turn, VersionSpan
+
+REPLICA = ReplicaIdentity("r1", "here")
+LEDGER = LedgerEnvironment(LedgerOptions())
+USER = {"role": "user", "content": "hello"}
+
+
+def task(entries=(3, 4), max_turns=6) -> Task:
+    payload = LedgerTask(entries=entries).payload()
+    return Task("t", "g", "run", "ledger", payload, Mode.TRAIN, 4, max_turns, 0, 0, 10**18, 0)
+
+
+TASK = task()
+
+
+class Script:
+    """A replica session that says given turns, or solves the ledger; version `n` for its n-th turn."""
+
+    def __init__(self, chat, *turns, skip=0, version=0, incarnation="one"):
+        self.chat, self.turns, self.skip, self.version, self.incarnation = chat, turns, skip, version, incarnation
+        self.identity = ReplicaIdentity("", "")
+        self.prompts, self.max_tokens = [], []
+        self.gate = None
+
+    async def complete(self, prompt, sampling):
+        self.identity = REPLICA
+        self.prompts.append(list(prompt))
+        self.max_tokens.append(sampling.max_tokens)
+        number = len(self.prompts) - 1
+        if self.gate is not None:
+            await self.gate.wait()
+        turn = self.turns[number] if self.turns else solution(self.chat.token_text(prompt))
+        if isinstance(turn, Exception):
+            raise turn
+        ids = self.chat.encode(turn + END)[: sampling.max_tokens]
+        spans = (VersionSpan(self.version + self.skip + number, 0, len(ids)),)
+        logprobs = [-0.1 * (place + 1) for place in range(len(ids))]
+        finish = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+        return Completion(ids, logprobs, spans, finish, self.incarnation)
+
+
+@pytest.fixture(scope="module")
+def texts(chat, tokenizer):
+    """The chat format, with a way to read ids as text."""
+    chat.token_text = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return chat
+
+
+def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK):
+    def on_turn(number, made):
+        if written is not None:
+            written.append(turn_record(a_task, 1, "w", number, made))
+
+    limits = PolicyLimits(max_context, 200, max_turns, 1.0)
+    return RolloutPolicy(session.chat, session, limits, recorded_turns(recorded), on_turn)
+
+
+def play(session, recorded=(), a_task=TASK, **options):
+    """The rollout's record, the turns that were recorded, and the policy."""
+    written: list[Turn] = []
+    policy = policy_of(session, recorded, written=written, a_task=a_task, **options)
+    score = asyncio.run(LEDGER.play(a_task, policy))
+    base = failed_rollout(a_task, 1, "", "w", policy.identity, 1)
+    rollout = completed_rollout(base, policy.contexts.all, score, "v", {})
+    return replace(rollout, finished_at=2), written, policy
+
+
+# -- segments -------------------------------------------------------------------------------------------------------
+
+token = st.integers(0, 2**32 - 1)
+read_piece = st.lists(token, max_size=6).map(lambda ids: (ids, [], []))
+sampled_piece = st.lists(st.tuples(token, st.floats(-50, 0, width=32), st.integers(0, 3)), min_size=1, max_size=8).map(
+    lambda rows: ([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+)
+
+
+@given(st.lists(read_piece | sampled_piece, max_size=12))
+def test_a_segment_is_its_pieces_and_its_spans_cover_the_sampled_tokens(pieces):
+    ids, mask, logprobs, versions, turns = [], [], [], [], []
+    for piece, piece_logprobs, piece_versions in pieces:
+        if piece_versions:
+            spans = tuple(VersionSpan(version, place, place + 1) for place, version in enumerate(piece_versions))
+            turns.append(SampledTurn(len(ids), len(ids) + len(piece), Completion(piece, piece_logprobs, spans, "stop")))
+        ids += piece
+        mask += [int(bool(piece_versions))] * len(piece)
+        logprobs += piece_logprobs or [0.0] * len(piece)
+        versions += piece_versions or [None] * len(piece)
+    segment = build_segment(ids, turns)
+    assert (segment.n_tokens, segment.ids().tolist(), segment.mask().tolist()) == (len(ids), ids, mask)
+    assert segment.sampled_logprobs().tolist() == np.asarray(logprobs, "f4").tolist()
+    covered: list[int | None] = [None] * len(ids)
+    for span in segment.spans:
+        covered[span.start : span.end] = [span.version] * (span.end - span.start)
+    assert covered == versions
+    joints = zip(segment.spans, segment.spans[1:], strict=False)
+    assert all(a.end < b.start or (a.end == b.start and a.version != b.version) for a, b in joints)
+
+
+# -- an episode -----------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_is_played_token_in_token_out(texts):
+    session = Script(texts)
+    rollout, _, policy = play(session)
+    assert rollout.success and rollout.reward == pytest.approx(1.1) and rollout.turns == 3
+    (segment,) = rollout.segments
+    text = texts.token_text(segment.ids())
+    assert text == texts.template.text(policy.conversation, CALCULATOR.schemas, prompt=False).rstrip("\n")
+    sampled = texts.token_text(segment.ids()[segment.mask() == 1])
+    assert sampled == (
+        f'<tool_call>{{"name": "add", "arguments": {{"a": 0, "b": 3}}}}</tool_call>{END}'
+        f'<tool_call>{{"name": "add", "arguments": {{"a": 3, "b": 4}}}}</tool_call>{END}answer 7{END}'
+    ), "tool output is never in the loss"
+    assert [span.version for span in segment.spans] == [0, 1, 2]
+    assert all(b[: len(a)] == a for a, b in zip(session.prompts, session.prompts[1:], strict=False))
+    assert rollout.prompt_tokens + rollout.sampled_tokens == segment.n_tokens
+
+
+def test_the_record_of_a_failed_episode_has_a_reason_and_no_reward():
+    record = failed_rollout(TASK, 1, "timeout", "w", REPLICA, 1)
+    assert (record.status, record.failure, record.reward, record.success) == (
+        RolloutStatus.FAILED, "timeout", None, None)  # fmt: skip
+    assert record.segments == [] and record.rewards == [] and record.version_min == -1
+
+
+def test_sampled_ids_stay_where_their_text_tokenises_otherwise(texts):
+    session = Script(texts)
+    odd = [*texts.encode("<tool_call>"), *texts.encode("x")]
+
+    async def complete(prompt, sampling):
+        session.prompts.append(list(prompt))
+        return Completion([*odd, 300_000_000][:2], [-1.0] * 2, (VersionSpan(0, 0, 2),), "length", "one")
+
+    session.complete = complete
+    policy = policy_of(session)
+
+    async def converse():
+        first = await policy.chat([USER])
+        await policy.chat([USER, first.message, {"role": "user", "content": "again"}])
+
+    asyncio.run(converse())
+    (context,) = policy.contexts.all
+    assert context.ids[: len(session.prompts[1])] == session.prompts[1]
+    assert session.prompts[1][: len(session.prompts[0]) + 2] == [*session.prompts[0], *odd]
+
+
+def test_a_fork_shares_ids_and_masks_the_shared_turn_in_one(texts):
+    session = Script(texts, "one", "two", "three", "four")
+    policy = policy_of(session)
+
+    async def converse():
+        first = (await policy.chat([USER])).message
+        await policy.chat([USER, first, {"role": "user", "content": "left"}])
+        await policy.chat([USER, first, {"role": "user", "content": "right"}])
+        await policy.chat([{"role": "user", "content": "else"}])
+
+    asyncio.run(converse())
+    segments = [build_segment(context.ids, context.turns) for context in policy.contexts.all]
+    sampled = [texts.token_text(segment.ids()[segment.mask() == 1]) for segment in segments]
+    assert sampled == [f"one{END}two{END}", f"three{END}", f"four{END}"]
+    shared = len(session.prompts[0]) + len(texts.encode(f"one{END}"))
+    assert segments[0].ids()[:shared].tolist() == segments[1].ids()[:shared].tolist()
+
+
+def test_calls_side_by_side_extend_and_fork(texts):
+    session = Script(texts, "one", "two", "three")
+    policy = policy_of(session)
+
+    async def converse():
+        first = (await policy.chat([USER])).message
+        session.gate = asyncio.Event()
+        asked = [USER, first, {"role": "user", "content": "both"}]
+        calls = [asyncio.create_task(policy.chat(asked)) for _ in range(2)]
+        while len(session.prompts) < 3:
+            await asyncio.sleep(0)
+        session.gate.set()
+        await asyncio.gather(*calls)
+
+    asyncio.run(converse())
+    sampled = [sum(turn.end - turn.start for turn in context.turns) for context in policy.contexts.all]
+    assert len(sampled) == 2 and session.prompts[1] == session.prompts[2]
+    assert sum(len(context.turns) for context in policy.contexts.all) == 3, "every turn is in one segment"
+
+
+def test_untrained_calls_leave_no_segment(texts):
+    policy = policy_of(Script(texts, "one", "two"))
+
+    async def converse():
+        await policy.chat([USER], trained=False)
+        await policy.chat([USER])
+
+    asyncio.run(converse())
+    (context,) = policy.contexts.all
+    assert len(context.turns) == 1
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_turn_gets_only_the_room_that_is_left(texts):
+    prompt = len(texts.open([USER]))
+    session = Script(texts, "a long answer")
+    policy = policy_of(session, max_context=prompt + 3)
+    reply = asyncio.run(policy.chat([USER]))
+    assert session.max_tokens == [3] and reply.finish == "length" and policy.contexts.all[0].ids[prompt:]
+
+
+def test_a_full_context_is_no_failure(texts):
+    prompt = len(texts.open([USER]))
+    policy = policy_of(Script(texts, "a long answer"), max_context=prompt + 3)
+
+    async def converse():
+        first = await policy.chat([USER])
+        await policy.chat([USER, first.message, {"role": "user", "content": "more"}])
+
+    with pytest.raises(ContextFull):
+        asyncio.run(converse())
+    assert not policy.failure and policy.full[-1]["content"] == "more"
+
+
+def test_a_prompt_above_the_context_fails(texts):
+    policy = policy_of(Script(texts), max_context=10)
+    with pytest.raises(GenerationFailed, match="context: the prompt has"):
+        asyncio.run(policy.chat([USER]))
+    assert policy.failure.startswith("context: ")
+
+
+def test_a_message_that_no_context_holds_fails_before_it_is_tokenised(texts):
+    policy = policy_of(Script(texts))
+    with pytest.raises(GenerationFailed, match="the last message has 100000000 characters"):
+        asyncio.run(policy.chat([{"role": "user", "content": "x" * 100_000_000}]))
+
+
+def test_more_calls_than_the_task_allows_fail(texts):
+    policy = policy_of(Script(texts, *"abcdefghij"), max_turns=3)
+
+    async def converse():
+        for _ in range(4):
+            await policy.chat([USER])
+
+    with pytest.raises(GenerationFailed, match="more than 3 calls"):
+        asyncio.run(converse())
+
+
+def test_a_failure_is_kept_whatever_is_made_of_it(texts):
+    policy = policy_of(Script(texts, BadResponse("no ids"), "fine"))
+
+    async def converse():
+        for _ in range(2):
+            with pytest.raises(GenerationFailed, match="no ids"):
+                await policy.chat([USER])
+
+    asyncio.run(converse())
+    assert policy.failure == "bad response: no ids"
+
+
+def test_no_call_is_answered_after_the_end(texts):
+    policy = policy_of(Script(texts, "a", "b"))
+    asyncio.run(policy.chat([USER]))
+    policy.close()
+    with pytest.raises(GenerationFailed, match="over"):
+        asyncio.run(policy.chat([USER]))
+    assert not policy.failure
+
+
+def test_a_call_that_is_given_up_fails_the_rollout(texts):
+    session = Script(texts, "a")
+    policy = policy_of(session)
+
+    async def converse():
+        session.gate = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(policy.chat([USER]), 0.01)
+
+    asyncio.run(converse())
+    assert policy.failure == "a call was given up before its answer came"
+
+
+def test_a_rollout_is_of_one_incarnation_of_version_numbers(texts):
+    for other in ("two", ""):
+        session = Script(texts, "a", "b")
+        policy = policy_of(session)
+
+        async def converse(session=session, policy=policy, other=other):
+            await policy.chat([USER])
+            session.incarnation = other
+            await policy.chat([USER])
+
+        with pytest.raises(GenerationFailed, match=f"incarnation: turns of 'one' and of '{other}'"):
+            asyncio.run(converse())
+        assert not policy.other_incarnation, "nothing was recorded: it cannot begin anew"
+
+
+@settings(deadline=None)
+@given(turns=st.lists(st.text(max_size=12), min_size=6, max_size=6))
+def test_whatever_is_sampled_ends_in_a_score(texts, turns):
+    rollout, _, _ = play(Script(texts, *turns))
+    assert 1 <= rollout.turns <= 6 and rollout.reward is not None
+    assert rollout.sampled_tokens == sum(int(segment.mask().sum()) for segment in rollout.segments)
+
+
+# -- recorded turns -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(4))
+def test_an_episode_goes_on_from_its_recorded_turns_bit_for_bit(texts, count):
+    codec = Codec()
+    whole, turns, _ = play(Script(texts))
+    read = [codec.decode(codec.encode(turn)) for turn in turns]
+    assert read == turns
+    session = Script(texts, skip=count)
+    resumed, written, policy = play(session, read[:count])
+    assert resumed == whole
+    assert [turn.turn for turn in written] == list(range(count, 3)), "what was recorded is not recorded again"
+    assert (len(session.prompts), policy.resumed, policy.identity) == (3 - count, count, REPLICA)
+
+
+def test_a_turn_is_used_only_after_the_tokens_that_it_was_sampled_after(texts):
+    _, turns, _ = play(Script(texts))
+    for kept, used in (
+        (turns[1:], 2),
+        (turns[:1] + turns[2:], 2),
+        ([replace(turns[0], context=context_digest([1])), *turns[1:]], 2),
+        ([replace(turn, context="") for turn in turns], 0),
+    ):
+        _, written, policy = play(Script(texts), kept)
+        assert (policy.resumed, len(written), len(policy.unused)) == (used, 3 - used, len(kept) - used)
+
+
+def test_a_tool_that_answers_otherwise_leaves_the_rest_live(texts):
+    _, turns, _ = play(Script(texts))
+    rollout, written, policy = play(Script(texts), turns, a_task=task((3, 5)))
+    assert (policy.resumed, len(policy.unused), len(written)) == (0, 3, 3) and rollout.success
+
+
+def test_equal_contexts_are_answered_in_order_of_recording(texts):
+    written: list[Turn] = []
+    policy = policy_of(Script(texts, "one", "two"), written=written)
+
+    async def twice(policy):
+        return [(await policy.chat([USER])).content for _ in range(2)]
+
+    assert asyncio.run(twice(policy)) == ["one", "two"]
+    assert asyncio.run(twice(policy_of(Script(texts, "three", "four"), written))) == ["one", "two"]
+
+
+def test_the_turns_of_two_workers_may_mingle(texts):
+    _, first, _ = play(Script(texts))
+    _, second, _ = play(Script(texts, version=40))
+    mingled = [first[0], second[0], first[1], second[2], replace(first[2], context=context_digest([9])), second[1]]
+    rollout, written, _ = play(Script(texts, skip=3), mingled)
+    versions = [span.version for span in rollout.segments[0].spans]
+    assert written == [] and versions == [0, 1, 42], "of those that contend, the first"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_tokens": 7},
+        {"n_tokens": -1},
+        {"token_ids": b""},
+        {"token_ids": b"\0"},
+        {"token_ids": bytes(4 * 1000), "n_tokens": 1000, "logprobs": bytes(4 * 1000)},
+        {"logprobs": b"\0\0"},
+        {"logprobs": bytes(4)},
+        {"logprobs": b"\0\0\xc0\x7f" * 8},
+        {"spans": []},
+        {"spans": [VersionSpan(0, 0, 2)]},
+        {"spans": [VersionSpan(-1, 0, 8)]},
+        {"finish_reason": "abort"},
+        {"incarnation": "x" * 300},
+    ],
+)
+def test_a_turn_that_cannot_be_is_not_used(texts, changes):
+    _, turns, _ = play(Script(texts))
+    rollout, written, policy = play(Script(texts), [replace(turns[0], **changes), *turns[1:]])
+    assert rollout.success and written and policy.resumed == 2
+
+
+def test_another_incarnation_than_is_served_begins_anew(texts):
+    _, turns, _ = play(Script(texts))
+    policy = policy_of(Script(texts, skip=2, incarnation="two"), turns[:2])
+    with pytest.raises(GenerationFailed, match="turns of 'one' and of 'two'"):
+        asyncio.run(LEDGER.play(TASK, policy))
+    assert policy.other_incarnation
+    mixed = [turns[0], replace(turns[1], incarnation="two"), turns[2]]
+    rollout, written, policy = play(Script(texts, skip=1), mixed)
+    assert policy.resumed == 2 and rollout.incarnation == "one" and len(written) == 1
+
+
+hostile_spans = st.lists(st.builds(VersionSpan, *[st.integers(-1, 4)] * 3), max_size=3)
+hostile_arrays = st.binary(max_size=12)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 3), hostile_arrays, hostile_arrays, st.integers(-1, 4), hostile_spans)))
+def test_hostile_turns_are_ignored_or_consistent(texts, rows):
+    opening = context_digest(texts.open([{"role": "user", "content": LedgerTask(entries=(3, 4)).prompt()}],
+                                        CALCULATOR.schemas))  # fmt: skip
+    hostile = [
+        Turn("g/1", "g", "t", "run", "w", "r", "", "one", number, count, ids, logprobs, spans, "stop", 0, opening)
+        for number, ids, logprobs, count, spans in rows
+    ]
+    session = Script(texts)
+    rollout, _, policy = play(session, hostile)
+    sampled = sum(int(segment.mask().sum()) for segment in rollout.segments)
+    assert sampled == rollout.sampled_tokens
+    assert rollout.turns == policy.resumed + len(session.prompts)
+
+
+# -- what the log has of a task -------------------------------------------------------------------------------------
+
+
+def dispatch(a_task=TASK, **changes) -> Dispatch:
+    made = Dispatch(a_task.task_id, a_task.group_id, a_task.run_id, "w", [0, 1, 2, 3], [0, 0, 0, 0], 10, 5)
+    return replace(made, **changes)
+
+
+def turn(index, number, **changes) -> Turn:
+    name = rollout_id(TASK, index)
+    made = Turn(
+        name, "g", "t", "run", "w", "r", "", "", number, 1, bytes(4), bytes(4), [VersionSpan(0, 0, 1)], "stop", 0
+    )
+    return replace(made, **changes)
+
+
+def ended(index, a_task=TASK):
+    return failed_rollout(a_task, index, "no reason", "w", REPLICA, 0)
+
+
+def test_what_the_log_has_of_a_task():
+    begun = BegunTasks("run")
+    assert not begun.was_begun(TASK)
+    other = replace(TASK, run_id="other")
+    for record in (
+        None, Tick("t", 0), dispatch(other), ended(3), dispatch(), dispatch(at=2), turn(0, 0), turn(0, 1), turn(0, 1),
+        turn(1, 0), turn(2, 1), turn(3, 0, run_id="other"), ended(1), ended(2, other),
+    ):  # fmt: skip
+        begun.observe(record)
+    assert begun.was_begun(TASK) and begun.groups == {"g"} and begun.first_at == 2
+    progress = begun.progress(TASK)
+    assert progress.ended == {1}
+    assert {index: [one.turn for one in turns] for index, turns in progress.turns.items()} == {0: [0, 1, 1], 2: [1]}
+    assert [progress.resumable(index) for index in range(4)] == [2, 0, 1, 0]
+    assert begun.progress(TASK) == TaskProgress(frozenset({1}), {}), "turns are handed out once"
+    assert TaskProgress() == NOTHING

@@ -1,0 +1,617 @@
+"""The feeder: what it issues and when, that it goes on from the log alone, and the whole role on a real Kafka."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from confluent_kafka import Producer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.environments.base import Split, TaskDraft, TaskError, split_of
+from tidemill.producers.environments.find import UnknownEnvironment
+from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
+from tidemill.producers.environments.process import HostLimits
+from tidemill.producers.tasks import feeder
+from tidemill.producers.tasks.feeder_state import FeederState
+from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
+from tidemill.producers.tasks.source import TaskEnvironment, TaskSource, take_turns
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import (
+    AckStatus,
+    CloseReason,
+    Group,
+    GroupMember,
+    Manifest,
+    Mode,
+    RolloutStatus,
+    StepInput,
+    StepPlan,
+    Task,
+    TrainStep,
+    WeightAck,
+)
+
+SECOND = 1_000_000
+LEDGER = TaskEnvironment(EnvironmentEntry(name="ledger"), LedgerEnvironment(LedgerOptions()))
+RUN = RunSettings(run_id="run", seed=3, groups_per_step=2, max_policy_lag=1, max_steps=3)
+FEED = FeedSettings(
+    group_size=4,
+    eval_tasks=3,
+    eval_every=2,
+    eval_during_tasks=1,
+    eval_group_size=2,
+    deadline_s=50,
+    eval_deadline_s=80,
+    overdue_s=10,
+)
+
+
+def closed(task: Task, reason=CloseReason.SIZE) -> Group:
+    name, version = task.group_id, task.issued_version
+    members = [
+        GroupMember(
+            f"{name}/{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, 1.0 * i, i - 0.5, True, 5, version, version
+        )
+        for i in range(2)
+    ]
+    at = task.issued_at
+    return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, at, at, False)
+
+
+def step(number, groups) -> TrainStep:
+    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
+    return TrainStep("run", number, number, number - 1, inputs, [], 0, "", "", 0.1, {}, [], 8, 40, "", "", 0, 0)
+
+
+def plan(number, groups) -> StepPlan:
+    inputs = [StepInput(name, "groups", 0, 0) for name in groups]
+    return StepPlan("run", number, number - 1, inputs, [], 0, "", {}, "", "trainer", 0)
+
+
+def manifest(version) -> Manifest:
+    return Manifest("run", "main", version, None, version, 0.1, 0, 0, 0, [], [], "", None, 0, 0)
+
+
+def ack(version, at=0) -> WeightAck:
+    status = AckStatus.PROVED
+    return WeightAck("a", "", "run", "main", "i", 1, version, version, status, "", "", "", 0, 0, 0, 0, 0, 0, 0, 0, at)
+
+
+class World:
+    """The rest of the loop, played by hand: everything that was ever on the log, and a feeder that read it."""
+
+    def __init__(self, feed=FEED, run=RUN):
+        self.feed, self.run, self.log, self.now = feed, run, [], 1000 * SECOND
+        self.restart()
+
+    def restart(self):
+        self.state = FeederState(self.run, self.feed)
+        self.source = TaskSource([LEDGER], self.run, self.feed)
+        for record in self.log:
+            self._observe(record)
+
+    def _observe(self, record):
+        self.state.observe(record)
+        if isinstance(record, Task):
+            self.source.observe(record)
+
+    def write(self, *records):
+        for record in records:
+            self.log.append(record)
+            self._observe(record)
+
+    def issue(self, limit=None) -> list[Task]:
+        decision = self.state.decide(self.now)
+        names = decision.names[:limit]
+        tasks = [self.source.task(name, self.now, self.state.admission.newest_version) for name in names]
+        self.write(*tasks)
+        return tasks
+
+    def done(self) -> bool:
+        return self.state.decide(self.now).done
+
+    def train(self, number, tasks):
+        self.write(step(number, [task.group_id for task in tasks]), manifest(number))
+
+
+def stages(tasks) -> list[str]:
+    return [str(task.task_id).split("/", 1)[1] for task in tasks]
+
+
+names = st.builds(
+    TaskName,
+    run_id=st.from_regex(r"[A-Za-z0-9._-]+", fullmatch=True),
+    stage=st.sampled_from(Stage),
+    version=st.integers(0, 10**17),
+    index=st.integers(0, 10**17),
+).map(lambda name: replace(name, version=0) if name.stage is Stage.TRAIN else name)
+
+
+@given(names)
+def test_a_task_name_is_read_back(name):
+    assert parse_task_name(str(name)) == name
+
+
+@given(st.text(max_size=40))
+def test_what_is_no_task_name_is_none(text):
+    found = parse_task_name(text)
+    assert found is None or int(str(found).rsplit("/", 1)[1]) == int(text.rsplit("/", 1)[1])
+
+
+def test_a_run_from_the_first_evaluation_to_the_last():
+    world = World()
+    assert world.issue() == [], "no replica serves yet"
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    assert stages(before) == [f"eval-before/v0/{i}" for i in range(3)]
+    assert world.issue() == [], "training waits for the evaluation"
+    world.write(*map(closed, before))
+
+    first = world.issue()
+    assert stages(first) == [f"train/{i}" for i in range(4)]
+    assert world.issue() == []
+    world.write(*map(closed, first))
+    world.train(1, first[:2])
+    assert world.issue() == [], "version 1 is not served yet"
+    world.write(ack(1, 1))
+    second = world.issue()
+    assert stages(second) == ["train/4", "train/5"], "the last step's groups, and no more"
+    world.write(*map(closed, second))
+    world.train(2, first[2:])
+    world.write(ack(2, 2))
+    during = world.issue()
+    assert stages(during) == ["eval-during/v2/0"]
+    world.train(3, second)
+    assert world.issue() == [], "the last version is not served yet"
+    world.write(ack(3, 3))
+    after = world.issue()
+    assert stages(after) == [f"eval-after/v3/{i}" for i in range(3)]
+    assert not world.done()
+    world.write(*map(closed, after))
+    assert not world.done(), "an evaluation during training is still open"
+    world.write(closed(during[0]))
+    assert world.done()
+
+
+def test_held_out_tasks_compare_and_are_never_trained():
+    world = World()
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    world.write(*map(closed, before))
+    trained = world.issue()
+    world.write(*map(closed, trained))
+    assert len({task.payload for task in trained}) == 4
+    assert not {task.payload for task in trained} & {task.payload for task in before}
+    assert {task.mode for task in before} == {Mode.EVAL} and {task.group_size for task in before} == {2}
+    assert [task.deadline_at - task.issued_at for task in (before[0], trained[0])] == [80 * SECOND, 50 * SECOND]
+    name = TaskName("run", Stage.EVAL_AFTER, 9, 1)
+    assert world.source.task(name, 0, 9).payload == before[1].payload
+
+
+def test_a_synchronous_run_waits_for_each_version():
+    world = World(FEED.model_copy(update={"sync": True, "eval_before": False, "eval_every": 0}))
+    world.write(manifest(0), ack(0))
+    first = world.issue()
+    assert stages(first) == ["train/0", "train/1"]
+    world.write(*map(closed, first))
+    assert world.issue() == []
+    world.train(1, first)
+    assert world.issue() == []
+    world.write(ack(1, 1))
+    assert stages(world.issue()) == ["train/2", "train/3"]
+
+
+def test_a_restart_goes_on_in_the_middle_of_an_evaluation():
+    world = World()
+    world.write(manifest(0), ack(0))
+    begun = world.issue(limit=2)
+    world.write(ack(1, 1))
+    world.restart()
+    assert stages(world.issue()) == ["eval-before/v0/2"], "under the version that it began with"
+    assert stages(begun) == ["eval-before/v0/0", "eval-before/v0/1"]
+
+
+def test_a_restart_never_issues_a_prompt_again():
+    world = World(
+        FEED.model_copy(update={"eval_before": False}), RUN.model_copy(update={"max_policy_lag": 9, "max_steps": 10})
+    )
+    world.write(manifest(0), ack(0))
+    for limit in (3, 4, 5):
+        world.issue(limit)
+        world.restart()
+    tasks = [record for record in world.log if isinstance(record, Task)]
+    assert stages(tasks) == [f"train/{i}" for i in range(12)]
+    assert len({task.payload for task in tasks}) == 12
+    assert len({task.seed for task in tasks}) == 12
+
+
+@given(st.lists(st.integers(0, 2**6 - 1), min_size=1, max_size=5))
+def test_a_feeder_killed_between_its_sends_forgets_no_task_and_issues_none_twice(arrived):
+    """Each number says by its bits which tasks of a decision got to the log before the feeder was killed."""
+    feed = FEED.model_copy(update={"eval_before": False, "eval_every": 0})
+    run = RUN.model_copy(update={"max_policy_lag": 9, "max_steps": 10})
+    world, undisturbed = World(feed, run), World(feed, run)
+    for one in (world, undisturbed):
+        one.write(manifest(0), ack(0))
+    for bits in arrived:
+        decision = world.state.decide(world.now)
+        tasks = [world.source.task(name, world.now, 0) for name in decision.names]
+        world.log += [task for place, task in enumerate(tasks) if bits >> place & 1]
+        world.restart()
+    world.issue()
+    issued = {task.task_id: task for task in world.log if isinstance(task, Task)}
+    assert len(issued) == sum(isinstance(record, Task) for record in world.log)
+    assert issued == {task.task_id: task for task in undisturbed.issue()}, (
+        "and each is the task that it would have been"
+    )
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_state_is_a_function_of_the_records(rng):
+    world = World()
+    world.write(manifest(0), ack(0))
+    world.write(*map(closed, world.issue()))
+    first = world.issue()
+    world.write(*map(closed, first))
+    world.write(plan(1, [task.group_id for task in first[:2]]))
+    world.train(1, first[:2])
+    decided = world.state.decide(world.now)
+    rng.shuffle(world.log)
+    world.log += rng.choices(world.log, k=5)
+    world.restart()
+    assert world.state.decide(world.now) == decided
+    assert world.state.waiting_for() == {Topic.ACKS, Topic.STEPS}
+
+
+def test_records_of_other_runs_and_branches_are_left_alone():
+    world = World()
+    world.write(replace(manifest(0), branch="other"), replace(ack(0), run_id="other"))
+    assert world.issue() == []
+    world.write(ack(0))
+    world.write(*[replace(closed(task), run_id="other") for task in world.issue()])
+    assert world.issue() == []
+
+
+def test_only_the_named_replicas_are_waited_for_and_followed():
+    world = World(FEED.model_copy(update={"replica_ids": ["canary"], "eval_every": 1}))
+    world.write(manifest(0), replace(ack(0), replica_id="stable"))
+    assert world.issue() == []
+    world.write(replace(ack(0), replica_id="canary"))
+    before = world.issue()
+    world.write(*map(closed, before))
+    trained = world.issue()
+    world.train(1, trained[:2])
+    world.write(replace(ack(1), replica_id="canary"))
+    assert "eval-during/v1/0" in stages(world.issue())
+
+
+def test_an_evaluation_that_never_closes_is_not_waited_for():
+    world = World()
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    world.write(*map(closed, before[1:]))
+    world.now += 91 * SECOND
+    decision = world.state.decide(world.now)
+    assert decision.expired.groups == (before[0].group_id,)
+    assert len(decision.names) == 4
+
+
+def failing(task: Task) -> Group:
+    group = closed(task)
+    last = replace(group.members[-1], status=RolloutStatus.FAILED, reward=None, success=None)
+    return replace(group, members=[*group.members[:-1], last])
+
+
+def test_a_held_out_task_whose_rollout_failed_is_asked_for_again_while_its_version_is_served():
+    world = World(FEED.model_copy(update={"eval_before": False, "eval_every": 1, "eval_during_tasks": 2}))
+    world.write(manifest(0), ack(0))
+    world.train(1, world.issue()[:2])
+    world.write(ack(1, 1))
+    (first, second) = [task for task in world.issue() if task.mode is Mode.EVAL]
+    world.write(closed(first), failing(second))
+    asked, waited_s = [second], []
+    for _ in range(3):
+        began = world.now
+        while not (again := [task for task in world.issue() if task.mode is Mode.EVAL]):
+            world.now += SECOND
+            world.restart()
+        assert len(again) == 1 and again[0].payload == second.payload and again[0].seed != asked[-1].seed
+        waited_s.append((world.now - began) // SECOND)
+        asked += again
+        world.write(failing(replace(again[0], issued_at=world.now)))
+    assert [task.task_id for task in asked] == [f"run/eval-during/v1/{index}" for index in (1, 3, 5, 7)]
+    assert waited_s == [10, 20, 40]
+    world.train(2, [])
+    world.write(ack(2, 2))
+    world.now += 1000 * SECOND
+    assert not [name for name in stages(world.issue()) if "/v1/" in name], "another version is served"
+
+
+def test_evaluation_only():
+    world = World(FEED.model_copy(update={"eval_after": False}), RUN.model_copy(update={"max_steps": 0}))
+    world.write(manifest(0), ack(0))
+    before = world.issue()
+    assert not world.done()
+    world.write(*map(closed, before))
+    assert world.done()
+
+
+def test_the_topics_that_are_waited_for():
+    world = World()
+    assert world.state.waiting_for() == {Topic.MANIFESTS, Topic.ACKS}
+    world.write(manifest(0))
+    assert world.state.waiting_for() == {Topic.ACKS}
+    world.write(ack(0))
+    before = world.issue()
+    assert world.state.waiting_for() == {Topic.GROUPS}
+    world.write(*map(closed, before))
+    first = world.issue()
+    world.write(closed(first[0]))
+    assert world.state.waiting_for() == {Topic.GROUPS, Topic.STEPS}
+    world.write(step(1, [first[0].group_id, first[1].group_id]))
+    assert world.state.waiting_for() == {Topic.GROUPS, Topic.MANIFESTS}
+
+
+def test_the_watchdog_names_a_silent_topic_once_per_timeout():
+    watchdog = feeder.SilentTopics(timeout_us=10)
+    waiting = {Topic.GROUPS}
+    assert watchdog.silent(waiting, 100) == []
+    watchdog.observe(Topic.GROUPS, 105)
+    watchdog.observe(Topic.STEPS, 105)
+    assert watchdog.silent(waiting, 114) == []
+    assert watchdog.silent(waiting, 115) == [Topic.GROUPS]
+    assert watchdog.silent(waiting, 116) == []
+    assert watchdog.silent(set(), 130) == []
+    assert watchdog.silent(waiting, 131) == [], "the clock starts when the waiting does"
+
+
+class Few(LedgerEnvironment):
+    """An environment with so many training and held-out questions, over and over or once."""
+
+    def __init__(self, training, held_out, forever=True, name="few"):
+        super().__init__(LedgerOptions())
+        names = (f"{name} {number}" for number in itertools.count())
+        found = {split: [] for split in Split}
+        while len(found[Split.TRAIN]) < training or len(found[Split.EVAL]) < held_out:
+            asks = next(names)
+            found[split_of(asks)].append(asks)
+        self.asked = [*found[Split.TRAIN][:training], *found[Split.EVAL][:held_out]]
+        self.forever = forever
+
+    def tasks(self, query):
+        drafts = [TaskDraft(json.dumps(asks), asks, 3) for asks in self.asked]
+        return itertools.cycle(drafts) if self.forever else iter(drafts)
+
+
+def source_of(*environments, feed=FEED, **entries):
+    opened = [
+        TaskEnvironment(EnvironmentEntry(name=f"e{n}", **{k: v[n] for k, v in entries.items()}), environment)
+        for n, environment in enumerate(environments)
+    ]
+    return TaskSource(opened, RUN, feed)
+
+
+def drawn(source, count, start=0):
+    return [source.task(TaskName("run", Stage.TRAIN, 0, index), 0, 0) for index in range(start, start + count)]
+
+
+@pytest.mark.parametrize("forever", [True, False])
+def test_a_source_that_runs_dry_says_so(forever):
+    source = source_of(Few(5, 3, forever))
+    assert len({task.payload for task in drawn(source, 5)}) == 5
+    with pytest.raises(TaskError, match=r"no unused training question left after 5.*feed.epochs"):
+        drawn(source, 1, 5)
+    with pytest.raises(TaskError, match="e0 has 2 held-out questions"):
+        source_of(Few(5, 2, forever))
+
+
+@pytest.mark.parametrize("forever", [True, False])
+def test_questions_may_be_asked_again_for_some_epochs(forever):
+    source = source_of(Few(5, 3, forever), feed=FEED.model_copy(update={"epochs": 3}))
+    tasks = drawn(source, 15)
+    assert [Counter(task.payload for task in tasks[:n]).most_common()[0][1] for n in (5, 10, 15)] == [1, 2, 3]
+    with pytest.raises(TaskError):
+        drawn(source, 1, 15)
+    endless = source_of(Few(5, 3, forever), feed=FEED.model_copy(update={"epochs": 0}))
+    assert len(drawn(endless, 60)) == 60
+
+
+@given(st.integers(0, 14), st.booleans())
+def test_a_source_goes_on_after_a_restart_with_what_is_unused(issued, forever):
+    feed = FEED.model_copy(update={"epochs": 3})
+    before = drawn(source_of(Few(5, 3, forever), feed=feed), issued)
+    source = source_of(Few(5, 3, forever), feed=feed)
+    for task in before:
+        source.observe(task)
+    after = drawn(source, 15 - issued, issued)
+    assert set(Counter(task.payload for task in (*before, *after)).values()) == {3}
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4))
+def test_environments_take_turns_by_their_weights(weights):
+    turns = list(itertools.islice(take_turns(weights), 400))
+    assert turns == list(itertools.islice(take_turns(weights), 400)), "the same way at every start"
+    for upto in (10, 100, 400):
+        counts = Counter(turns[:upto])
+        assert all(abs(counts[n] - upto * weight / sum(weights)) <= len(weights) for n, weight in enumerate(weights))
+
+
+def test_a_run_mixes_environments_with_sizes_and_options_of_their_own():
+    source = source_of(Few(50, 9, name="a"), Few(50, 9, name="b"), weight=[3, 1], group_size=[None, 7], label=["", "b"])
+    tasks = drawn(source, 8)
+    assert Counter((task.environment, task.group_size) for task in tasks) == {("e0", 4): 6, ("b", 7): 2}
+    assert all(task.options == "{}" for task in tasks)
+    ledger = LedgerEnvironment(LedgerOptions(entries=2, largest=9))
+    (task,) = drawn(source_of(ledger), 1)
+    assert task.options == '{"entries":2,"largest":9}' and task.max_turns == 5
+
+
+def test_held_out_questions_are_never_trained():
+    environment = Few(200, 40)
+    source = source_of(environment, feed=FEED.model_copy(update={"eval_tasks": 30}))
+    held_out = {source.task(TaskName("run", Stage.EVAL_BEFORE, 0, n), 0, 0).payload for n in range(30)}
+    trained = {task.payload for task in drawn(source, 200)}
+    assert len(held_out) == 30 and len(trained) == 200 and not held_out & trained
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "reason"),
+    [
+        (EnvironmentEntry(name="nope"), UnknownEnvironment, "unknown environment 'nope'"),
+        (EnvironmentEntry(name="ledger", options={"colour": 1}), TaskError, "colour.*its options are entries"),
+        (EnvironmentEntry(name="no_such_module:ENV"), UnknownEnvironment, "no_such_module"),
+    ],
+)
+def test_unknown_environments_and_options_are_refused(entry, error, reason):
+    run = RUN.model_copy(update={"environments": [entry]})
+    with pytest.raises(error, match=reason):
+        asyncio.run(feeder.opened(run, HostLimits()))
+
+
+def test_two_environments_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two environments are named 'ledger'"):
+        RunSettings(environments=[{"name": "ledger"}, {"name": "ledger"}])
+    assert len(RunSettings(environments=[{"name": "ledger"}, {"name": "ledger", "label": "hard"}]).environments) == 2
+
+
+class Loop:
+    """The rest of the loop on a real Kafka: closes every group, trains in order, acknowledges every version."""
+
+    def __init__(self, kafka: KafkaSettings, run=RUN):
+        self.kafka, self.run, self.tasks, self.waiting, self.steps = kafka, run, [], [], 0
+        self._trainer = Producer({"bootstrap.servers": kafka.bootstrap, "transactional.id": kafka.topic_prefix + "run"})
+
+    def serve(self, stop: threading.Event) -> None:
+        self._trainer.init_transactions()
+        with RecordProducer(self.kafka, "test-loop") as producer, LogReader(self.kafka, [Topic.TASKS]) as reader:
+            producer.send_acked(Topic.MANIFESTS, [("main", manifest(0))])
+            producer.send_acked(Topic.ACKS, [("a", ack(0))])
+            while not stop.is_set():
+                for located in reader.poll(0.05):
+                    if isinstance(located.record, Task):
+                        self._close(producer, located.record)
+
+    def _close(self, producer, task) -> None:
+        self.tasks.append(task)
+        producer.send_acked(Topic.GROUPS, [(task.group_id, closed(task))])
+        if task.mode is Mode.TRAIN:
+            self.waiting.append(task.group_id)
+        if len(self.waiting) == 2:
+            self.steps += 1
+            self._write_step(plan(self.steps, self.waiting))
+            self._write_step(step(self.steps, self.waiting))
+            producer.send_acked(Topic.MANIFESTS, [("main", manifest(self.steps))])
+            producer.send_acked(Topic.ACKS, [("a", ack(self.steps, at=now_us()))])
+            self.waiting = []
+
+    def _write_step(self, record) -> None:
+        """As a trainer does: in a transaction, whose marker takes an offset of its own."""
+        self._trainer.begin_transaction()
+        topic = Names(self.kafka.topic_prefix).of(Topic.STEPS)
+        self._trainer.produce(topic, Codec().encode(record), key=b"run")
+        self._trainer.commit_transaction()
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=1)
+    create_topics(settings)
+    return settings
+
+
+def poison(log: KafkaSettings) -> None:
+    names = Names(log.topic_prefix)
+    with RecordProducer(log, "poisoner") as producer:
+        for topic in feeder.TOPICS:
+            for value in (b"", b"\xc3\x01garbage", b"\x00" * 50, None):
+                producer.send_bytes(names.of(topic), value, key=b"x")
+
+
+def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
+    poison(log)
+    loop, loop_stop = Loop(log), threading.Event()
+    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
+    other_side.start()
+    try:
+        first_stop = threading.Event()
+        first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, HostLimits(), first_stop))
+        first.start()
+        deadline = time.monotonic() + 30
+        while loop.steps < 1 and time.monotonic() < deadline:
+            first_stop.wait(0.01)
+        first_stop.set()
+        first.join(30)
+        poison(log)
+        assert feeder.run(log, RUN, FEED, HostLimits(), threading.Event()), "the second one ends by itself"
+    finally:
+        loop_stop.set()
+        other_side.join(30)
+    issued = stages(loop.tasks)
+    assert len(issued) == len(set(issued)), "nothing is issued twice"
+    assert [name for name in issued if name.startswith("train")] == [f"train/{i}" for i in range(6)]
+    assert issued[:3] == [f"eval-before/v0/{i}" for i in range(3)]
+    assert issued[-3:] == [f"eval-after/v3/{i}" for i in range(3)]
+    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 6
+
+
+PROCESS = """
+import json, sys
+from tidemill.producers.config import FeedSettings
+from tidemill.producers.environments.process import HostLimits
+from tidemill.producers.tasks import feeder
+from tidemill.schemas.config import KafkaSettings, RunSettings
+sections = zip((KafkaSettings, RunSettings, FeedSettings), json.loads(sys.argv[1]))
+sys.exit(0 if feeder.run(*[section(**values) for section, values in sections], HostLimits()) else 1)
+"""
+
+
+def feeder_process(*sections) -> subprocess.Popen:
+    document = json.dumps([section.model_dump(mode="json") for section in sections])
+    return subprocess.Popen([sys.executable, "-c", PROCESS, document])
+
+
+def test_a_feeder_killed_anywhere_issues_every_task_once(log):
+    run = RUN.model_copy(update={"max_steps": 8, "max_policy_lag": 2})
+    loop, loop_stop, rng = Loop(log, run), threading.Event(), random.Random(7)
+    other_side = threading.Thread(target=loop.serve, args=(loop_stop,))
+    other_side.start()
+    running = None
+    try:
+        for _ in range(3):
+            running = feeder_process(log, run, FEED)
+            wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 40
+            while len(loop.tasks) < wanted:
+                assert time.monotonic() < deadline and running.poll() is None
+                time.sleep(0.002)
+            running.send_signal(signal.SIGKILL)
+            running.wait(20)
+        running = feeder_process(log, run, FEED)
+        assert running.wait(60) == 0, "the run is over"
+    finally:
+        running.kill()
+        running.wait(20)
+        loop_stop.set()
+        other_side.join(30)
+    issued = stages(loop.tasks)
+    assert len(issued) == len(set(issued))
+    assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}
+    assert len({task.payload for task in loop.tasks if task.mode is Mode.TRAIN}) == 16
