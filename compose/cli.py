@@ -13,7 +13,9 @@ import typer
 from tidemill.compose.audit_command import audit
 from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
+from tidemill.compose.env_command import env_app
 from tidemill.compose.gate import gate_app
+from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.query_command import query
 from tidemill.compose.replay import replay_app
@@ -47,6 +49,8 @@ app.command(rich_help_panel="The log")(with_settings(audit))
 app.add_typer(weights_app, name="weights", rich_help_panel="The log")
 app.add_typer(replay_app, name="replay", rich_help_panel="The log")
 app.add_typer(dead_letters_app, name="dead-letters", rich_help_panel="The log")
+app.add_typer(models_app, name="models", rich_help_panel="Producers")
+app.add_typer(env_app, name="env", rich_help_panel="Producers")
 for _role in (feed, rollout, route, gateway, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))

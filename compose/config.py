@@ -22,13 +22,12 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.producers.config import FeedSettings, RolloutSettings
-from tidemill.producers.corpus_config import CorpusSettings
+from tidemill.producers.config import CorpusSettings, FeedSettings, RolloutSettings
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.users.config import UsersSettings
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
@@ -59,6 +58,8 @@ class TidemillSettings(BaseSettings):
     """Where large bytes lie."""
     run: RunSettings = Field(default_factory=RunSettings)
     """Which training run this is."""
+    chat: ChatSettings = Field(default_factory=ChatSettings)
+    """How conversations become tokens."""
     stack: StackSettings = Field(default_factory=StackSettings)
     """The local Kafka."""
     corpus: CorpusSettings = Field(default_factory=CorpusSettings)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.compose.config import TidemillSettings, load_settings, merge, nest, parse_assignments
+from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, nest, parse_assignments
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
@@ -44,6 +44,15 @@ def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) 
         if keys and options.get(name) is not None:
             merge(tree, nest(keys, options[name]))
     return load_settings(options.get("config"), merge(tree, flags or {}))
+
+
+def key_values(texts: list[str]) -> dict[str, str]:
+    """`["max_value=30"]` -> `{"max_value": "30"}`. Raises ConfigError for a text without `=`."""
+    pairs = [text.partition("=") for text in texts]
+    wrong = next((key for key, equals, _ in pairs if not equals or not key), None)
+    if wrong is not None:
+        raise ConfigError(f"--option {wrong!r}: expected KEY=VALUE, for instance max_value=30")
+    return {key: value for key, _, value in pairs}
 
 
 def given(**flags: Any) -> dict[str, Any]:  # noqa: ANN401 - flag values of any type

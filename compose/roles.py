@@ -44,7 +44,7 @@ def serve(
                       replica__pool=pool)  # fmt: skip
     from tidemill.consumers.replica import run
 
-    run(settings.kafka, settings.run, settings.store, settings.replica)
+    run(settings.kafka, settings.run, settings.store, settings.replica, settings.chat)
 
 
 def route(
@@ -61,7 +61,7 @@ def route(
     settings = _begin(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
     from tidemill.producers.router.role import run
 
-    run(settings.kafka, settings.run, settings.store, settings.product, settings.router)
+    run(settings.kafka, settings.run, settings.store, settings.product, settings.router, settings.chat)
 
 
 def documents(settings_of: SettingsOf) -> None:
@@ -69,7 +69,7 @@ def documents(settings_of: SettingsOf) -> None:
     settings = _begin(settings_of)
     from tidemill.producers.corpus import run
 
-    run(settings.kafka, settings.run, settings.corpus)
+    run(settings.kafka, settings.run, settings.corpus, settings.chat)
 
 
 def feed(
@@ -78,9 +78,10 @@ def feed(
 ) -> None:
     """Issue tasks, within the bound on staleness, and held-out tasks for evaluation."""
     settings = _begin(settings_of, feed__sync=sync)
-    from tidemill.producers.feeder import run
+    from tidemill.producers.environments.open import host_limits
+    from tidemill.producers.tasks.feeder import run
 
-    run(settings.kafka, settings.run, settings.feed)
+    run(settings.kafka, settings.run, settings.feed, host_limits(settings.rollout))
 
 
 def rollout(
@@ -92,9 +93,9 @@ def rollout(
 ) -> None:
     """Run a rollout worker: episodes of tasks against replicas, tokens in and tokens out."""
     settings = _begin(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
-    from tidemill.producers.worker import run
+    from tidemill.producers.rollout.worker import run
 
-    run(settings.kafka, settings.run, settings.store, settings.rollout)
+    run(settings.kafka, settings.run, settings.store, settings.rollout, settings.chat)
 
 
 def gateway(
@@ -142,7 +143,7 @@ def train(
         settings = _begin(settings_of, midtrain__output=model)
         from tidemill.trainer import midtrain
 
-        midtrain.run(settings.kafka, settings.run, settings.midtrain)
+        midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
         return
     settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
     from tidemill.trainer.run import run

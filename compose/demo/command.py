@@ -10,20 +10,33 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.summary import Summary
-from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, settings_from
+from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, key_values, settings_from
+from tidemill.schemas.config import EnvironmentEntry
 
-RECIPE = Path(__file__).with_name("recipe.toml")
-"""The settings of the demonstration where no --config is given."""
+RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.toml"))}
+"""Settings of demonstrations, by name."""
+DEFAULT_RECIPE = "ledger"
 
 
 def demo(
+    recipe: Annotated[
+        str, typer.Option(help=f"Settings to start from: {', '.join(RECIPES)}.", metavar="NAME")
+    ] = DEFAULT_RECIPE,
+    environment: Annotated[
+        str | None, typer.Option(help="What to practise, in place of the recipe's task (`tidemill env list`).")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; may be repeated."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the model, the tasks and the sampling.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Hugging Face causal model to start from; default: one made from nothing."),
+        typer.Option(help="Model to start from: a directory, smollm2, or a name on the hub. Default: the recipe's."),
     ] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM replicas.")] = None,
     sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,
@@ -42,13 +55,17 @@ def demo(
     assignments: SetOption = None,
     bootstrap: BootstrapOption = None,
 ) -> None:
-    """Run the whole loop: Kafka, a tiny model made from nothing, rollouts, groups, steps, versions, a vLLM replica.
+    """Run the whole loop: Kafka, rollouts, groups, steps, versions, a vLLM replica; the model gets better.
 
-    Then users arrive: a stable and a canary replica behind a router, feedback, online batches, the gate; and the model
-    learns what they like, which no simulated reward asks for.
+    The recipe `ledger` makes a tiny model from nothing. Then users arrive: a stable and a canary replica behind a
+    router, feedback, online batches, the gate; the model learns what they like, which no simulated reward asks for. The
+    recipe `smollm2` takes a real, pre-trained model and a task that nobody here wrote.
 
-    Example: `tidemill demo --seed 1 --json summary.json`
+    Examples: `tidemill demo --seed 1 --json summary.json`, `tidemill demo --recipe smollm2 --environment
+    reasoning_gym:gcd --option max_value=30 --steps 20`
     """
+    if recipe not in RECIPES:
+        raise typer.BadParameter(f"there is no recipe {recipe!r}: there are {', '.join(RECIPES)}")
     flags = given(
         run__seed=seed,
         run__max_steps=steps,
@@ -60,13 +77,34 @@ def demo(
         feed__sync=sync,
         stream__shuffle_rewards=shuffle_rewards,
     )
-    options = {"config": config or RECIPE, "assignments": assignments, "bootstrap": bootstrap}
+    options = {"config": config or RECIPES[recipe], "assignments": assignments, "bootstrap": bootstrap}
     settings = settings_from(options, flags)
+    if environment is not None or option:
+        settings = with_environment(settings, environment, key_values(option or []))
     from tidemill.compose.demo.runner import run_demo
 
     summary = run_demo(settings, Console())
     if as_json is not None:
         as_json.write_text(json.dumps(as_dict(summary), indent=2) + "\n", "utf-8")
+
+
+def with_environment(settings: TidemillSettings, name: str | None, options: dict[str, str]) -> TidemillSettings:
+    """The settings with one environment in place of their own, or with other options of theirs.
+
+    Another environment takes those of the recipe's options (`demo.options`) that it knows. Raises UnknownEnvironment,
+    TaskError.
+    """
+    from tidemill.producers.environments.find import environment_type
+
+    entry = settings.run.environments[0]
+    given_options = {**entry.options, **options}
+    if name is not None:
+        known = environment_type(name).options_model.model_fields
+        shared = {key: value for key, value in settings.demo.options.items() if key in known}
+        entry, given_options = EnvironmentEntry(name=name), {**shared, **options}
+    environment_type(entry.name).options(given_options)
+    changed = entry.model_copy(update={"options": given_options})
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"environments": [changed]})})
 
 
 def as_dict(summary: Summary) -> dict[str, object]:

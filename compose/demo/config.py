@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -27,7 +28,10 @@ class DemoSettings(Section):
     """Each demonstration keeps its log, store, tables and role logs in a directory of its own below this one."""
 
     model: str = ""
-    """Directory of a Hugging Face causal model to start from. Empty: mid-train a tiny one from nothing."""
+    """Model to start from (`tidemill models get`). Empty: mid-train a tiny one from nothing."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options for any environment that knows them, where `--environment` names another than the recipe's."""
 
     act: Act = Act.BOTH
     """Which acts are played. Act two alone starts from `model`, which should be above `gate.floor` already."""

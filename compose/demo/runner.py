@@ -25,6 +25,7 @@ from tidemill.compose.demo.summary import OnlineSummary, Summary, summarise, sum
 from tidemill.compose.demo.view import closing
 from tidemill.compose.demo.watch import REFRESH_S, WATCHED, Watch, last_line, spinner
 from tidemill.compose.local_log import with_address
+from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.schemas.admin import create_topics, wait_for_broker
@@ -44,6 +45,9 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     # The broker is detached from this process, so that ending without unwinding would leave it behind.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     began = time.monotonic()
+    if settings.demo.model:
+        directory = fetch(settings.demo.model, DIRECTORY, console)
+        settings = settings.model_copy(update={"demo": settings.demo.model_copy(update={"model": str(directory)})})
     plan = DemoPlan.of(settings)
     with _log(settings, plan, console) as located, Supervisor(plan.log_directory) as supervisor:
         plan = plan.with_log_of(located)

@@ -6,8 +6,10 @@ Every number that the screen and the summary show comes from here, and so from t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tidemill.schemas.clock import to_s
 from tidemill.schemas.records import (
     AckStatus,
     CloseReason,
@@ -16,6 +18,7 @@ from tidemill.schemas.records import (
     Manifest,
     Mode,
     Record,
+    RolloutStatus,
     Task,
     TrainStep,
     WeightAck,
@@ -48,6 +51,10 @@ class LoopState:
     last_ack: dict[str, WeightAck] = field(default_factory=dict)
     served: dict[tuple[str, int], WeightAck] = field(default_factory=dict)
     """First proof of each version by each replica."""
+    environments: dict[str, int] = field(default_factory=dict)
+    """Tasks issued, by environment."""
+    first_task_at: int = 0
+    """When the first training task was issued, in microseconds since the epoch."""
     refusals: int = 0
     late: int = 0
     _eval_version: dict[str, int] = field(default_factory=dict)
@@ -57,8 +64,8 @@ class LoopState:
         if getattr(record, "run_id", None) != self.run_id:
             return
         match record:
-            case Task(mode=Mode.EVAL):
-                self._eval_version[record.group_id] = record.issued_version
+            case Task():
+                self._issue(record)
             case Group(closed_by=CloseReason.LATE):
                 self.late += 1
             case Group():
@@ -71,6 +78,13 @@ class LoopState:
                 self._acknowledge(record)
             case _:
                 pass
+
+    def _issue(self, task: Task) -> None:
+        self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
+        if task.mode is Mode.EVAL:
+            self._eval_version[task.group_id] = task.issued_version
+        elif not self.first_task_at or task.issued_at < self.first_task_at:
+            self.first_task_at = task.issued_at
 
     def _acknowledge(self, ack: WeightAck) -> None:
         self.last_ack[ack.replica_id] = ack
@@ -108,6 +122,23 @@ class LoopState:
         """Every rollout that a step trained on."""
         trained = [self.groups[i.group_id] for s in self.steps.values() for i in s.inputs if i.group_id in self.groups]
         return [member for group in trained for member in group.members if member.advantage is not None]
+
+    def taken_before(self, version: int) -> int:
+        """Completed training rollouts that the steps up to a version took in."""
+        return self._taken([step for step in self.steps.values() if step.version <= version])
+
+    def rollouts_per_s(self) -> float:
+        """Completed training rollouts of the groups that the steps took in, by the seconds from the first training task
+        to the end of the last step; those without a signal count, since they were sampled, scored and judged too."""
+        seconds = to_s(max((s.finished_at for s in self.steps.values()), default=0) - self.first_task_at)
+        return self._taken(self.steps.values()) / seconds if self.first_task_at and seconds > 0 else 0.0
+
+    def _taken(self, steps: Iterable[TrainStep]) -> int:
+        taken: set[str] = set()
+        for step in steps:
+            taken |= {place.group_id for place in step.inputs} | {place.group_id for place in step.exclusions}
+        groups = [self.groups[group_id] for group_id in taken if group_id in self.groups]
+        return sum(member.status is RolloutStatus.COMPLETED for group in groups for member in group.members)
 
     def spanning(self) -> int:
         """Trained rollouts whose tokens were sampled under more than one version."""

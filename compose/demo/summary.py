@@ -60,10 +60,13 @@ class Summary:
 
     run_id: str
     seed: int
+    environments: list[str]
     held_out_before: float
     held_out_after: float
     held_out_rollouts: int
     """Rollouts behind each of the two rates (the smaller number)."""
+    held_out: list[dict[str, float]]
+    """The curve: version, rate, rollouts, and the seconds of loop and the training rollouts before it."""
     rewards_shuffled: bool
     learning_rate: float
     """The greatest of the run's steps."""
@@ -74,6 +77,8 @@ class Summary:
     rollouts_spanning_versions: int
     rollouts_trained: int
     groups: int
+    rollouts_per_s: float
+    """Training rollouts in the groups that steps took in, by the seconds of training; evaluations are not counted."""
     refusals: int
     delta_bytes: Percentiles
     delta_density: Percentiles
@@ -108,9 +113,11 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
     return Summary(
         run_id=state.run_id,
         seed=seed,
+        environments=sorted(state.environments),
         held_out_before=round(first.rate, 4) if first else 0.0,
         held_out_after=round(last.rate, 4) if last else 0.0,
         held_out_rollouts=min(first.rollouts, last.rollouts) if first and last else 0,
+        held_out=_curve(state),
         rewards_shuffled=any(group.rewards_shuffled for group in state.train_groups()),
         learning_rate=max((m.learning_rate for m in deltas), default=0.0),
         versions=state.version,
@@ -120,6 +127,7 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
         rollouts_spanning_versions=state.spanning(),
         rollouts_trained=len(members),
         groups=len(state.train_groups()),
+        rollouts_per_s=round(state.rollouts_per_s(), 3),
         refusals=state.refusals,
         delta_bytes=percentiles([float(m.delta_bytes) for m in deltas]),
         delta_density=percentiles([m.n_changed / m.n_elements for m in deltas]),
@@ -167,6 +175,21 @@ def summarise_online(
         online_fingerprints_equal=online.fingerprints_equal(),
         online_seconds=round(seconds, 1),
     )
+
+
+def _curve(state: LoopState) -> list[dict[str, float]]:
+    began = min((manifest.published_at for manifest in state.manifests.values()), default=0)
+    return [
+        {
+            "version": each.version,
+            "rate": round(each.rate, 4),
+            "rollouts": each.rollouts,
+            "seconds": round(to_s(state.manifests[each.version].published_at - began), 1),
+            "trained": state.taken_before(each.version),
+        }
+        for each in state.held_out()
+        if each.version in state.manifests
+    ]
 
 
 def _loop_seconds(state: LoopState) -> float:

@@ -37,6 +37,7 @@ def _learning(state: LoopState, steps: int) -> Table:
     table = Table.grid(padding=(0, 2))
     rates = ", ".join(f"v{h.version} {h.rate:.2f} (n={h.rollouts})" for h in held_out[-4:]) or "waiting"
     table.add_row("held-out success", rates, Text(sparkline([h.rate for h in held_out]), style="green"))
+    table.add_row("tasks", ", ".join(f"{name} {count}" for name, count in sorted(state.environments.items())), "")
     latest = f"{rewards[-1]:.2f}" if rewards else "waiting"
     table.add_row("reward (training)", latest, Text(sparkline(rewards), style="yellow"))
     table.add_row("optimizer step", f"{len(state.steps)} of {steps}", "")
@@ -118,6 +119,7 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
         ("swap pause", f"p50 {summary.pause_ms.p50:.1f} ms, p95 {summary.pause_ms.p95:.1f} ms"),
         ("step to served", f"p50 {summary.step_to_served_s.p50:.2f} s, p95 {summary.step_to_served_s.p95:.2f} s"),
         ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
+        ("rollouts", f"{summary.rollouts_per_s:.1f} a second, of {', '.join(summary.environments)}"),
         ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
         ("data", str(summary.data_dir)),
     ]

@@ -1,0 +1,260 @@
+"""`tidemill env`: environments listed, shown, tried and checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tidemill.compose.options import key_values
+
+env_app = typer.Typer(no_args_is_help=True, help="Environments: listed, shown, tried, and their contract checked.")
+
+NameArgument = Annotated[str, typer.Argument(help="An installed environment, or package.module:object.")]
+OptionOption = Annotated[
+    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; repeat.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the tasks.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smollm2, or a name on the hub.")]
+
+
+@env_app.command("list")
+def list_environments(
+    family: Annotated[str, typer.Argument(help="Only this one or this family, for instance reasoning_gym.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List the installed environments; those that cannot be offered say why.
+
+    Your own need no installation: name them as package.module:object.
+    """
+    from tidemill.producers.environments.find import listed
+
+    found = list(listed(family))
+    if as_json:
+        rows = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    print_rows(("environment", "about"), [(each.name, (each.problem and f"not offered: {each.problem}") or each.about)
+                                          for each in found])  # fmt: skip
+
+
+@env_app.command()
+def show(
+    name: NameArgument, option: OptionOption = None, model: ModelOption = None, seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Show an environment: its options, an example task, its prompt as a model reads it, its reward components.
+
+    Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
+    """
+    run_to_end(_show(name, key_values(option or []), model, seed, as_json))
+
+
+@env_app.command("try")
+def try_environment(
+    name: NameArgument,
+    option: OptionOption = None,
+    model: ModelOption = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Base URL of an OpenAI endpoint, a replica's too: http://host:port/v1.")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.")] = "none",
+    n: Annotated[int, typer.Option("--n", min=1, help="Episodes, each of another task.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a turn.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of --model.")] = 1.0,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Play episodes and print their transcripts and rewards.
+
+    With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
+    any server that speaks OpenAI's chat protocol.
+    """
+    if (model is None) == (endpoint is None):
+        raise typer.BadParameter("give one of --model and --endpoint")
+    given = key_values(option or [])
+    run_to_end(_try(name, given, model, endpoint, api_key, n, max_tokens, temperature, seed, as_json))
+
+
+@env_app.command()
+def check(
+    name: NameArgument,
+    option: OptionOption = None,
+    seed: SeedOption = 0,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="Longest time of one episode of an instant policy.")] = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Try the contract: determinism, hostile turns, deadlines, held-out apart from training. Status 1 when it fails."""
+    ok = run_to_end(_check(name, key_values(option or []), seed, limit_s, as_json))
+    if not ok:
+        raise typer.Exit(1)
+
+
+async def _show(name: str, options: Mapping[str, str], model: str | None, seed: int, as_json: bool) -> None:
+    from tidemill.producers.environments.base import TaskQuery
+    from tidemill.producers.environments.check import ScriptedPolicy, task_of
+    from tidemill.schemas.chat.messages import checked_tools
+
+    async with _opened(name, options) as environment:
+        draft = next(environment.tasks(TaskQuery(seed)))
+        policy = ScriptedPolicy([""], draft.max_turns)
+        try:
+            score = await environment.play(task_of(environment, name, draft, seed), policy)
+            components = [{"name": part.name, "weight": part.weight} for part in score.rewards]
+        except Exception as error:  # noqa: BLE001 - an empty turn may be more than an environment takes
+            components = [{"name": f"unknown: an empty turn ends in {error!r}", "weight": 0.0}]
+        messages, tools = policy.requests[0] if policy.requests else ([], ())
+        prompt = _template(model).text(messages, checked_tools(tools)) if messages else ""
+        shown = {
+            "name": name,
+            "version": environment.version,
+            "isolation": environment.isolation,
+            "network": environment.network,
+            "options": environment.option_rows(),
+            "task": json.loads(draft.payload),
+            "max_turns": draft.max_turns,
+            "prompt": prompt,
+            "rewards": components,
+        }
+    if as_json:
+        typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+        return
+    network = "with network" if shown["network"] else "without network"
+    where = "in the worker's loop" if shown["isolation"] == "loop" else f"in a process of its own, {network}"
+    typer.echo(f"{name}, version {environment.version}, runs {where}\n")
+    rows = [(each["name"], each["type"], json.dumps(each["value"]), each["meaning"]) for each in shown["options"]]
+    print_rows(("option", "type", "value", "meaning"), rows)
+    weighed = ", ".join(f"{each['name']} × {each['weight']:g}" for each in components)
+    typer.echo(f"\nreward: {weighed}\nexample task (at most {draft.max_turns} turns): {draft.payload[:500]}")
+    typer.echo(f"\nits prompt:\n{prompt}")
+
+
+async def _try(
+    name: str, options: Mapping[str, str], model: str | None, endpoint: str | None, api_key: str, n: int,
+    max_tokens: int, temperature: float, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    from tidemill.compose.env_policies import EndpointModel, LocalModel, TriedPolicy
+    from tidemill.producers.environments.base import TaskQuery
+    from tidemill.producers.environments.check import task_of
+
+    sampler: EndpointModel | LocalModel
+    if endpoint is not None:
+        sampler = EndpointModel(endpoint, api_key, max_tokens)
+    else:
+        sampler = LocalModel(_directory(str(model)), max_tokens, temperature, seed)
+    episodes = []
+    async with _opened(name, options) as environment, sampler:
+        for draft in islice(environment.tasks(TaskQuery(seed)), n):
+            task = task_of(environment, name, draft, seed)
+            policy: TriedPolicy = sampler.policy(task)
+            failure, score = "", None
+            try:
+                score = await environment.play(task, policy)
+                failure = score.fault()
+            except Exception as error:  # noqa: BLE001 - any error of the environment's is a failed rollout
+                failure = f"{type(error).__name__}: {error}"
+            episode = {
+                "conversation": policy.conversation,
+                "rewards": {part.name: part.value for part in score.rewards} if score else {},
+                "reward": score.total if score else None,
+                "success": score.success if score else None,
+                "failure": failure,
+            }
+            episodes.append(episode)
+            if not as_json:
+                _print_episode(len(episodes), episode)
+    if as_json:
+        typer.echo(json.dumps(episodes, indent=2, ensure_ascii=False))
+        return
+    solved = sum(bool(each["success"]) for each in episodes)
+    typer.echo(f"{solved} of {len(episodes)} solved, {sum(bool(each['failure']) for each in episodes)} failed")
+
+
+async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: float, as_json: bool) -> bool:
+    from tidemill.producers.environments.check import as_json as checks_json
+    from tidemill.producers.environments.check import check_environment
+
+    found = []
+    async with _opened(name, options) as environment:
+        async for each in check_environment(environment, name, seed, limit_s):
+            found.append(each)
+            if not as_json:
+                typer.echo(f"{'ok  ' if each.ok else 'FAIL'}  {each.name}: {each.detail}")
+    broken = sum(not each.ok for each in found)
+    typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
+    return not broken
+
+
+@asynccontextmanager
+async def _opened(name: str, options: Mapping[str, str]) -> AsyncIterator[Any]:
+    from tidemill.producers.config import RolloutSettings
+    from tidemill.producers.environments.open import host_limits, open_environment
+    from tidemill.schemas.config import EnvironmentEntry
+
+    # What the command's own directory holds can be named, as it can where Python is started there.
+    sys.path.insert(0, str(Path.cwd()))
+    environment = await open_environment(EnvironmentEntry(name=name), options, host_limits(RolloutSettings()))
+    try:
+        yield environment
+    finally:
+        await environment.close()
+
+
+def _template(model: str | None) -> Any:  # noqa: ANN401 - loaded on demand
+    from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source, load_chat_format
+    from tidemill.schemas.chat.template import ChatTemplate
+    from tidemill.schemas.config import ChatSettings
+
+    if model is not None:
+        return load_chat_format(str(_directory(model)), ChatSettings()).template
+    settings = ChatSettings(template=CHATML)
+    return ChatTemplate(chat_template_source("", {}, settings), {}, CHATML_TOKENS, settings)
+
+
+def _directory(model: str) -> Path:
+    from tidemill.compose.models_command import DIRECTORY, fetch
+
+    return fetch(model, DIRECTORY, Console(stderr=True))
+
+
+def _print_episode(number: int, episode: Mapping[str, Any]) -> None:
+    typer.echo(f"── episode {number} " + "─" * 60)
+    for message in episode["conversation"]:
+        said = str(message["content"])
+        for call in message.get("tool_calls") or ():
+            said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
+        typer.echo(f"{message['role']}: {said.strip()}")
+    parts = ", ".join(f"{name} {value:g}" for name, value in episode["rewards"].items())
+    typer.echo(f"failed: {episode['failure']}\n" if episode["failure"] else
+               f"reward {episode['reward']:g} ({parts}){', solved' if episode['success'] else ''}\n")  # fmt: skip
+
+
+def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal, tab-separated values with a header in a pipe."""
+    if not sys.stdout.isatty():
+        for row in (heads, *rows):
+            typer.echo("\t".join(str(cell).replace("\t", " ").replace("\n", " ") for cell in row))
+        return
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    Console().print(table)
+
+
+def run_to_end(work: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - the coroutine's own result
+    """Run a command's coroutine; Ctrl-C ends it without a traceback."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

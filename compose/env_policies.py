@@ -1,0 +1,166 @@
+"""Policies for `tidemill env try`: a local model through transformers, and any OpenAI endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import aiohttp
+
+from tidemill.producers.environments.base import Endpoint, EnvironmentFailed, GenerationFailed, Policy, Reply
+from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
+from tidemill.producers.sampling.completion import Completion, Sampling
+from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
+from tidemill.schemas.chat.format import load_chat_format
+from tidemill.schemas.chat.messages import Message, Tool, checked_message, checked_messages, checked_tools
+from tidemill.schemas.config import ChatSettings
+from tidemill.schemas.records import Task, VersionSpan
+
+
+class TriedPolicy(Policy, Protocol):
+    """A policy that keeps its newest conversation."""
+
+    conversation: Sequence[Message]
+
+
+class LocalModel:
+    """A Hugging Face causal model in this process. Turns are sampled one after the other."""
+
+    def __init__(self, directory: Path, max_tokens: int, temperature: float, seed: int) -> None:
+        """Load the model. Raises TemplateRefused for a chat template that cannot be used."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._chat = load_chat_format(str(directory), ChatSettings())
+        self._torch = torch
+        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        torch.manual_seed(seed)
+        self._max_tokens, self._temperature = max_tokens, temperature
+        self._one = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def policy(self, task: Task) -> TriedPolicy:
+        """The policy of one episode: the completion layer of rollouts over this model."""
+        most = int(self._model.config.max_position_embeddings)
+        limits = PolicyLimits(most, self._max_tokens, task.max_turns, self._temperature)
+        return RolloutPolicy(self._chat, _LocalSession(self), limits)
+
+    async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
+        """Sample one turn from the model's own distribution."""
+        async with self._one:
+            return await asyncio.to_thread(self._sample, prompt, sampling)
+
+    def _sample(self, prompt: list[int], sampling: Sampling) -> Completion:
+        torch = self._torch
+        with torch.no_grad():
+            made = self._model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=sampling.max_tokens,
+                do_sample=True,
+                temperature=sampling.temperature,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=sampling.stop_token_ids[0] if sampling.stop_token_ids else None,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        ids = made.sequences[0, len(prompt) :]
+        scores = torch.stack([logits[0].float() for logits in made.logits]).log_softmax(-1)
+        logprobs = scores.gather(1, ids[:, None]).squeeze(1).tolist()
+        found = ids.tolist()
+        finish = "stop" if found[-1] in sampling.stop_token_ids else "length"
+        return Completion(found, logprobs, (VersionSpan(0, 0, len(found)),), finish)
+
+
+class _LocalSession(ReplicaSession):
+    """A local model in place of the replicas."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self._model = model
+        self.identity = ReplicaIdentity("local", "")
+
+    async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
+        return await self._model.complete(prompt, sampling)
+
+
+class EndpointModel:
+    """An OpenAI endpoint. Open it as an async context manager."""
+
+    def __init__(self, base_url: str, api_key: str, max_tokens: int) -> None:
+        self._base_url, self._api_key, self._max_tokens = base_url.rstrip("/"), api_key, max_tokens
+        self._model = ""
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._api_key}"})
+        try:
+            async with self._session.get(f"{self._base_url}/models") as response:
+                self._model = str((await response.json())["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            await self._session.close()
+            raise ConnectionError(f"{self._base_url}/models does not list a model: {error!r}") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    def policy(self, task: Task) -> TriedPolicy:
+        """The policy of one episode."""
+        return _EndpointPolicy(self, task.max_turns)
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool], max_tokens: int | None) -> Reply:
+        """One turn. Raises GenerationFailed."""
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": checked_messages(messages),
+            "max_tokens": max_tokens or self._max_tokens,
+        }
+        if tools:
+            body["tools"] = list(checked_tools(tools))
+        try:
+            async with self._session.post(f"{self._base_url}/chat/completions", json=body) as response:
+                answer = await response.json(content_type=None)
+                choice = answer["choices"][0]
+                return Reply(checked_message(choice["message"], "message"), choice["finish_reason"])
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise GenerationFailed(f"{self._base_url}: {error!r}") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise GenerationFailed(f"{self._base_url} answered no completion: {str(answer)[:300]}") from error
+
+
+class _EndpointPolicy:
+    def __init__(self, model: EndpointModel, most: int) -> None:
+        self._endpoint, self._left = model, most
+        self.conversation: Sequence[Message] = ()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        raise EnvironmentFailed("an agent program is tried with --model")
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        self._left -= 1
+        if self._left < 0:
+            raise GenerationFailed("more calls of the policy than the task allows (max_turns)")
+        reply = await self._endpoint.chat(messages, tools, max_tokens)
+        self.conversation = [*messages, reply.message]
+        return reply
