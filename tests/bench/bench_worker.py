@@ -23,19 +23,21 @@ import aiohttp
 import httpx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tidemill.producers import worker
-from tidemill.producers.completion import Sampling, request_body
 from tidemill.producers.config import RolloutSettings
-from tidemill.producers.harness import END, MARKERS, TOOL
+from tidemill.producers.rollout import worker
+from tidemill.producers.sampling.completion import Sampling, request_body
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
 TURNS = 5
+BEGIN, END = CHATML_TOKENS[0], CHATML_TOKENS[-1]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 10, "b": 13}}</tool_call>'
 GROUP_SIZE = 16
 REQUESTS = 2000
 AT_ONCE = 32
@@ -46,7 +48,7 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in MARKERS])
+    tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in CHATML_TOKENS])
     return tokenizer
 
 
@@ -64,11 +66,11 @@ def turn(tokenizer: Tokenizer, text: str) -> bytes:
 
 
 class Replica(asyncio.Protocol):
-    """Answers by the number of tool outputs in the prompt."""
+    """Answers by the number of messages in the prompt: system, user, and two for each turn so far."""
 
     def __init__(self, tokenizer: Tokenizer, delay_s: float) -> None:
-        self.marker = f" {tokenizer.token_to_id(TOOL)},".encode()
-        self.call, self.answer = turn(tokenizer, "add 10 13"), turn(tokenizer, "answer 77")
+        self.marker = f" {tokenizer.token_to_id(BEGIN)},".encode()
+        self.call, self.answer = turn(tokenizer, CALL), turn(tokenizer, "answer 77")
         self.status = http({"replica_id": "r", "region": ""})
         self.delay_s = delay_s
         self.held = b""
@@ -83,7 +85,7 @@ class Replica(asyncio.Protocol):
         if not found or len(rest) < int(length or 0):
             return
         self.held = b""
-        said = self.answer if rest.count(self.marker) >= TURNS - 1 else self.call
+        said = self.answer if rest.count(self.marker) >= 2 * TURNS else self.call
         said = self.status if head.startswith(b"GET") else said
         asyncio.get_running_loop().call_later(self.delay_s, self.transport.write, said)
 
@@ -154,10 +156,15 @@ def episodes(kafka: KafkaSettings, address: str, groups: int, at_once: int, reco
     watcher.start()
     with tempfile.TemporaryDirectory() as folder:
         byte_tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "chat_template.jinja").write_text(chatml())
         settings = RolloutSettings(
-            replicas=[address], tokenizer=folder, max_concurrent_episodes=at_once, record_turns=record_turns
+            replicas=[address],
+            tokenizer=folder,
+            max_concurrent_episodes=at_once,
+            record_turns=record_turns,
+            max_context_tokens=8192,
         )
-        worker.run(kafka, RunSettings(run_id="run"), StoreSettings(root=folder), settings, stop)
+        worker.run(kafka, RunSettings(run_id="run"), StoreSettings(root=folder), settings, ChatSettings(), stop)
     watcher.join()
     count, wall_s, cpu_s = (b - a for a, b in zip(spent["first"], spent["last"], strict=True))
     return {"per_cpu_s": round(count / cpu_s, 1), "per_wall_s": round(count / wall_s, 1), "at_once": at_once,

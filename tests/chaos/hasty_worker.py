@@ -7,8 +7,9 @@ arguments: `python hasty_worker.py rollout --config FILE`.
 from __future__ import annotations
 
 from tidemill.compose.cli import main
-from tidemill.producers import worker
-from tidemill.producers.offsets import OffsetTracker, Partition
+from tidemill.producers.rollout import worker
+from tidemill.producers.rollout.intake import OffsetTracker
+from tidemill.producers.rollout.recovery import Partition
 
 
 class HastyTracker(OffsetTracker):

@@ -24,7 +24,7 @@ from tests.chaos.site import Brokers, brokers_in
 from tests.chaos.storm import FaultKind
 from tests.streams.stream_support import RUN_ID, rollout
 from tidemill.compose.processes import Supervisor
-from tidemill.producers.intake import REBALANCING
+from tidemill.producers.rollout.intake import REBALANCING
 from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
