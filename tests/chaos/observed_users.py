@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +63,10 @@ def _use() -> None:
     """Put the observed product in the place of the users' own."""
     from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.producers.users import serving
-    from tidemill.producers.users.conversation import Served
+    from tidemill.producers.users.conversation import ServedTurn
     from tidemill.producers.users.crowd import Report
     from tidemill.schemas.catalogue import feedback_key
+    from tidemill.schemas.chat.messages import Message, Tool
 
     plain = serving.ServedProduct
 
@@ -74,8 +76,8 @@ def _use() -> None:
         def __init__(self, model: Any) -> None:
             self._model = model
 
-        async def complete(self, prompt: str) -> Served:
-            served: Served = await self._model.complete(prompt)
+        async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
+            served: ServedTurn = await self._model.complete(messages, tools)
             if served.interaction:
                 note(SERVED, interaction_of(served.interaction))
             return served

@@ -20,7 +20,7 @@ from tests.chaos.course import Course, assignments_of, course_of, specs_of
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.link import Links
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.demo.command import RECIPE
+from tidemill.compose.demo.command import DEFAULT_RECIPE, RECIPES
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.local_log import with_address
@@ -58,7 +58,7 @@ def settings_for(
         kafka__partitions=1 if in_order else PARTITIONS,
         trainer__in_order=in_order or None,
     )
-    return settings_from({"config": RECIPE, "assignments": [*assignments_of(act), *changes]}, flags)
+    return settings_from({"config": RECIPES[DEFAULT_RECIPE], "assignments": [*assignments_of(act), *changes]}, flags)
 
 
 class Brokers:

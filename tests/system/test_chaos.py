@@ -470,6 +470,7 @@ def bench(request, kafka, topic_prefix, tmp_path: Path) -> Iterator[Bench]:
     document = {
         "kafka": settings.model_dump(exclude_none=True),
         "run": {"run_id": "run"},
+        "chat": {"template": "chatml"},
         "rollout": {"replicas": [replica.address], "tokenizer": str(tmp_path), "worker_id": "w"},
         "stream": {"data_dir": str(tmp_path / "stream"), "instance": "stream"},
     }

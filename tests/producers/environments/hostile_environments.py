@@ -184,7 +184,7 @@ class Hostile(Environment):
         """Write into the connection to the worker."""
         await policy.chat([ASK])
         line = {"garbage": b"what?\n", "deep": b"[" * 100_000 + b"\n", "long": b"9" * (1 << 24)}[word]
-        for descriptor in range(3, 64):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
             try:
                 connection = socket.socket(fileno=os.dup(descriptor))
                 worker, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
