@@ -1,6 +1,6 @@
 """Tidemill's loop beside TRL's GRPOTrainer: the same model, tasks, grader and cores, one after the other.
 
-    python tests/bench/bench_peer.py --minutes 20 --out peer.json
+    python tests/bench/bench_peer.py --out peer.json
 
 TRL runs in a virtual environment of its own (`--venv`, made where it is missing, from the versions below). Both draw
 `reasoning_gym:chain_sum` from the environment of this repository, with the same training questions, and are scored by
@@ -82,7 +82,8 @@ def ours(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     out = folder / "ours.json"
     command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--recipe", "smollm2", "--seed", str(asked.seed)]
     command += ["--steps", str(asked.steps), "--json", str(out), "--data-dir", str(folder / "demo")]
-    command += ["--model", asked.model, *(part for each in asked.set for part in ("--set", each))]
+    sets = [f"rollout.max_turn_tokens={asked.tokens}", f"trainer.length_divisor={asked.tokens}", *asked.set]
+    command += ["--model", asked.model, *(part for each in sets for part in ("--set", each))]
     seconds, memory = timed(command, {})
     summary = json.loads(out.read_text())
     return {
@@ -106,6 +107,7 @@ def theirs(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("trl_peer.py")
     command = [str(python), str(script), asked.model, str(folder / "questions.json"), str(out)]
     command += [str(asked.seed), str(asked.peer_steps), str(asked.peer_learning_rate)]
+    command += [str(asked.tokens), str(asked.peer_eval_every)]
     seconds, memory = timed(command, {"OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"})
     return {"who": "trl", "peak_gib": round(memory, 2), "seconds": round(seconds, 1), **json.loads(out.read_text())}
 
@@ -118,6 +120,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of Tidemill, 64 rollouts each")
     parser.add_argument("--peer-steps", type=int, default=24, help="optimizer steps of TRL, 64 rollouts each")
     parser.add_argument("--peer-learning-rate", type=float, default=1e-5)
+    parser.add_argument("--peer-eval-every", type=int, default=12, help="steps of TRL between evaluations")
+    parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer, for both")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--only", choices=("tidemill", "trl"))
     parser.add_argument("--out", type=Path)

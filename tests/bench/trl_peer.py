@@ -1,6 +1,6 @@
 """The TRL side of `bench_peer.py`; it runs in a virtual environment that has TRL and not Tidemill.
 
-python trl_peer.py MODEL QUESTIONS OUT SEED STEPS LEARNING_RATE
+python trl_peer.py MODEL QUESTIONS OUT SEED STEPS LEARNING_RATE TOKENS EVERY
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-GROUP, GROUPS, LONGEST = 8, 8, 32
+GROUP, GROUPS = 8, 8
 EVALUATED = 512
 """Held-out rollouts of an evaluation."""
 
@@ -29,7 +29,7 @@ def solved(text: str, payload: str) -> float:
 
 
 def main() -> None:
-    directory, asked, out, seed, steps, rate = sys.argv[1:]
+    directory, asked, out, seed, steps, rate, tokens, every = sys.argv[1:]
     torch.manual_seed(int(seed))
     questions = json.loads(Path(asked).read_text())
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
@@ -55,7 +55,7 @@ def main() -> None:
             ]
             inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
             with torch.no_grad():
-                made = model.generate(**inputs, max_new_tokens=LONGEST, do_sample=True, temperature=1.0, top_k=0)
+                made = model.generate(**inputs, max_new_tokens=int(tokens), do_sample=True, temperature=1.0, top_k=0)
             answers = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             right += sum(solved(text, q["payload"]) for text, q in zip(answers, part, strict=True))
         model.train()
@@ -75,7 +75,7 @@ def main() -> None:
 
         def on_step_end(self, _settings: Any, state: Any, *_arguments: Any, **_rest: Any) -> None:
             trained_s[0] += time.monotonic() - self.began
-            if state.global_step % 6 == 0:
+            if state.global_step % int(every) == 0:
                 evaluate(state.global_step)
 
     evaluate(0)
@@ -87,7 +87,7 @@ def main() -> None:
         max_steps=int(steps),
         per_device_train_batch_size=GROUP * GROUPS,
         num_generations=GROUP,
-        max_completion_length=LONGEST,
+        max_completion_length=int(tokens),
         temperature=1.0,
         beta=0.0,
         loss_type="dr_grpo",
