@@ -1,4 +1,4 @@
-"""What a conversation costs in the completion layer, one JSON line a figure: `python -m tests.bench.bench_chat`.
+"""What a conversation costs in the completion layer, one JSON line a figure: `python tests/bench/bench_chat.py`.
 
 An episode is a conversation of 1, 4 or 16 turns whose turns are given: its requests are checked and rendered, its
 turns read and kept, as `RolloutPolicy` does around a replica. `episodes_per_s` is per second of processor time, and
@@ -11,7 +11,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

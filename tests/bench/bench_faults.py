@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 import tempfile
 import time
 import uuid
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.consumers.replica_faults import STORIES, Site
 from tidemill.compose.stack.config import StackSettings
