@@ -212,14 +212,13 @@ async def _opened(name: str, options: Mapping[str, str]) -> AsyncIterator[Any]:
 
 
 def _template(model: str | None) -> Any:  # noqa: ANN401 - loaded on demand
-    from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source, load_chat_format
+    from tidemill.schemas.chat.format import CHATML_TOKENS, chatml, load_chat_format
     from tidemill.schemas.chat.template import ChatTemplate
     from tidemill.schemas.config import ChatSettings
 
     if model is not None:
         return load_chat_format(str(_directory(model)), ChatSettings()).template
-    settings = ChatSettings(template=CHATML)
-    return ChatTemplate(chat_template_source("", {}, settings), {}, CHATML_TOKENS, settings)
+    return ChatTemplate(chatml(), {}, CHATML_TOKENS, ChatSettings())
 
 
 def _directory(model: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
-from tidemill.producers.environments.base import Endpoint, EnvironmentFailed, GenerationFailed, Policy, Reply
+from tidemill.producers.environments.base import GenerationFailed, Policy, Reply
 from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
 from tidemill.producers.sampling.completion import Completion, Sampling
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
@@ -141,14 +141,10 @@ class EndpointModel:
             raise GenerationFailed(f"{self._base_url} answered no completion: {str(answer)[:300]}") from error
 
 
-class _EndpointPolicy:
+class _EndpointPolicy(TriedPolicy):
     def __init__(self, model: EndpointModel, most: int) -> None:
         self._endpoint, self._left = model, most
         self.conversation: Sequence[Message] = ()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        raise EnvironmentFailed("an agent program is tried with --model")
 
     async def chat(
         self,

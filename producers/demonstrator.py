@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
 
-from tidemill.producers.environments.base import Endpoint, EnvironmentFailed, Reply
+from tidemill.producers.environments.base import Policy, Reply
 from tidemill.producers.environments.ledger import CEILING, LedgerTask
 from tidemill.schemas.chat.messages import Message, Tool
 
@@ -32,7 +32,7 @@ class Slip(StrEnum):
     MUMBLE = "mumble"
 
 
-class Demonstrator:
+class Demonstrator(Policy):
     """A policy that works one ledger. `conversation` is all that was said."""
 
     def __init__(self, ledger: LedgerTask, rng: Random, *, slip_rate: float, polite_rate: float) -> None:
@@ -44,11 +44,6 @@ class Demonstrator:
         self._total = 0
         """The total that it believes in."""
         self.conversation: list[Message] = []
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """There is none. Raises EnvironmentFailed."""
-        raise EnvironmentFailed("a demonstrator has no HTTP endpoint")
 
     async def chat(
         self,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import RewardComponent, Task
@@ -99,7 +99,7 @@ class Policy(Protocol):
     @property
     def endpoint(self) -> Endpoint:
         """The same rollout over HTTP. Raises EnvironmentFailed where none is offered."""
-        ...
+        raise EnvironmentFailed("no HTTP endpoint is offered here")
 
 
 class EnvironmentOptions(BaseModel):
@@ -214,6 +214,11 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Give back connections and processes."""
+
+
+def faults(error: ValidationError, root: str = "payload", most: int = 1) -> str:
+    """The first `most` places at fault, each with its message; `root` names the document itself."""
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or root}: {each['msg']}" for each in error.errors()[:most])
 
 
 def split_of(asks: str) -> Split:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from tidemill.producers.environments.base import (
-    Endpoint,
     Environment,
     EnvironmentFailed,
     GenerationFailed,
+    Policy,
     Reply,
     Score,
     Split,
@@ -49,7 +49,7 @@ def task_of(environment: Environment, name: str, draft: TaskDraft, seed: int = 0
     )
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(Policy):
     """A policy that says the same texts in turn, the last one again and again, or calls the first tool it is shown."""
 
     def __init__(self, texts: Sequence[str], most: int, arguments: str | None = None) -> None:
@@ -57,11 +57,6 @@ class ScriptedPolicy:
         self._texts, self._most, self._arguments = texts, most, arguments
         self.requests: list[tuple[list[Message], tuple[Tool, ...]]] = []
         self.conversation: list[Message] = []
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """There is none. Raises EnvironmentFailed."""
-        raise EnvironmentFailed("no HTTP endpoint is offered while an environment is tried")
 
     async def chat(
         self,
@@ -86,20 +81,20 @@ class ScriptedPolicy:
         return Reply(message, "tool_calls" if "tool_calls" in message else "stop")
 
 
-HOSTILE: dict[str, Callable[[int], ScriptedPolicy]] = {
-    "an empty turn": lambda most: ScriptedPolicy([""], most),
-    "a long turn": lambda most: ScriptedPolicy(["7 " * (LONG_TURN // 2)], most),
-    "special tokens": lambda most: ScriptedPolicy(["<|im_end|><|im_start|>system\n</s>[INST]<tool_call>"], most),
-    "control characters": lambda most: ScriptedPolicy(["\x00\x1b[2J\ufffd\u202e"], most),
-    "an endless power": lambda most: ScriptedPolicy(["<answer>9**9**9**9</answer>\n9**9**9**9"], most),
-    "a nested text": lambda most: ScriptedPolicy(["(" * 5_000], most),
-    "not a number": lambda most: ScriptedPolicy(["<answer>NaN</answer>\nnan"], most),
-    "code": lambda most: ScriptedPolicy(["<answer>__import__('os')._exit(1)</answer>"], most),
-    "a broken tool call": lambda most: ScriptedPolicy(['<tool_call>{"name": "x", "arg'], most),
-    "wrong arguments": lambda most: ScriptedPolicy([""], most, arguments='{"no_such_argument": [null]}'),
-    "arguments that are no JSON": lambda most: ScriptedPolicy([""], most, arguments="{"),
+HOSTILE: Mapping[str, tuple[str, str | None]] = {
+    "an empty turn": ("", None),
+    "a long turn": ("7 " * (LONG_TURN // 2), None),
+    "special tokens": ("<|im_end|><|im_start|>system\n</s>[INST]<tool_call>", None),
+    "control characters": ("\x00\x1b[2J\ufffd\u202e", None),
+    "an endless power": ("<answer>9**9**9**9</answer>\n9**9**9**9", None),
+    "a nested text": ("(" * 5_000, None),
+    "not a number": ("<answer>NaN</answer>\nnan", None),
+    "code": ("<answer>__import__('os')._exit(1)</answer>", None),
+    "a broken tool call": ('<tool_call>{"name": "x", "arg', None),
+    "wrong arguments": ("", '{"no_such_argument": [null]}'),
+    "arguments that are no JSON": ("", "{"),
 }
-"""Turns that a policy can make, by what is wrong with them."""
+"""Turns that a policy can make, by what is wrong with them: the text, and arguments for the first tool."""
 
 
 async def check_environment(environment: Environment, name: str, seed: int, limit_s: float) -> AsyncIterator[Check]:
@@ -128,8 +123,9 @@ async def check_environment(environment: Environment, name: str, seed: int, limi
     tasks = [task_of(environment, name, draft, seed) for draft in drafts]
     async for check in _played(environment, tasks, [split_of(draft.asks) for draft in drafts], limit_s):
         yield check
-    for fault, policy in HOSTILE.items():
-        yield await _hostile(environment, tasks[0], fault, policy(tasks[0].max_turns), limit_s)
+    for fault, (text, arguments) in HOSTILE.items():
+        policy = ScriptedPolicy([text], tasks[0].max_turns, arguments)
+        yield await _hostile(environment, tasks[0], fault, policy, limit_s)
     yield await _cancelled(environment, tasks[0], limit_s)
 
 

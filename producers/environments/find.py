@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from tidemill.producers.environments.base import Environment, EnvironmentOptions, TaskError
+from tidemill.producers.environments.base import Environment, EnvironmentOptions, TaskError, faults
 
 GROUP = "tidemill.environments"
 _MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -48,7 +48,7 @@ class EnvironmentType:
         try:
             return self.options_model.model_validate(dict(given))
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'options'}: {e['msg']}" for e in error.errors())
+            wrong = faults(error, "options", most=error.error_count())
             known = ", ".join(self.options_model.model_fields) or "none"
             raise TaskError(f"{self.name}: {wrong}; its options are {known}") from error
 

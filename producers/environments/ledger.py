@@ -22,6 +22,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
+    faults,
 )
 from tidemill.producers.environments.toolbox import ToolBox
 from tidemill.schemas.chat.messages import Message
@@ -108,9 +109,7 @@ def parse_ledger(payload: str) -> LedgerTask:
     try:
         return LedgerTask.model_validate_json(payload)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "payload"
-        raise TaskError(f"the payload is no ledger: {place}: {first['msg']}") from error
+        raise TaskError(f"the payload is no ledger: {faults(error)}") from error
 
 
 def closing(message: Message) -> tuple[int, bool] | None:

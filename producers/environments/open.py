@@ -71,7 +71,7 @@ class EnvironmentSet:
             raise EnvironmentFailed(f"task: unknown environment {task.environment!r}; run.environments has {known}")
         try:
             return await self._cached(entry, task.options)
-        except (UnknownEnvironment, TaskError) as error:
+        except (UnknownEnvironment, TaskError, OSError) as error:
             raise EnvironmentFailed(f"environment {task.environment}: {error}") from error
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class EnvironmentSet:
         opening = self._opened[key]
         try:
             opened = await asyncio.shield(opening)
-        except (UnknownEnvironment, TaskError, EnvironmentFailed):
+        except Exception:  # of any type, such as OSError where no process can be started
             self._opened.pop(key, None)  # the next task tries again
             raise
         self._opened.setdefault((entry.title, options_json(opened.options)), opening)  # as tasks write them

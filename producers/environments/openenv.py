@@ -31,6 +31,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
+    faults,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign_options import structured
@@ -234,9 +235,7 @@ class OpenEnvEnvironment(Environment):
         try:
             return OpenEnvTask.model_validate_json(payload)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "payload"
-            raise TaskError(f"the payload is no task of OpenEnv: {place}: {first['msg']}") from error
+            raise TaskError(f"the payload is no task of OpenEnv: {faults(error)}") from error
 
 
 class _Episode:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tidemill.producers.environments.base import EnvironmentFailed
+from tidemill.producers.environments.base import EnvironmentFailed, faults
 
 MOST_BYTES = 16 << 20
 """Largest message of a server."""
@@ -61,9 +61,7 @@ class OpenEnvSession:
         try:
             return OpenEnvStep.model_validate(data)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "data"
-            raise EnvironmentFailed(f"{self._url}: its answer is no observation: {place}: {first['msg']}") from error
+            raise EnvironmentFailed(f"{self._url}: its answer is no observation: {faults(error, 'data')}") from error
 
     async def _answer(self, message: Mapping[str, object]) -> object:
         """The data of the answer to a message. Raises RefusedAction, ServerFull, EnvironmentFailed."""

@@ -29,6 +29,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
+    faults,
 )
 from tidemill.producers.environments.episode_process import EpisodeProcess, ProcessLost, hello_of
 from tidemill.producers.environments.frames import encode
@@ -144,7 +145,7 @@ class HostedEnvironment(Environment):
         try:
             return _SCORE.validate_python(found)
         except ValidationError as error:
-            raise EnvironmentFailed(f"environment {self._name} returned no score: {first_fault(error)}") from error
+            raise EnvironmentFailed(f"environment {self._name} returned no score: {faults(error, 'value')}") from error
 
     async def _running(self) -> EpisodeProcess:
         """The process for new episodes, started where there is none. Raises like `start`."""
@@ -188,16 +189,10 @@ def draft_of(name: str, line: bytes, spawned: SpawnedProcess) -> TaskDraft | Non
             try:
                 return _DRAFT.validate_python(draft)
             except ValidationError as error:
-                raise TaskError(f"environment {name} yielded a wrong draft: {first_fault(error)}") from error
+                raise TaskError(f"environment {name} yielded a wrong draft: {faults(error, 'value')}") from error
         case ["end"]:
             return None
         case ["failed", str(), str(text), str(trace)]:
             raise TaskError(f"environment {name} raised {text}\n{trace}".strip())
         case _:
             raise TaskError(f"environment {name} draws no more tasks: {spawned.ending()}")
-
-
-def first_fault(error: ValidationError) -> str:
-    """The first of what is wrong, with its place."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -34,6 +34,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
+    faults,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign_options import options_model
@@ -257,9 +258,7 @@ def parse_item(payload: str) -> GymItem:
     try:
         item = GymItem.model_validate_json(payload)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "payload"
-        raise TaskError(f"the payload is no item of reasoning-gym: {place}: {first['msg']}") from error
+        raise TaskError(f"the payload is no item of reasoning-gym: {faults(error)}") from error
     return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
 
 

@@ -29,6 +29,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
+    faults,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign_options import options_model
@@ -189,9 +190,7 @@ class TextArenaEnvironment(Environment):
         try:
             read = TextArenaTask.model_validate_json(task.payload)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "payload"
-            raise TaskError(f"the payload is no game of TextArena: {place}: {first['msg']}") from error
+            raise TaskError(f"the payload is no game of TextArena: {faults(error)}") from error
         return copy.deepcopy(self._begun(read.seed))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from tidemill.producers.environments.base import Reply
+from tidemill.producers.environments.base import Reply, faults
 from tidemill.schemas.chat.messages import Message, Tool, Tools, checked_tools
 
 _ARGUMENTS = TypeAdapter(dict[str, Any])
@@ -46,8 +46,7 @@ class ToolBox:
             given = _ARGUMENTS.validate_json(arguments)
             return str(function(**given)), False
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()[:3])
-            return f"error: {wrong}", True
+            return f"error: {faults(error, 'arguments', most=3)}", True
         except Exception as error:  # noqa: BLE001 - any error of a tool is an answer to the model
             return f"error: {type(error).__name__}: {error}", True
 

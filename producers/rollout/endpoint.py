@@ -26,7 +26,7 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
-from tidemill.producers.environments.base import ContextFull, Endpoint, GenerationFailed, Reply, Score
+from tidemill.producers.environments.base import ContextFull, Endpoint, GenerationFailed, Reply, Score, faults
 from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.protocol import call_deltas, chat_request, chunk, json_object, usage, whole_answer
@@ -193,8 +193,7 @@ class AgentEndpoint:
         try:
             given = _Outcome.model_validate(json_object(await request.read()))
         except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-            raise _Refused(400, f"this is no result: {wrong}") from error
+            raise _Refused(400, f"this is no result: {faults(error, 'result', most=3)}") from error
         rewards = tuple(RewardComponent(name, value, 1.0) for name, value in given.rewards.items())
         try:
             guest.policy.post(Score(rewards, given.success, given.metrics))

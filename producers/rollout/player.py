@@ -121,9 +121,10 @@ class Player:
         if left_s <= 0:
             raise EnvironmentFailed(EXPIRED)
         limit_s = min(left_s, self._settings.episode_timeout_s)
+        limit = asyncio.timeout(limit_s)
         try:
             environment = await self._environments.get(task)
-            async with asyncio.timeout(limit_s) as limit, policy.session:
+            async with limit, policy.session:
                 score = await self._score(environment, task, policy)
         except (EnvironmentFailed, ProcessLost):
             raise

@@ -152,7 +152,7 @@ class RolloutPolicy:
             self._failed(f"the completion layer raised {error!r:.300}")
             raise
         finally:
-            asked.context.busy = False
+            self.contexts.release(asked)
 
     def _ask(self, messages: Sequence[Message], tools: Tools, trained: bool) -> Asked[Completion]:
         most = self._limits.max_context_tokens * self._chat.longest_token

@@ -27,6 +27,7 @@ from tidemill.producers.sampling.replicas import (
     ReplicaIdentity,
     ReplicaPool,
     ReplicaUnavailable,
+    connections,
 )
 
 LARGEST_EVENT = 64 * 2**20
@@ -132,10 +133,8 @@ class Replicas:
 
 @asynccontextmanager
 async def open_replicas(settings: RouterSettings) -> AsyncIterator[Replicas]:
-    """The replicas, whose connections are closed at the end. Proxies in the environment are not used."""
-    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, connect=settings.connect_timeout_s)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    """The replicas, whose connections are closed at the end."""
+    async with connections(settings.request_timeout_s, settings.connect_timeout_s) as session:
         yield Replicas(session, settings)
 
 

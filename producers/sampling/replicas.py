@@ -178,11 +178,15 @@ async def _check_status(response: aiohttp.ClientResponse, address: str) -> None:
 
 @asynccontextmanager
 async def open_replica_client(settings: RolloutSettings) -> AsyncIterator[ReplicaClient]:
-    """A client whose connections are closed at the end. Proxies in the environment are not used."""
-    timeout = aiohttp.ClientTimeout(total=settings.request_timeout_s, connect=settings.connect_timeout_s)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+    """A client whose connections are closed at the end."""
+    async with connections(settings.request_timeout_s, settings.connect_timeout_s) as session:
         yield ReplicaClient(session, settings)
+
+
+def connections(request_s: float, connect_s: float) -> aiohttp.ClientSession:
+    """Connections to replicas, as many as are needed. Proxies in the environment are not used."""
+    timeout = aiohttp.ClientTimeout(total=request_s, connect=connect_s)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
 
 
 class ReplicaSession:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tidemill.producers.environments.base import Endpoint, EnvironmentFailed, Reply
+from tidemill.producers.environments.base import Policy, Reply
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, closing
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import Mode, Task
@@ -74,17 +74,13 @@ class NotServed(RuntimeError):
     """The serving path did not answer."""
 
 
-class _ServedPolicy:
+class _ServedPolicy(Policy):
     """The serving path as a policy."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.turns: list[ServedTurn] = []
         self.errors: set[int] = set()
-
-    @property
-    def endpoint(self) -> Endpoint:
-        raise EnvironmentFailed("the serving path is no endpoint of a rollout")
 
     async def chat(
         self,

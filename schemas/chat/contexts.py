@@ -128,8 +128,8 @@ class Contexts(Generic[T]):
         while self._most is not None and len(self._ends) > self._most:
             self._ends.popitem(last=False)
 
-    def failed(self, asked: Asked[T]) -> None:
-        """No turn was sampled: a later request may extend the same end."""
+    def release(self, asked: Asked[T]) -> None:
+        """Let a later request extend the same end, whether a turn was sampled or not."""
         asked.context.busy = False
 
     def _longest(

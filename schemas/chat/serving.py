@@ -142,7 +142,7 @@ class ChatTurn:
     def close(self) -> None:
         """The turn is over; without its end, the same turn may be asked for again."""
         if not self._ended:
-            self._contexts.failed(self._asked)
+            self._contexts.release(self._asked)
 
     def _answer(self, head: tuple[str, str, int], ids: list[int], finish: str | None) -> dict[str, Any] | None:
         delta: dict[str, Any] = {} if self._begun else {"role": "assistant", "content": ""}

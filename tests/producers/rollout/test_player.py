@@ -11,11 +11,12 @@ from aiohttp import web
 from tests.producers.rollout.test_worker import settings_for, task
 from tidemill.producers.environments.base import Environment, EnvironmentFailed, Score
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions
-from tidemill.producers.environments.process import ProcessLost
+from tidemill.producers.environments.open import EnvironmentSet, ProcessLost, host_limits, open_environment
 from tidemill.producers.rollout.endpoint import AgentEndpoint
 from tidemill.producers.rollout.player import EXPIRED, Player
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import EnvironmentEntry
 from tidemill.schemas.records import RewardComponent, Rollout, RolloutStatus
 
 LEDGER = LedgerEnvironment(LedgerOptions())
@@ -131,6 +132,29 @@ def test_an_environment_that_raises_fails_its_own_rollout_alone(new_replica, cha
     found = play_all(settings, chat, [task(0), task(1, payload=ODD)], {"ledger": Another(fail)})
     assert found[0].success and "raised TimeoutError('the sandbox is gone')" in failed(found[1])
     assert "unknown environment 'chess'" in failed(play(settings, chat, task(environment="chess")))
+
+
+@pytest.mark.parametrize("error", [OSError("no process can be started"), ImportError("a defect of its package")])
+def test_an_environment_that_cannot_be_opened_is_tried_again_by_the_next_task(new_replica, chat, monkeypatch, error):
+    once = [error]
+
+    async def opened(*given):
+        if once:
+            raise once.pop()
+        return await open_environment(*given)
+
+    monkeypatch.setattr("tidemill.producers.environments.open.open_environment", opened)
+    settings = settings_for(new_replica())
+
+    async def main():
+        environments = EnvironmentSet([EnvironmentEntry(name="ledger")], host_limits(settings))
+        async with open_replica_client(settings) as client, AgentEndpoint() as endpoint:
+            player = Player(settings, "w", environments, chat, client, endpoint)
+            return [await player.play(task(number), 1) for number in range(2)]
+
+    first, second = asyncio.run(main())
+    assert str(error) in failed(first)
+    assert second.success
 
 
 def scored(*components, success=True, metrics=None):

@@ -106,7 +106,7 @@ def test_a_turn_that_was_not_sampled_leaves_its_context_to_the_next_request():
     contexts = Contexts[list[int]](CHAT)
     once = turn(contexts, [USER], "One.")
     before = list(contexts.all[0].ids)
-    contexts.failed(contexts.ask(once))
+    contexts.release(contexts.ask(once))
     assert contexts.all[0].ids == before
     assert contexts.ask(once).origin is Origin.APPEND
 
@@ -172,7 +172,7 @@ class Rollout:
         asked, messages, tools = self.under_way.pop(number)
         self.tails[id(asked.context)] = 0
         if fails:
-            self.contexts.failed(asked)
+            self.contexts.release(asked)
             return
         before = list(asked.ids)
         ids = self.draw.choices(range(300), k=self.draw.randrange(1, 6))
