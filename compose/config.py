@@ -5,6 +5,7 @@ Later sources win: TOML file, then `TIDEMILL_<SECTION>__<KEY>` in the environmen
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,10 @@ def _explain(error: ValidationError) -> str:
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:
     """`["trainer.max_steps=3"]` -> `{"trainer": {"max_steps": "3"}}`; the values are parsed by the model.
 
+    A value that begins with `[` or `{` is JSON, as it is in an environment variable.
+
     Raises:
-        ConfigError: an assignment has no `section.key=value` form.
+        ConfigError: an assignment has no `section.key=value` form, or its JSON cannot be read.
     """
     tree: dict[str, Any] = {}
     for text in assignments:
@@ -149,7 +152,11 @@ def parse_assignments(assignments: list[str]) -> dict[str, Any]:
         keys = path.split(".")
         if not equals or len(keys) < 2 or not all(keys):
             raise ConfigError(f"--set {text!r}: expected SECTION.KEY=VALUE, for instance trainer.max_steps=40")
-        merge(tree, nest(keys, value))
+        try:
+            read = json.loads(value) if value.startswith(("[", "{")) else value
+        except ValueError as error:
+            raise ConfigError(f"--set {path}: the value begins like JSON, and is none: {error}") from error
+        merge(tree, nest(keys, read))
     return tree
 
 

@@ -52,6 +52,13 @@ def test_assignments_of_another_form_are_refused(text: str):
         parse_assignments([text])
 
 
+def test_a_list_is_set_as_json():
+    tree = parse_assignments(['run.environments=[{"name": "ledger"}, {"name": "ledger", "label": "other"}]'])
+    assert [entry.title for entry in load_settings(flags=tree).run.environments] == ["ledger", "other"]
+    with pytest.raises(ConfigError, match=r"run\.environments: the value begins like JSON, and is none"):
+        parse_assignments(["run.environments=[ledger"])
+
+
 @given(st.dictionaries(st.text(max_size=3), st.integers()), st.dictionaries(st.text(max_size=3), st.integers()))
 def test_merging_keeps_every_key_and_the_later_value(first: dict[str, int], second: dict[str, int]):
     assert merge({"s": dict(first)}, {"s": second}) == {"s": {**first, **second}}
