@@ -27,11 +27,13 @@ def dead_letter_headers(names: Names, located: Located, reason: str, application
 
 
 def send_dead_letter(producer: RecordProducer, names: Names, located: Located, reason: str, application: str) -> None:
-    """Write the original bytes of `located` to its topic's dead-letter topic."""
+    """Write the original bytes of `located` to its topic's dead-letter topic.
+
+    It has the time of its writing: with that of a record of long ago the log would drop it at once.
+    """
     producer.send_bytes(
         names.dead_letter(located.topic),
         located.value,
         key=located.key,
-        timestamp_ms=located.timestamp_ms,
         headers=dead_letter_headers(names, located, reason, application),
     )

@@ -43,7 +43,7 @@ class Writes:
                 topic_name = self.names.dead_letter(located.topic)
                 # aiokafka refuses a record without key and value; the reason still says that the value was a tombstone.
                 value = b"" if located.key is None and located.value is None else located.value
-                return Write(topic_name, located.key, value, None, headers, located.timestamp_ms / 1000)
+                return Write(topic_name, located.key, value, None, headers)
 
     def tick(self, topic: Topic, partition: int, at_ms: int) -> Write:
         """A record that only says how late it is in a partition."""

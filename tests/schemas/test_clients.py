@@ -11,7 +11,7 @@ from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, send_dead_letter
+from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, HEADER_TIMESTAMP, send_dead_letter
 from tidemill.schemas.group_consumer import GroupConsumer
 from tidemill.schemas.located import Located
 from tidemill.schemas.producer import DeliveryError, RecordProducer
@@ -19,6 +19,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Document
 
 DEADLINE_S = 30.0
+LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_poison_is_located_with_its_reason_and_the_stream_goes_on(settings: Kafk
     names = Names(settings.topic_prefix)
     with RecordProducer(settings, "test-writer") as producer:
         for value in (b"poison", None, b"\xc3\x01" + bytes(20)):
-            producer.send_bytes(names.of(Topic.DOCUMENTS), value, key=b"k", partition=0)
+            producer.send_bytes(names.of(Topic.DOCUMENTS), value, key=b"k", partition=0, timestamp_ms=LONG_AGO_MS)
         producer.send(Topic.DOCUMENTS, document(1), key="k", partition=0)
         with LogReader(settings, [Topic.DOCUMENTS]) as reader:
             producer.flush()
@@ -132,7 +133,8 @@ def dead_letters(settings: KafkaSettings) -> list[tuple[bytes | None, str]]:
         message = consumer.poll(0.2)
         if message is not None and message.error() is None:
             headers = dict(message.headers())
-            assert headers[HEADER_REASON]
+            assert headers[HEADER_REASON] and headers[HEADER_TIMESTAMP] == str(LONG_AGO_MS).encode()
+            assert message.timestamp()[1] > LONG_AGO_MS + 60_000, "the log drops what is old"
             found.append((message.value(), headers[HEADER_OFFSET].decode()))
     consumer.close()
     return found
