@@ -58,7 +58,7 @@ def consumer_settings(kafka: KafkaSettings, client_id: str, group_id: str) -> di
         "enable.auto.commit": False,
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
-        "fetch.wait.max.ms": 20,
+        "fetch.wait.max.ms": 100,
         "fetch.queue.backoff.ms": 50,
         "queued.max.messages.kbytes": kafka.read_ahead_bytes // 1024,
         "partition.assignment.strategy": "cooperative-sticky",

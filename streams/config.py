@@ -47,7 +47,7 @@ class StreamSettings(Section):
     max_batch: int = Field(default=500, ge=1)
     """Most records decided before what follows from them is written. A batch never waits for more records to come."""
 
-    fetch_wait_ms: int = Field(default=20, ge=0)
+    fetch_wait_ms: int = Field(default=100, ge=0)
     """Longest time that a fetch waits for records. aiokafka has one fetch in flight a broker, so that a record of a
     partition outside that fetch waits this long."""
 
