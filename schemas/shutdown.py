@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,10 +12,18 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that the first SIGINT or SIGTERM sets. Call it from the main thread."""
+    """An event that the first SIGINT or SIGTERM sets; a later SIGINT raises KeyboardInterrupt. For the main thread."""
     stop = threading.Event()
+
+    def heed(number: int, _frame: object) -> None:
+        if number == signal.SIGINT and stop.is_set():
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and os.isatty(2):
+            os.write(2, b"\nstopping; Ctrl-C again ends at once\n")  # a handler must not enter a buffered stream
+        stop.set()
+
     for number in STOPS:
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, heed)
     return stop
 
 

@@ -93,7 +93,7 @@ async def running_replica(
         status = partial(_status, ledger, state, settings.pool, now_us())
         chats = ChatServer.load(str(joined.directory), chat, settings.remembered_turns, settings.max_model_len)
         app = await build_replica_app(engine, arguments, settings.replica_id, status, state.incarnation_of, chats)
-        yield Running(engine, subscriber, make_server(app))
+        yield Running(engine, subscriber, make_server(app, settings.http))
 
 
 def _status(ledger: Ledger, state: ReplicaState, pool: Pool, started_at: int) -> ReplicaStatus:

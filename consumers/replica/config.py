@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from tidemill.consumers.replica.vllm_args import refusal
-from tidemill.schemas.config import Section
+from tidemill.schemas.config import HttpSettings, Section
 
 FETCH_BYTES = 4 << 20
 """Bytes that an answer of the log carries by default: four chunks."""
@@ -59,6 +59,8 @@ class ReplicaSettings(Section):
     """Address that the HTTP server listens on; loopback unless the operator opens it."""
     port: int = Field(default=8000, ge=0, le=65535)
     """TCP port of the HTTP server; 0 lets the system choose one, which the log line and the status name."""
+    http: HttpSettings = HttpSettings()
+    """What the HTTP server bears from clients' connections."""
     served_model: str = "tidemill"
     """Model name of the OpenAI-compatible endpoints."""
     dtype: EngineDtype = EngineDtype.FLOAT32

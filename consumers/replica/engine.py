@@ -98,6 +98,12 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         report = await self._call("tidemill_prove")
         return Proof(report["total"], report["tensors"], report["damage"], report["proof_ms"])
 
+    async def abort_all(self) -> int:
+        """End every request in flight with what was sampled so far, as aborted. Returns how many there were."""
+        requests = list(self.output_processor.request_states)
+        await self.abort(requests, internal=True)
+        return len(requests)
+
     @property
     def _recompute(self) -> bool:
         return self.kv_policy is KvPolicy.RECOMPUTE

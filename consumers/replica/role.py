@@ -16,7 +16,6 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import uvicorn
 import uvloop
 
 from tidemill.consumers.replica.assembly import Running, Surroundings, running_replica
@@ -39,6 +38,8 @@ from tidemill.schemas.records import Staleness, WeightAck
 
 logger = logging.getLogger(__name__)
 _APPLICATION = "tidemill-replica"
+GRACE_S = 2.0
+"""Seconds that requests in flight get to end, once the role is stopped."""
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, settings: ReplicaSettings, chat: ChatSettings) -> None:
@@ -83,7 +84,7 @@ class Replica:
                 host, port = listener.getsockname()[:2]
                 logger.warning("serving version %d on http://%s:%d", joined.manifest.version, host, port)
                 following = self._follow(running, records, self._bury(producer))
-                await self._until_stopped(running.server, listener, following)
+                await self._until_stopped(running, listener, following)
 
     async def _follow(self, running: Running, records: LogReader, bury: Callable[[Located, str], None]) -> None:
         settings, timeout_s = self._settings, self._kafka.stall_timeout_s
@@ -123,15 +124,21 @@ class Replica:
         return bury
 
     async def _until_stopped(
-        self, server: uvicorn.Server, listener: socket.socket, following: Coroutine[None, None, None]
+        self, running: Running, listener: socket.socket, following: Coroutine[None, None, None]
     ) -> None:
         """Run the server and the subscriber until one ends or the role is stopped; raises what ended them."""
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(running.server.serve(sockets=[listener]))
         follower = asyncio.create_task(following)
         stopped = asyncio.create_task(self._stop.wait())
         await asyncio.wait({serving, follower, stopped}, return_when=asyncio.FIRST_COMPLETED)
         self._stop.set()
-        server.should_exit = True
+        running.server.should_exit = True
+        await asyncio.wait({serving}, timeout=GRACE_S)
+        # Requests that come to their own end leave nothing for the server to cancel, which vLLM's handlers take badly.
+        while not serving.done() and not running.engine.errored:
+            if ended := await running.engine.abort_all():
+                logger.warning("stopping: %d requests were not answered within %g s and are aborted", ended, GRACE_S)
+            await asyncio.wait({serving}, timeout=0.1)
         await asyncio.gather(serving, follower, stopped)
 
     def _reader(self, topics: Sequence[Topic], start: str | Mapping[tuple[Topic, int], int]) -> LogReader:

@@ -37,7 +37,11 @@ from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.versions import IncarnationOf
 from tidemill.consumers.replica.vllm_args import flags
 from tidemill.schemas.chat.serving import ChatServer
+from tidemill.schemas.config import HttpSettings
+from tidemill.schemas.http_server import BoundedConfig
 
+CANCEL_AFTER_S = 10.0
+"""Seconds after the beginning of a shutdown when the server cancels requests that have not ended."""
 _EXTENSION = "tidemill.consumers.replica.extension.ReplicaExtension"
 _OTHER_CHATS = (
     "openai_serving_chat",
@@ -137,10 +141,7 @@ async def build_replica_app(
     return ReplicaHeader(app, replica_id)
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
+def make_server(app: ASGIApp, settings: HttpSettings) -> uvicorn.Server:
     """An HTTP server that leaves signals to its caller; `await server.serve(sockets=[...])` runs it."""
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=2
-    )
-    server: uvicorn.Server = NoSignalServer(config)
+    server: uvicorn.Server = NoSignalServer(BoundedConfig(app, settings, lifespan="auto", grace_s=CANCEL_AFTER_S))
     return server

@@ -1,5 +1,9 @@
 """The role over a real Kafka: replicas of two compute types join, follow, go back and forth, end with their signal."""
 
+import threading
+import time
+
+import httpx
 import pytest
 
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
@@ -29,11 +33,40 @@ def test_replicas_of_both_compute_types_prove_the_same_chain(kafka, topic_prefix
         assert {replica.status()["version"] for replica in running} == {trainer.version}
         _check_lags(settings, trainer)
         for replica in running:
-            replica.end()
+            _end_under_load(replica)
     finally:
         for replica in running:
             replica.kill()
         acks.close()
+
+
+def _end_under_load(replica):
+    """A replica that is stopped with requests in flight ends them and itself, without a traceback."""
+    address, answered = replica.address(), []
+
+    def ask(stream):
+        body = {"prompt": [5, 6, 7], "max_tokens": 1, "fill_context": True, "ignore_eos": True,
+                "stream": stream}  # fmt: skip
+        try:
+            while True:
+                with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+                    answered.append(response.status_code)
+                    response.read()
+        except httpx.TransportError:
+            return
+
+    clients = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(12)]
+    for client in clients:
+        client.start()
+    end = time.monotonic() + 60
+    while len(answered) < 24 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(answered) == {200}
+    replica.end()
+    for client in clients:
+        client.join(60)
+        assert not client.is_alive()
+    assert "Traceback" not in replica.text(), replica.text()
 
 
 def _check_joined(acks):

@@ -28,6 +28,15 @@ def test_a_signal_sets_the_event(number: signal.Signals):
     assert stop.wait(10)
 
 
+def test_a_second_interrupt_ends_at_once_and_a_second_termination_does_not():
+    stop = stop_on_signals()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(10)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_an_interrupt_takes_effect_at_the_end_of_the_block():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     reached = []
