@@ -1,8 +1,8 @@
 """Child processes of one command: started with a log file each, watched, and stopped without orphans.
 
 Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error
-that carries the end of its log; stopping asks first (SIGTERM) and insists after a grace period (SIGKILL), on the whole
-process group.
+that carries the end of its log, or is started again with back-off; stopping asks first (SIGTERM) and insists after a
+grace period (SIGKILL), on the whole process group.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,6 +25,11 @@ from tidemill.schemas.shutdown import signals_deferred
 
 GRACE_S = 20.0
 LOG_TAIL_LINES = 15
+HEALTHY_S = 45.0
+"""Seconds. A life that was shorter, and ended by itself with an error, counts towards `MOST_FAILURES`."""
+MOST_FAILURES = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Before a role is started again: doubled with each short life."""
 PR_SET_PDEATHSIG = 1
 TIDEMILL = ("-m", "tidemill.compose.cli")
 """The command line, as an argument of Python."""
@@ -39,6 +46,10 @@ class Role:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    program: Sequence[str]
+    began: float = field(default_factory=time.monotonic)
 
     def tail(self) -> str:
         """The last lines of its log."""
@@ -53,10 +64,25 @@ def _die_with_parent() -> None:
 class Supervisor:
     """Starts, watches and stops the roles of one command."""
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        restarted: Callable[[str], None] | None = None,
+        started: Callable[[int], None] = lambda _pid: None,
+    ) -> None:
+        """Keep the roles' logs in a directory.
+
+        Args:
+            restarted: told, for people, of each role that ended early and is started again. None: that is an error.
+            started: told the process id of each role.
+        """
         self._log_dir = log_dir
-        self._environment = {**os.environ, **(environment or {})}
         self._roles: dict[str, Role] = {}
+        self._restarted, self._started = restarted, started
+        self._short_lives: Counter[str] = Counter()
+        self._due: dict[str, float] = {}
+        """When a role that has ended is started again, on the monotonic clock."""
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def start(
@@ -75,31 +101,56 @@ class Supervisor:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**self._environment, **(environment or {})},
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
             # Before a signal takes effect, so that whoever it ends stops this role as well.
-            self._roles[name] = Role(name, process, log)
+            self._roles[name] = Role(name, process, log, arguments, environment or {}, program)
+        self._started(process.pid)
         return self._roles[name]
 
     def ended(self, name: str) -> bool:
-        """Whether a role has ended well. Raises RoleDied when it failed."""
+        """Whether a role has ended well. Raises RoleDied when it failed, and is not started again."""
         role = self._roles[name]
         code = role.process.poll()
-        if code not in (None, 0):
+        if code not in (None, 0) and self._restarted is None:
             raise RoleDied(f"{name} ended with status {code}; the end of {role.log}:\n{role.tail()}")
         return code == 0
 
     def check(self, may_end: Sequence[str] = ()) -> None:
-        """Raise RoleDied when any role has ended, but for those in `may_end` that ended well."""
-        for name, role in self._roles.items():
-            if self.ended(name) and name not in may_end:
+        """Look after roles that have ended, but for those in `may_end` that ended well.
+
+        Raises RoleDied for them, or where they are started again for one that fails soon after each start.
+        """
+        for name, role in list(self._roles.items()):
+            code = role.process.poll()
+            if code is None or (code == 0 and name in may_end):
+                continue
+            if self._restarted is not None:
+                self._start_again(role, code, self._restarted)
+            elif self.ended(name):
                 raise RoleDied(f"{name} ended early; the end of {role.log}:\n{role.tail()}")
+
+    def _start_again(self, role: Role, code: int, say: Callable[[str], None]) -> None:
+        name, now = role.name, time.monotonic()
+        if name not in self._due:
+            _signal_group(role, signal.SIGKILL)
+            short = self._short_lives[name] = 1 if now - role.began > HEALTHY_S else self._short_lives[name] + 1
+            if code > 0 and short > MOST_FAILURES:
+                raise RoleDied(f"{name} failed {short} times in a row; the end of {role.log}:\n{role.tail()}")
+            pause_s = min(FIRST_PAUSE_S * 2 ** (short - 1), LONGEST_PAUSE_S)
+            self._due[name] = now + pause_s
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            say(f"{name} {how}: it is started again in {pause_s:g} s; its log is {role.log}")
+        elif now >= self._due[name]:
+            del self._due[name]
+            self.start(name, role.arguments, role.environment, role.program)
 
     def stop(self, name: str, grace_s: float = GRACE_S) -> None:
         """Ask a role to end, insist after the grace period, and take what is left of its process group along."""
         role = self._roles.pop(name)
+        self._due.pop(name, None)
         _signal(role, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             role.process.wait(grace_s)

@@ -90,6 +90,11 @@ class DemoPlan:
         return self.directory / "clickhouse"
 
     @property
+    def stack_directory(self) -> Path:
+        """Where the local Kafka keeps its log."""
+        return self.directory / "kafka"
+
+    @property
     def log_directory(self) -> Path:
         """Where each role writes its own log."""
         return self.directory / "logs"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import OnlineSummary, Summary, summarise, summarise_online
 from tidemill.compose.demo.view import closing
 from tidemill.compose.demo.watch import REFRESH_S, WATCHED, Watch, last_line, spinner
+from tidemill.compose.guard import Guard
 from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.processes import Supervisor
@@ -49,13 +51,18 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
         directory = fetch(settings.demo.model, DIRECTORY, console)
         settings = settings.model_copy(update={"demo": settings.demo.model_copy(update={"model": str(directory)})})
     plan = DemoPlan.of(settings)
-    with _log(settings, plan, console) as located, Supervisor(plan.log_directory) as supervisor:
+    with Guard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
         plan = plan.with_log_of(located)
-        summary = _run(plan, supervisor, console, began)
+        with Supervisor(plan.log_directory, restarted=partial(_say, console), started=guard.watch) as supervisor:
+            summary = _run(plan, supervisor, console, began)
     names = [name for act in plan.acts for name in QUERIES[act]]
     queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in names]
     console.print(closing(summary, queries))
     return summary
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -65,7 +72,7 @@ def _log(settings: TidemillSettings, plan: DemoPlan, console: Console) -> Iterat
         wait_for_broker(settings.kafka)
         yield settings
         return
-    stack = LocalStack(settings.stack.model_copy(update={"data_dir": plan.directory / "kafka"}))
+    stack = LocalStack(settings.stack.model_copy(update={"data_dir": plan.stack_directory}))
     try:
         with spinner(console, "starting Apache Kafka") as say:
             address = stack.up(say).bootstrap

@@ -50,6 +50,95 @@ def test_a_role_may_end_well_only_where_it_may(tmp_path: Path):
             supervisor.check()
 
 
+RECORDED = "import sys, time; print('life', flush=True); {body}"
+
+
+def until_restarted(supervisor: Supervisor, name: str, pid: int) -> int:
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := supervisor._roles[name].process.pid) == pid:
+        supervisor.check()
+        assert time.monotonic() < deadline, f"{name} was not started again"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_role_that_was_killed_is_started_again_and_it_is_said(tmp_path: Path, number: signal.Signals):
+    told: list[str] = []
+    pids: list[int] = []
+    with Supervisor(tmp_path, restarted=told.append, started=pids.append) as supervisor:
+        role = supervisor.start("role", [], program=("-c", RECORDED.format(body="time.sleep(600)")))
+        for life in (1, 2):
+            wait_until(lambda life=life: role.log.read_text().count("life") == life)
+            os.kill(pids[-1], number)
+            assert until_restarted(supervisor, "role", pids[life - 1]) == pids[-1] != pids[life - 1]
+        wait_until(lambda: role.log.read_text().count("life") == 3)
+        assert not supervisor.ended("role")
+    assert told == [
+        f"role was killed by {number.name}: it is started again in {pause} s; its log is {role.log}" for pause in (1, 2)
+    ]
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_a_role_that_fails_at_each_start_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.01)
+    told: list[str] = []
+    with Supervisor(tmp_path, restarted=told.append) as supervisor:
+        role = supervisor.start("bad", [], program=("-c", RECORDED.format(body="sys.exit('no such thing')")))
+        deadline = time.monotonic() + DEADLINE_S
+        with pytest.raises(RoleDied, match=r"(?s)failed 4 times in a row.*no such thing"):
+            while time.monotonic() < deadline:
+                supervisor.check()
+                time.sleep(0.01)
+    assert len(told) == 3 and role.log.read_text().count("life") == 4
+
+
+def test_a_role_whose_work_is_done_is_not_started_again(tmp_path: Path):
+    told: list[str] = []
+    with Supervisor(tmp_path, restarted=told.append) as supervisor:
+        role = supervisor.start("done", ["--help"])
+        wait_until(lambda: role.process.poll() is not None)
+        supervisor.check(may_end=["done"])
+        assert supervisor.ended("done") and not told
+
+
+GUARDED = """
+import sys, time
+from pathlib import Path
+from tidemill.compose.guard import Guard
+from tidemill.compose.processes import Supervisor
+with Guard(Path(sys.argv[1]) / "stack") as guard:
+    print(guard._process.pid, flush=True)
+    with Supervisor(Path(sys.argv[1]), started=guard.watch) as supervisor:
+        # It heeds no signal of the kernel's on the death of its parent.
+        program = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, lambda *_: None);" \
+            "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(child.pid);" \
+            "sys.stdout.flush(); time.sleep(600)"
+        role = supervisor.start("role", [], program=("-c", program))
+        while not role.log.read_text().strip():
+            time.sleep(0.01)
+        print(role.process.pid, int(role.log.read_text()), flush=True)
+        if sys.argv[2] == "wait":
+            time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_guard_ends_what_a_killed_command_has_started(tmp_path: Path, killed: bool):
+    command = [sys.executable, "-c", GUARDED, str(tmp_path), "wait" if killed else "end"]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    guard = int(parent.stdout.readline())
+    role, child = map(int, parent.stdout.readline().split())
+    if killed:
+        parent.kill()
+    assert parent.wait(60) == (-signal.SIGKILL if killed else 0)
+    deadline = time.monotonic() + 60
+    while any(map(alive, (role, child, guard))):
+        assert time.monotonic() < deadline, "somebody outlives the command"
+        time.sleep(0.05)
+
+
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

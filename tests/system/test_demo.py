@@ -6,6 +6,7 @@ what it leaves behind.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from demonstration import (
     belonging_to,
     demo_command,
     descendants,
+    role_logs,
     role_of,
     wait_until,
 )
@@ -98,6 +100,38 @@ def test_an_interrupt_stops_everything(tmp_path: Path):
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     wait_until(lambda: not belonging_to(tmp_path), 10)
+
+
+def test_every_role_that_is_killed_comes_back_and_the_demonstration_ends_well(finished: Finished, tmp_path: Path):
+    log, output = tmp_path / "demo.log", tmp_path / "summary.json"
+    arguments = ["--act", "one", "--steps", str(STEPS), "--model", str(finished.newest_anchor()), "--json", str(output)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(demo_command(tmp_path, SMALL, *arguments), stdout=stream, stderr=stream)
+    try:
+        wait_until(lambda: "step 1" in log.read_text() or process.poll() is not None, 300)
+        running = {role: p for p in descendants(process.pid) if (role := role_of(p))}
+        assert running.keys() == {"sink", "train", "serve", "stream", "rollout", "feed"}, log.read_text()
+        for role in running.values():
+            role.kill()
+        assert process.wait(600) == 0, log.read_text() + role_logs(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+    assert log.read_text().count("was killed by SIGKILL: it is started again in 1 s") >= len(running)
+    summary = json.loads(output.read_text())
+    assert summary["versions"] == STEPS and summary["fingerprints_equal"] is True
+    wait_until(lambda: not belonging_to(tmp_path), 60)
+
+
+def test_a_killed_demonstration_leaves_nothing_running(tmp_path: Path):
+    log = tmp_path / "demo.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(demo_command(tmp_path, SMALL), stdout=stream, stderr=stream)
+    wait_until(lambda: len({role_of(p) for p in descendants(process.pid)} - {""}) >= 1, 60)
+    assert len(belonging_to(tmp_path)) >= 4, "the demonstration, its guard, a broker and a role"
+    process.kill()
+    process.wait()
+    wait_until(lambda: not belonging_to(tmp_path), 60)
 
 
 def test_without_java_or_maven_the_choices_are_named_at_once(tmp_path: Path):
