@@ -20,6 +20,7 @@ from tidemill.schemas.dead_letter import (
     HEADER_OFFSET,
     HEADER_PARTITION,
     HEADER_REASON,
+    HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
 from tidemill.schemas.records import Record
@@ -43,6 +44,8 @@ class Letter:
     """Topic and partition that it came from."""
     source_offset: int | None
     """None where its headers do not say: such a letter cannot go back."""
+    source_timestamp_ms: int
+    """Of the record that could not be used; of the letter where its headers do not say."""
     reason: str
     found_by: str
 
@@ -76,6 +79,7 @@ def letter_of(raw: RawRecord, prefix: str) -> Letter:
         raw=raw,
         source=(topic, raw.partition if partition is None else partition),
         source_offset=offset if own else None,
+        source_timestamp_ms=_number(raw, HEADER_TIMESTAMP) or raw.timestamp_ms,
         reason=_text(raw, HEADER_REASON, "no reason given"),
         found_by=_text(raw, HEADER_APPLICATION, "unknown"),
     )

@@ -91,7 +91,7 @@ class DeadLetters:
                     verdict.value,
                     key=verdict.letter.key,
                     partition=partition,
-                    timestamp_ms=verdict.letter.raw.timestamp_ms,
+                    timestamp_ms=verdict.letter.source_timestamp_ms,
                     headers=headers_of(verdict, self._prefix),
                 )
                 sent += 1
