@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from tidemill.compose.options import key_values
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: listed, shown, tried, and their contract checked.")
 
@@ -24,7 +23,6 @@ NameArgument = Annotated[str, typer.Argument(help="An installed environment, or 
 OptionOption = Annotated[
     list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; repeat.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the tasks.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smollm2, or a name on the hub.")]
 
@@ -33,6 +31,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smo
 def list_environments(
     family: Annotated[str, typer.Argument(help="Only this one or this family, for instance reasoning_gym.")] = "",
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """List the installed environments; those that cannot be offered say why.
 
@@ -45,20 +44,22 @@ def list_environments(
         rows = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
         typer.echo(json.dumps(rows, indent=2))
         return
-    print_rows(("environment", "about"), [(each.name, (each.problem and f"not offered: {each.problem}") or each.about)
-                                          for each in found])  # fmt: skip
+    told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
+    print_rows(("name", "about"), told, as_csv=as_csv)
 
 
 @env_app.command()
 def show(
     name: NameArgument, option: OptionOption = None, model: ModelOption = None, seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    as_json: JsonOption = False, as_csv: CsvOption = False,
 ) -> None:  # fmt: skip
     """Show an environment: its options, an example task, its prompt as a model reads it, its reward components.
 
+    With --csv the options alone.
+
     Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
     """
-    run_to_end(_show(name, key_values(option or []), model, seed, as_json))
+    asyncio.run(_show(name, key_values(option or []), model, seed, as_json, as_csv))
 
 
 @env_app.command("try")
@@ -75,16 +76,17 @@ def try_environment(
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of --model.")] = 1.0,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Play episodes and print their transcripts and rewards.
 
     With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
-    any server that speaks OpenAI's chat protocol.
+    any server that speaks OpenAI's chat protocol. With --csv the rewards alone.
     """
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
     given = key_values(option or [])
-    run_to_end(_try(name, given, model, endpoint, api_key, n, max_tokens, temperature, seed, as_json))
+    asyncio.run(_try(name, given, model, endpoint, api_key, n, max_tokens, temperature, seed, as_json, as_csv))
 
 
 @env_app.command()
@@ -94,14 +96,17 @@ def check(
     seed: SeedOption = 0,
     limit_s: Annotated[float, typer.Option(min=0.1, help="Longest time of one episode of an instant policy.")] = 30.0,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Try the contract: determinism, hostile turns, deadlines, held-out apart from training. Status 1 when it fails."""
-    ok = run_to_end(_check(name, key_values(option or []), seed, limit_s, as_json))
+    ok = asyncio.run(_check(name, key_values(option or []), seed, limit_s, as_json, as_csv))
     if not ok:
         raise typer.Exit(1)
 
 
-async def _show(name: str, options: Mapping[str, str], model: str | None, seed: int, as_json: bool) -> None:
+async def _show(
+    name: str, options: Mapping[str, str], model: str | None, seed: int, as_json: bool, as_csv: bool
+) -> None:
     from tidemill.producers.environments.base import TaskQuery
     from tidemill.producers.environments.check import ScriptedPolicy, task_of
     from tidemill.schemas.chat.messages import checked_tools
@@ -130,11 +135,15 @@ async def _show(name: str, options: Mapping[str, str], model: str | None, seed: 
     if as_json:
         typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         return
+    heads = ("name", "type", "value", "meaning")
+    rows = [[each[head] for head in heads] for each in shown["options"]]
+    if as_csv:
+        print_rows(heads, rows, as_csv=True)
+        return
     network = "with network" if shown["network"] else "without network"
     where = "in the worker's loop" if shown["isolation"] == "loop" else f"in a process of its own, {network}"
     typer.echo(f"{name}, version {environment.version}, runs {where}\n")
-    rows = [(each["name"], each["type"], json.dumps(each["value"]), each["meaning"]) for each in shown["options"]]
-    print_rows(("option", "type", "value", "meaning"), rows)
+    print_rows(heads, rows)
     weighed = ", ".join(f"{each['name']} × {each['weight']:g}" for each in components)
     typer.echo(f"\nreward: {weighed}\nexample task (at most {draft.max_turns} turns): {draft.payload[:500]}")
     typer.echo(f"\nits prompt:\n{prompt}")
@@ -142,7 +151,7 @@ async def _show(name: str, options: Mapping[str, str], model: str | None, seed: 
 
 async def _try(
     name: str, options: Mapping[str, str], model: str | None, endpoint: str | None, api_key: str, n: int,
-    max_tokens: int, temperature: float, seed: int, as_json: bool,
+    max_tokens: int, temperature: float, seed: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     from tidemill.compose.env_policies import EndpointModel, LocalModel, TriedPolicy
     from tidemill.producers.environments.base import TaskQuery
@@ -172,16 +181,20 @@ async def _try(
                 "failure": failure,
             }
             episodes.append(episode)
-            if not as_json:
+            if not (as_json or as_csv):
                 _print_episode(len(episodes), episode)
     if as_json:
         typer.echo(json.dumps(episodes, indent=2, ensure_ascii=False))
+        return
+    if as_csv:
+        heads = ("reward", "success", "failure", "rewards")
+        print_rows(heads, ([each[head] for head in heads] for each in episodes), as_csv=True)
         return
     solved = sum(bool(each["success"]) for each in episodes)
     typer.echo(f"{solved} of {len(episodes)} solved, {sum(bool(each['failure']) for each in episodes)} failed")
 
 
-async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: float, as_json: bool) -> bool:
+async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: float, as_json: bool, as_csv: bool) -> bool:
     from tidemill.producers.environments.check import as_json as checks_json
     from tidemill.producers.environments.check import check_environment
 
@@ -189,10 +202,13 @@ async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: floa
     async with _opened(name, options) as environment:
         async for each in check_environment(environment, name, seed, limit_s):
             found.append(each)
-            if not as_json:
+            if not (as_json or as_csv):
                 typer.echo(f"{'ok  ' if each.ok else 'FAIL'}  {each.name}: {each.detail}")
     broken = sum(not each.ok for each in found)
-    typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
+    if as_csv:
+        print_rows(("name", "ok", "detail"), ((each.name, each.ok, each.detail) for each in found), as_csv=True)
+    else:
+        typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
     return not broken
 
 
@@ -237,23 +253,3 @@ def _print_episode(number: int, episode: Mapping[str, Any]) -> None:
     parts = ", ".join(f"{name} {value:g}" for name, value in episode["rewards"].items())
     typer.echo(f"failed: {episode['failure']}\n" if episode["failure"] else
                f"reward {episode['reward']:g} ({parts}){', solved' if episode['success'] else ''}\n")  # fmt: skip
-
-
-def print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on a terminal, tab-separated values with a header in a pipe."""
-    if not sys.stdout.isatty():
-        for row in (heads, *rows):
-            typer.echo("\t".join(str(cell).replace("\t", " ").replace("\n", " ") for cell in row))
-        return
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    Console().print(table)
-
-
-def run_to_end(work: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - the coroutine's own result
-    """Run a command's coroutine; Ctrl-C ends it without a traceback."""
-    try:
-        return asyncio.run(work)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.stack import local_bootstrap
+from tidemill.schemas.access import check_access
 from tidemill.schemas.config import KafkaSettings
 
 
@@ -11,9 +12,11 @@ def with_local_log(settings: TidemillSettings) -> TidemillSettings:
     """Settings whose Kafka address is known: the configured one, or that of the running local stack.
 
     Raises:
-        ConnectionError: neither is there.
+        ConnectionError: neither is there, or the configured brokers refuse this client (AccessRefused).
+        SecurityError: the configured security cannot open a connection.
     """
     if settings.kafka.bootstrap:
+        check_access(settings.kafka)
         return settings
     address = local_bootstrap(settings.stack)
     if address is None:

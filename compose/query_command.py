@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tidemill.compose.options import ConfigOption, SetOption, given, settings_from
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 
 def query(
     sql: Annotated[str | None, typer.Argument(help="SQL, or the name of a query from --list.")] = None,
     list_names: Annotated[bool, typer.Option("--list", help="List the named queries.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
     data_dir: Annotated[Path | None, typer.Option(help="Directory of the sink's tables.")] = None,
     config: ConfigOption = None,
     assignments: SetOption = None,
@@ -28,25 +29,19 @@ def query(
     from tidemill.consumers.query import ask, named_queries
 
     if list_names or sql is None:
-        _list(named_queries(), as_json)
+        if as_json:
+            typer.echo(json.dumps(named_queries(), indent=2))
+        else:
+            print_rows(("query", "answers"), named_queries().items(), as_csv=as_csv)
         return
     flags = given(sink__path=None if data_dir is None else str(data_dir))
     settings = settings_from({"config": config, "assignments": assignments}, flags)
     answer = ask(settings.sink, sql)
-    if as_json:
-        typer.echo(json.dumps([dict(zip(answer.columns, row, strict=True)) for row in answer.rows], default=str))
-        return
-    table = Table(*answer.columns)
-    for row in answer.rows:
-        table.add_row(*(str(value) for value in row))
-    Console().print(table)
-
-
-def _list(names: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(names, indent=2))
-        return
-    table = Table("query", "answers")
-    for name, question in names.items():
-        table.add_row(name, question)
-    Console().print(table)
+    # With a FORMAT clause of its own the answer is one text in that format, named as the format.
+    formatted = len(answer.columns) == 1 and re.search(
+        rf"\bFORMAT\s+{re.escape(answer.columns[0])}\b", sql, re.IGNORECASE
+    )
+    if formatted and not (as_json or as_csv):
+        typer.echo(answer.rows[0][0], nl=False)
+    else:
+        print_rows(answer.columns, answer.rows, as_json=as_json, as_csv=as_csv)

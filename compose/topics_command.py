@@ -7,17 +7,17 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import BootstrapOption, ConfigOption, PrefixOption, SetOption, settings_from
-from tidemill.schemas.admin import TopicState, check_topics, create_topics
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.schemas.admin import check_topics, create_topics
 
 
 def topics(
     create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
     config: ConfigOption = None,
     assignments: SetOption = None,
     bootstrap: BootstrapOption = None,
@@ -36,14 +36,11 @@ def topics(
     if as_json:
         typer.echo(json.dumps({"created": created, "topics": [asdict(state) for state in states]}, indent=2))
     else:
-        Console().print(_table(states, created))
+        fine = {name: "created" for name in created}
+        rows = (
+            (state.name, state.partitions, "; ".join(state.drift) or fine.get(state.name, "as declared"))
+            for state in states
+        )
+        print_rows(("topic", "partitions", "state"), rows, as_csv=as_csv)
     if any(state.drift for state in states):
         raise typer.Exit(1)
-
-
-def _table(states: list[TopicState], created: list[str]) -> Table:
-    table = Table("topic", "partitions", "state")
-    for state in states:
-        fine = "created" if state.name in created else "as declared"
-        table.add_row(state.name, str(state.partitions), "; ".join(state.drift) or fine)
-    return table

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.rows import JsonOption
 from tidemill.compose.trace_text import path_lines, rollout_lines, user_lines
 from tidemill.compose.users.who import pseudonym_of
 from tidemill.compose.weights.connect import with_reachable_log
@@ -27,7 +28,7 @@ def trace(
     ] = None,
     user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow all his data.")] = None,
     is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is the log's pseudonym already.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Follow one event through the log: served, judged, batched, trained, decided and served again, with offsets.
 

@@ -8,24 +8,24 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.dead_letters.text import (
+    SUMMARY,
     letter_document,
+    print_verdicts,
     summary,
-    summary_table,
     verdict_document,
-    verdict_table,
 )
 from tidemill.compose.dead_letters.transformation import transformation
 from tidemill.compose.options import with_settings
 from tidemill.compose.replay.progress import remaining
-from tidemill.compose.replay.stage import JsonOption, SettingsOf
+from tidemill.compose.replay.stage import SettingsOf
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.compose.weights.connect import with_reachable_log
 
 if TYPE_CHECKING:
-    from tidemill.consumers.replay.letters import Letter, Verdict
+    from tidemill.consumers.replay.letters import Letter
     from tidemill.consumers.replay.redrive import DeadLetters
 
 TopicOption = Annotated[
@@ -55,17 +55,17 @@ A letter is named by its place, for instance `rollouts.dlq/3/17`.
 
 @dead_letters_app.command("list")
 @with_settings
-def list_command(settings_of: SettingsOf, topic: TopicOption = None, as_json: JsonOption = False) -> None:
+def list_command(
+    settings_of: SettingsOf, topic: TopicOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
+) -> None:
     """List dead letters by topic and reason: how many, the oldest and the newest.
 
     Example: `tidemill dead-letters list --topic rollouts`
     """
     with _dead_letters(settings_of({})) as letters:
         rows = summary(letters.read(_topics(topic)))
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-    elif rows:
-        Console(soft_wrap=True).print(summary_table(rows))
+    if rows or as_json or as_csv:
+        print_rows(SUMMARY, rows, as_json=as_json, as_csv=as_csv, formats={"letters": ","})
     else:
         typer.echo("no dead letters")
 
@@ -128,6 +128,7 @@ def redrive(
     limit: LimitOption = DEFAULT_LIMIT,
     yes: Annotated[bool, typer.Option("--yes", help="Do it; without it only say what would go back.")] = False,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Send dead letters back to the topics that they came from, under their key, partition and time.
 
@@ -146,12 +147,9 @@ def redrive(
         document: dict[str, Any] = {"dry_run": not yes, "sent_back": sent}
         typer.echo(json.dumps({**document, "letters": [verdict_document(verdict) for verdict in verdicts]}, indent=2))
         return
-    Console(soft_wrap=True).print(verdict_table(verdicts))
-    typer.echo(f"{sent:,} sent back" if yes else f"nothing was written: --yes sends {_going(verdicts):,} back")
-
-
-def _going(verdicts: list[Verdict]) -> int:
-    return sum(not verdict.why_not for verdict in verdicts)
+    print_verdicts(verdicts, as_csv)
+    going = sum(not verdict.why_not for verdict in verdicts)
+    typer.echo(f"{sent:,} sent back" if yes else f"nothing was written: --yes sends {going:,} back", err=True)
 
 
 @contextmanager

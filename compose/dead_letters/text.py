@@ -6,45 +6,35 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.replay.letters import Letter, Sequel, Verdict
     from tidemill.schemas.records import Record
 
 SHOWN_BYTES = 256
+SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
 
 
-def summary(letters: Iterable[Letter]) -> list[dict[str, Any]]:
-    """Letters by topic and reason: how many, the oldest and the newest."""
+def summary(letters: Iterable[Letter]) -> list[tuple[object, ...]]:
+    """Rows of SUMMARY, one a topic and reason: how many letters, the oldest and the newest, in UTC."""
     from tidemill.consumers.replay.selection import utc_text
 
     found: dict[tuple[str, str], list[Letter]] = {}
     for letter in letters:
         found.setdefault((letter.source[0], letter.reason), []).append(letter)
     return [
-        {
-            "topic": topic,
-            "reason": reason,
-            "letters": len(of),
-            "first": utc_text(min(letter.raw.timestamp_ms for letter in of)),
-            "last": utc_text(max(letter.raw.timestamp_ms for letter in of)),
-            "found_by": sorted({letter.found_by for letter in of}),
-            "example": of[-1].name,
-        }
+        (
+            topic,
+            reason,
+            len(of),
+            utc_text(min(letter.raw.timestamp_ms for letter in of)),
+            utc_text(max(letter.raw.timestamp_ms for letter in of)),
+            sorted({letter.found_by for letter in of}),
+            of[-1].name,
+        )
         for (topic, reason), of in found.items()
     ]
-
-
-def summary_table(rows: list[dict[str, Any]]) -> Table:
-    """One line a topic and reason."""
-    table = Table("topic", "letters", "first (UTC)", "last (UTC)", "found by", "newest", "reason")
-    for row in rows:
-        table.add_row(
-            row["topic"], f"{row['letters']:,}", row["first"], row["last"], ", ".join(row["found_by"]), row["example"],
-            row["reason"],
-        )  # fmt: skip
-    return table
 
 
 def letter_document(letter: Letter, sequel: Sequel, record: Record | None, problem: str, whole: bool) -> dict[str, Any]:
@@ -95,15 +85,15 @@ def verdict_document(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def verdict_table(verdicts: Iterable[Verdict]) -> Table:
-    """One line a letter."""
-    table = Table("letter", "into", "attempt", "goes back")
+def print_verdicts(verdicts: Iterable[Verdict], as_csv: bool) -> None:
+    """Print what becomes of each letter, one a row."""
+    rows = []
     for verdict in verdicts:
         topic, partition = verdict.letter.source
-        kind = "" if verdict.record is None else type(verdict.record).__name__
-        outcome = f"no: {verdict.why_not}" if verdict.why_not else f"as {kind}"
-        table.add_row(verdict.letter.name, f"{topic}[{partition}]", str(verdict.attempts), outcome)
-    return table
+        kind = None if verdict.record is None else type(verdict.record).__name__
+        into = f"{topic}[{partition}]"
+        rows.append((verdict.letter.name, into, verdict.attempts, not verdict.why_not, kind, verdict.why_not))
+    print_rows(("letter", "into", "attempts", "goes_back", "record", "why_not"), rows, as_csv=as_csv)
 
 
 def _text(value: bytes | None) -> str | None:

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.gate.tables import status_lines
+from tidemill.compose.gate.tables import print_decisions, print_status
 from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import given, with_settings
+from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.decisions import (
     NO_REASON,
@@ -26,7 +26,6 @@ from tidemill.compose.weights.decisions import (
     BranchOption,
     ByOption,
     DryRunOption,
-    JsonOption,
     ReasonOption,
     decide,
     on_version,
@@ -72,11 +71,14 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
 
 @gate_app.command()
 @with_settings
-def status(settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOption = False) -> None:
+def status(
+    settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
+) -> None:
     """Show where the gate stands, from the log alone: whether one runs makes no difference.
 
     The version served, the candidate with its stage and numbers, who holds the branch, what each replica serves, and
-    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at.
+    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at. With --csv the
+    newest decisions alone.
 
     Example: `tidemill gate status --json`
     """
@@ -86,10 +88,10 @@ def status(settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOp
     found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
-        return
-    console = Console()
-    for part in status_lines(found):
-        console.print(part)
+    elif as_csv:
+        print_decisions(found.decisions, as_csv=True)
+    else:
+        print_status(found)
 
 
 hold = on_version(

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+import typer
 
 from tidemill.compose.moments import utc
+from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.gate.keeper import Snapshot
     from tidemill.schemas.records import GateDecision
 
 
-def status_lines(found: Snapshot) -> list[str | Table]:
-    """The parts of the page, in order."""
+def print_status(found: Snapshot) -> None:
+    """Print where a branch stands."""
     learns = "may learn from users" if found.admitted else "may not learn from users yet"
     watched = f"; version {found.watched} is watched" if found.watched is not None else ""
-    parts: list[str | Table] = [
+    typer.echo(
         f"{found.run_id}/{found.branch}: version {found.promoted} is served, the newest is {found.head}; "
-        f"the served one {learns}{watched}",
-        _stage(found),
-    ]
+        f"the served one {learns}{watched}\n{_stage(found)}"
+    )
     if found.numbers:
-        parts.append(_numbers(found.numbers))
+        _print_numbers(found.numbers)
     if found.serving:
-        parts.append(", ".join(f"{replica} serves {version}" for replica, version in found.serving.items()))
+        typer.echo(", ".join(f"{replica} serves {version}" for replica, version in found.serving.items()))
     if found.decisions:
-        parts.append(_decisions(found.decisions))
-    return parts
+        print_decisions(found.decisions)
+
+
+def print_decisions(decisions: Iterable[GateDecision], *, as_csv: bool = False) -> None:
+    """Print decisions, one a row."""
+    rows = ((utc(made.at), made.verdict.value, made.version, made.decided_by, made.reason) for made in decisions)
+    print_rows(("decided_at", "verdict", "version", "by", "reason"), rows, as_csv=as_csv)
 
 
 def _stage(found: Snapshot) -> str:
@@ -41,27 +47,10 @@ def _stage(found: Snapshot) -> str:
     return f"version {found.candidate} {doing}"
 
 
-def _numbers(numbers: dict[str, float]) -> Table:
+def _print_numbers(numbers: dict[str, float]) -> None:
     """Measures that both arms have side by side, and the rest below."""
-    table = Table("", "canary", "stable")
-    for name in sorted({key.split("/", 1)[1] for key in numbers if key.startswith(("canary/", "stable/"))}):
-        table.add_row(name, *(_cell(numbers.get(f"{arm}/{name}")) for arm in ("canary", "stable")))
-    for name, value in numbers.items():
-        if not name.startswith(("canary/", "stable/")):
-            table.add_row(name, _cell(value), "")
-    return table
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
-def _decisions(decisions: list[GateDecision]) -> Table:
-    table = Table("decided at (UTC)", "verdict", "version", "by", "reason")
-    for made in decisions:
-        table.add_row(utc(made.at), made.verdict.value, _version(made.version), made.decided_by, made.reason)
-    return table
-
-
-def _version(version: int | None) -> str:
-    return "" if version is None else str(version)
+    arms = ("canary", "stable")
+    shared = sorted({key.split("/", 1)[1] for key in numbers if key.startswith(("canary/", "stable/"))})
+    rows = [(name, *(numbers.get(f"{arm}/{name}") for arm in arms)) for name in shared]
+    rows += [(name, value, None) for name, value in numbers.items() if not name.startswith(("canary/", "stable/"))]
+    print_rows(("measure", *arms), rows, formats=dict.fromkeys(arms, ".4g"))

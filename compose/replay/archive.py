@@ -22,7 +22,8 @@ from tidemill.compose.replay.copy import (
     carry_out,
 )
 from tidemill.compose.replay.progress import remaining
-from tidemill.compose.replay.stage import JsonOption, SettingsOf
+from tidemill.compose.replay.stage import SettingsOf
+from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 
 
@@ -81,6 +82,7 @@ def import_command(
     resume: ResumeOption = None,
     manifest_file: ManifestOption = None,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Copy the records of an archive into topics of their own.
 
@@ -102,7 +104,9 @@ def import_command(
         origin = ArchiveOrigin(file, progress)
     kafka = with_reachable_log(settings).kafka
     with Replay(kafka, origin, into, resume=resume) as replay:
-        carry_out(replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json)
+        carry_out(
+            replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
+        )
 
 
 def _sha256(file: Path) -> str:

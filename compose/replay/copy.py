@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.options import with_settings
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.choice import SelectionOf, with_selection
 from tidemill.compose.replay.progress import remaining
-from tidemill.compose.replay.stage import JsonOption, SettingsOf
-from tidemill.compose.replay.tables import manifest_table, note_lines
+from tidemill.compose.replay.stage import SettingsOf
+from tidemill.compose.replay.tables import note_lines, print_manifest
+from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def copy(
     resume: ResumeOption = None,
     manifest_file: ManifestOption = None,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Copy records of the log into topics of their own, in the order and, if wanted, at the pace of the original.
 
@@ -80,26 +81,32 @@ def copy(
     check_prefix(settings.kafka.topic_prefix, into)
     kafka = with_reachable_log(settings).kafka
     with Replay(kafka, LogOrigin(kafka, selection), into, resume=resume) as replay:
-        carry_out(replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json)
+        carry_out(
+            replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
+        )
 
 
-def carry_out(replay: Replay, *, speed: float | None, do_it: bool, manifest_file: Path | None, as_json: bool) -> None:
+def carry_out(
+    replay: Replay, *, speed: float | None, do_it: bool, manifest_file: Path | None, as_json: bool, as_csv: bool
+) -> None:
     """Say what a replay would do, and do it where that is wanted."""
     with remaining("reading") as progress:
         made = replay.prepare(progress)
     document: dict[str, Any] = {"dry_run": not do_it, "already_copied": replay.already_copied, **asdict(made)}
     if not as_json:
-        console = Console(soft_wrap=True, highlight=False)
-        console.print(manifest_table(made))
-        console.print("\n".join(note_lines(made)), markup=False, end="\n" if note_lines(made) else "")
+        where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
+        typer.echo(where, err=as_csv)
+        print_manifest(made, as_csv)
+        for line in note_lines(made):
+            typer.echo(line, err=as_csv)
     if not do_it:
-        _say(f"nothing was written: --yes copies {made.records:,} records", document, as_json)
+        _say(f"nothing was written: --yes copies {made.records:,} records", document, as_json, as_csv)
         return
     copied = _copy(replay, speed)
     document |= asdict(copied)
     if manifest_file is not None:
         manifest_file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-    _say(_done_text(copied, made.replay_id), document, as_json)
+    _say(_done_text(copied, made.replay_id), document, as_json, as_csv)
 
 
 def _copy(replay: Replay, speed: float | None) -> Copied:
@@ -120,5 +127,5 @@ def _done_text(copied: Copied, replay_id: str) -> str:
     return f"replay {replay_id}: {copied.written:,} records copied{there}{moved}"
 
 
-def _say(text: str, document: dict[str, Any], as_json: bool) -> None:
-    typer.echo(json.dumps(document, indent=2) if as_json else text)
+def _say(text: str, document: dict[str, Any], as_json: bool, as_csv: bool) -> None:
+    typer.echo(json.dumps(document, indent=2) if as_json else text, err=as_csv)

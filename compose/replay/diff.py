@@ -13,7 +13,8 @@ from tidemill.compose.options import with_settings
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines
 from tidemill.compose.replay.differences import Item, compare, out_of_order
-from tidemill.compose.replay.stage import JsonOption, ShowOption, TimeoutOption, located_item
+from tidemill.compose.replay.stage import ShowOption, TimeoutOption, located_item
+from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 from tidemill.schemas.catalogue import Names, Topic

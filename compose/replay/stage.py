@@ -15,6 +15,7 @@ from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines
 from tidemill.compose.replay.differences import Comparison, Item, Place, Window, compare
 from tidemill.compose.replay.moment import moment_us
+from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 from tidemill.schemas.catalogue import Names, Topic
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from tidemill.streams.offline_log import Emitted, Replayed
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that reading the topics may take.")]
 PROGRESS_EVERY = 500

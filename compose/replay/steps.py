@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tidemill.compose.config import TidemillSettings, parse_assignments
 from tidemill.compose.options import with_settings
 from tidemill.compose.replay.app import replay_app
-from tidemill.compose.replay.stage import JsonOption, SettingsOf, TimeoutOption
+from tidemill.compose.replay.stage import SettingsOf, TimeoutOption
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 
@@ -44,6 +43,7 @@ def steps(
         typer.Option("--what-if", metavar="trainer.KEY=VALUE", help="What is different now; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Make recorded optimizer steps again, from the same inputs, settings and seed: the same weights, bit for bit.
 
@@ -78,10 +78,13 @@ def steps(
     differing = [made.record.step for made in done if not made.same]
     if as_json:
         typer.echo(json.dumps(_document(done, changed is not None), indent=2))
-    elif changed is None:
-        typer.echo("\n".join(_fingerprint_lines(done, differing)))
+    elif changed is not None:
+        _print_metrics(done, as_csv)
+    elif as_csv:
+        heads = ("step", "version", "recorded", "replayed", "same", "seconds")
+        print_rows(heads, ([step[head] for head in heads] for step in _document(done, False)["steps"]), as_csv=True)
     else:
-        Console().print(_metric_table(done))
+        typer.echo("\n".join(_fingerprint_lines(done, differing)))
     raise typer.Exit(1 if differing and changed is None else 0)
 
 
@@ -92,6 +95,7 @@ def staleness(
     max_policy_lag: Annotated[int, typer.Option("--max-policy-lag", min=0, help="The bound to judge by, in versions.")],
     timeout_s: TimeoutOption = 600.0,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Judge the groups of every recorded step by another bound on policy lag: which would have been out, which in?
 
@@ -104,7 +108,7 @@ def staleness(
     settings = with_reachable_log(settings_of({}))
     from tidemill.trainer.history import read_steps
     from tidemill.trainer.replay.reading import read_groups
-    from tidemill.trainer.replay.staleness import judge, places_of
+    from tidemill.trainer.replay.staleness import Moved, judge, places_of
 
     with working("judging"):
         recorded = read_steps(settings.kafka, settings.run.run_id)
@@ -114,6 +118,14 @@ def staleness(
     if as_json:
         document = {"bound": max_policy_lag, "first_differing_step": first, "steps": [asdict(step) for step in judged]}
         typer.echo(json.dumps(document, indent=2))
+    elif as_csv:
+        heads = ("step", "version", "bound", "trained", "stale", "max_lag", *Moved, "unknown")
+        rows = (
+            (step.step, step.version, step.bound, step.trained, step.stale, step.max_lag,
+             *([group.group_id for group in step.moved if group.moved is way] for way in Moved), step.unknown)
+            for step in judged
+        )  # fmt: skip
+        print_rows(heads, rows, as_csv=True)
     else:
         typer.echo("\n".join(_staleness_lines(judged, max_policy_lag, first)))
     raise typer.Exit(0 if first is None else 1)
@@ -181,15 +193,15 @@ def _fingerprint_lines(done: Sequence[ReplayedStep], differing: Sequence[int]) -
     return [*lines, f"identical: {len(done) - len(differing)} of {len(done)}"]
 
 
-def _metric_table(done: Sequence[ReplayedStep]) -> Table:
-    table = Table("step", "metric", "recorded", "what if", "difference")
+def _print_metrics(done: Sequence[ReplayedStep], as_csv: bool) -> None:
+    rows = []
     for made in done:
         known = made.record.metrics
         rate = ("learning_rate", made.record.learning_rate, made.learning_rate)
         pairs = [rate, *((name, known[name], made.metrics[name]) for name in SHOWN if name in known)]
-        for name, there, here in pairs:
-            table.add_row(str(made.record.step), name, f"{there:.6g}", f"{here:.6g}", f"{here - there:+.3g}")
-    return table
+        rows += [(made.record.step, name, there, here, here - there) for name, there, here in pairs]
+    heads = ("step", "metric", "recorded", "what_if", "difference")
+    print_rows(heads, rows, as_csv=as_csv, formats={"recorded": ".6g", "what_if": ".6g", "difference": "+.3g"})
 
 
 def _document(done: Sequence[ReplayedStep], what_if: bool) -> dict[str, Any]:

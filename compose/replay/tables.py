@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.replay.manifest import LaneReport, ReplayManifest
@@ -14,27 +14,25 @@ ERASABLE_NOTE = (
 )
 
 
-def manifest_table(made: ReplayManifest) -> Table:
-    """One line a topic: partitions that have records, records, bytes, oldest and newest."""
-    where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
-    table = Table("topic", title=where, title_justify="left")
-    for title in ("partitions", "records", "bytes"):
-        table.add_column(title, justify="right")
-    for title in ("first (UTC)", "last (UTC)"):
-        table.add_column(title, no_wrap=True)
+def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
+    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC."""
     by_topic: dict[str, list[LaneReport]] = {}
     for lane in made.lanes:
         by_topic.setdefault(lane.topic, []).append(lane)
-    for topic, lanes in by_topic.items():
-        table.add_row(
+    rows = (
+        (
             topic.removeprefix(made.source_prefix),
-            f"{sum(lane.records > 0 for lane in lanes)} of {len(lanes)}",
-            f"{sum(lane.records for lane in lanes):,}",
-            f"{sum(lane.n_bytes for lane in lanes):,}",
-            min((lane.first for lane in lanes if lane.first), default="-"),
-            max((lane.last for lane in lanes if lane.last), default="-"),
+            len(lanes),
+            sum(lane.records > 0 for lane in lanes),
+            sum(lane.records for lane in lanes),
+            sum(lane.n_bytes for lane in lanes),
+            min((lane.first for lane in lanes if lane.first), default=None),
+            max((lane.last for lane in lanes if lane.last), default=None),
         )
-    return table
+        for topic, lanes in by_topic.items()
+    )
+    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
+    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
 
 
 def note_lines(made: ReplayManifest) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import load_settings
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.compose.stack.errors import StackError
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
@@ -30,7 +31,6 @@ HeapOption = Annotated[int | None, typer.Option("--heap-mb", help="Java heap of 
 PortOption = Annotated[
     int | None, typer.Option("--port", help="First of 2 ports a broker; default: free ones, kept for later starts.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
 @stack_app.command()
@@ -41,6 +41,7 @@ def up(
     heap_mb: HeapOption = None,
     port: PortOption = None,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Start the brokers and wait until they serve. Safe to repeat: what runs is left alone.
 
@@ -48,13 +49,18 @@ def up(
     """
     stack = _stack(config, data_dir=data_dir, brokers=brokers, heap_mb=heap_mb, base_port=port)
     try:
-        _show(stack.up(_tell), as_json)
+        _show(stack.up(_tell), as_json, as_csv)
     except StackError as error:
         raise _failed(error) from error
 
 
 @stack_app.command()
-def down(config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+def down(
+    config: ConfigOption = None,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
     """Stop the brokers and leave no process. The data stays, for the next start.
 
     Example: tidemill stack down --data-dir data/stack
@@ -62,13 +68,18 @@ def down(config: ConfigOption = None, data_dir: DataDirOption = None, as_json: J
     stack = _stack(config, data_dir=data_dir)
     try:
         stack.down(_tell)
-        _show(stack.status(), as_json)
+        _show(stack.status(), as_json, as_csv)
     except StackError as error:
         raise _failed(error) from error
 
 
 @stack_app.command()
-def status(config: ConfigOption = None, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+def status(
+    config: ConfigOption = None,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
     """Show each broker's state, process and address. Exit status 1 unless all of them serve.
 
     Example: tidemill stack status --json
@@ -77,7 +88,7 @@ def status(config: ConfigOption = None, data_dir: DataDirOption = None, as_json:
         found = _stack(config, data_dir=data_dir).status()
     except StackError as error:
         raise _failed(error) from error
-    _show(found, as_json)
+    _show(found, as_json, as_csv)
     raise typer.Exit(0 if found.ready else 1)
 
 
@@ -96,20 +107,17 @@ def _failed(error: StackError) -> typer.Exit:
     return typer.Exit(1)
 
 
-def _show(found: StackStatus, as_json: bool) -> None:
+def _show(found: StackStatus, as_json: bool, as_csv: bool) -> None:
     if as_json:
         json.dump({"ready": found.ready, **asdict(found)}, sys.stdout, indent=2)
         typer.echo()
+        return
+    if found.nodes:
+        stopped = all(node.state is NodeState.STOPPED for node in found.nodes)
+        state = "ready" if found.ready else "stopped" if stopped else "not ready"
+        _tell(f"{state} at {found.bootstrap} ({found.data_dir})")
     else:
-        typer.echo(describe(found))
-
-
-def describe(found: StackStatus) -> str:
-    """The status as lines for a person."""
-    if not found.nodes:
-        return f"no cluster in {found.data_dir}; `tidemill stack up` makes one"
-    stopped = all(node.state is NodeState.STOPPED for node in found.nodes)
-    state = "ready" if found.ready else "stopped" if stopped else "not ready"
-    head = f"{state} at {found.bootstrap} ({found.data_dir})"
-    nodes = [f"  broker {n.node_id}: {n.state}, pid {n.pid or '-'}, {n.address}, log {n.log}" for n in found.nodes]
-    return "\n".join([head, *nodes])
+        _tell(f"no cluster in {found.data_dir}; `tidemill stack up` makes one")
+    if found.nodes or as_csv:
+        rows = ((node.node_id, node.state, node.pid, node.address, node.log) for node in found.nodes)
+        print_rows(("broker", "state", "pid", "address", "log"), rows, as_csv=as_csv)

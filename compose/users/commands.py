@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.rows import JsonOption
 from tidemill.compose.users.text import choice_lines, erasure_lines, standing_lines
 from tidemill.compose.users.who import pseudonym_of
 from tidemill.compose.weights.connect import with_reachable_log
@@ -25,7 +26,6 @@ SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
 PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is the log's pseudonym already.")]
 ByOption = Annotated[str, typer.Option("--by", help="Who demands it; it is kept with the demand.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 
 
 def erase(

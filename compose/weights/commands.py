@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import given, with_settings
+from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.decisions import pin, release, rollback
 from tidemill.compose.weights.diff import diff
 from tidemill.compose.weights.progress import working
-from tidemill.compose.weights.tables import chain_table, checkout_lines, verification_lines
+from tidemill.compose.weights.tables import checkout_lines, print_chain, verification_lines
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", min=0.1, help="Seconds that a chunk may take to come from the log.")
 ]
@@ -55,6 +54,7 @@ def log_command(
     branch: BranchOption = None,
     last: Annotated[int, typer.Option("--last", min=0, help="Only the newest so many versions; 0 for all.")] = 30,
     as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """List the versions of a branch, oldest first.
 
@@ -81,8 +81,8 @@ def log_command(
             }
         )
         return
-    Console().print(chain_table(found, chain.head.version))
-    typer.echo("serving: the newest version" if limit is None else f"serving: {describe(limit)}")
+    print_chain(found, chain.head.version, as_csv)
+    typer.echo("serving: the newest version" if limit is None else f"serving: {describe(limit)}", err=True)
 
 
 @weights_app.command()

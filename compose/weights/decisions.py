@@ -17,6 +17,7 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import given
+from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.operands import version_number
 from tidemill.compose.weights.progress import working
@@ -39,7 +40,6 @@ WaitOption = Annotated[
 RecentOption = Annotated[
     float, typer.Option("--recent", metavar="SECONDS", min=0.0, help="A replica silent for longer is not waited for.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 RECENT_S = 3600.0
 POLL_S = 0.1
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import given
+from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.operands import Operand, VersionOperand, operand
 from tidemill.compose.weights.progress import working
-from tidemill.compose.weights.tables import against_table, report_lines
+from tidemill.compose.weights.tables import print_formats, report_lines
 
 if TYPE_CHECKING:
     from tidemill.kernels.checkpoint import MappedTensor
@@ -39,7 +39,8 @@ def diff(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=0.1, help="Seconds that a chunk may take to come from the log.")
     ] = 30.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
 ) -> None:
     """Measure the delta between two versions of the log or two checkpoints on disk.
 
@@ -64,9 +65,8 @@ def diff(
     if as_json:
         typer.echo(json.dumps({**named, **asdict(report)}, indent=2))
     else:
-        typer.echo("\n".join(report_lines(base, target, new.learning_rate, report)))
-        if against:
-            Console().print(against_table(report))
+        typer.echo("\n".join(report_lines(base, target, new.learning_rate, report)), err=True)
+        print_formats(report, as_csv)
     raise typer.Exit(0 if report.round_trip_equal else 1)
 
 

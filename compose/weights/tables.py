@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
+from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.checkout import Checkout
@@ -14,34 +14,25 @@ if TYPE_CHECKING:
     from tidemill.kernels.comparison import DeltaReport
 
 
-def chain_table(rows: Sequence[VersionRow], head: int) -> Table:
-    """The versions of a chain."""
-    table = Table()
-    for title in ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for title in ("anchor", "skips from", "proved by", "remarks"):
-        table.add_column(title)
-    for row in rows:
-        table.add_row(
-            f"{row.version}{' (head)' if row.version == head else ''}",
-            "-" if row.parent is None else str(row.parent),
-            str(row.step),
-            f"{row.learning_rate:.3g}",
-            f"{100 * row.density:.3g} %",
-            f"{row.delta_bytes:,}",
-            "-" if row.bytes_per_changed is None else f"{row.bytes_per_changed:.3f}",
-            "yes" if row.anchor else "",
-            ", ".join(map(str, row.skips)),
-            ", ".join(row.proved_by),
-            "; ".join(_remarks(row)),
-        )
-    return table
+def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
+    """Print the versions of a chain."""
+    print_rows(
+        ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed", "anchor", "skips_from", "proved_by",
+         "remarks"),
+        (
+            (row.version, row.parent, row.step, row.learning_rate, row.density, row.delta_bytes, row.bytes_per_changed,
+             row.anchor is not None, row.skips, row.proved_by, "; ".join(_remarks(row, head)))
+            for row in rows
+        ),
+        as_csv=as_csv,
+        formats={"lr": ".3g", "density": ".3%", "bytes": ",", "bytes/changed": ".3f"},
+    )  # fmt: skip
 
 
-def _remarks(row: VersionRow) -> list[str]:
+def _remarks(row: VersionRow, head: int) -> list[str]:
     refused = [f"refused by {replica}: {reason}" for replica, reason in row.refused_by.items()]
-    expired = ["delta expired"] if row.expired else []
-    return [*([row.fork] if row.fork else []), *expired, *row.decisions, *refused]
+    told = ["head" if row.version == head else "", row.fork, "delta expired" if row.expired else ""]
+    return [*filter(None, told), *row.decisions, *refused]
 
 
 def verification_lines(report: Verification) -> list[str]:
@@ -70,34 +61,37 @@ def checkout_lines(made: Checkout) -> list[str]:
 
 
 def report_lines(base: str, target: str, learning_rate: float | None, report: DeltaReport) -> list[str]:
-    """What a comparison measured."""
+    """What a comparison measured, but for what `print_formats` prints."""
     total = report.total
     rate = "" if learning_rate is None else f" at lr {learning_rate:.3g}"
     dtypes = ", ".join(f"{size.elements:,} {dtype}" for dtype, size in report.by_dtype.items())
     return [
         f"{base} to {target}: {report.tensors} tensors, {total.elements:,} elements ({dtypes})",
         f"changed    {total.changed:,} elements, density {100 * total.density:.4g} %{rate}",
-        f"wire       {total.wire_bytes:,} bytes, {_number(total.bytes_per_changed)} for each changed element",
         f"bounds     iid {total.iid_bound_bytes:,.0f} bytes (wire is {_number(total.ratio_to_iid_bound)} of it), "
         f"exponent classes {total.exponent_class_bound_bytes:,.0f} ({_number(total.ratio_to_exponent_class_bound)})",
-        f"speed      encode {report.encode_gb_per_second:.2f}, apply {report.apply_gb_per_second:.2f} GB/s of one core",
         f"round trip {'bit-equal' if report.round_trip_equal else 'NOT bit-equal'}",
     ]
 
 
-def against_table(report: DeltaReport) -> Table:
-    """The other formats beside ours."""
-    table = Table()
-    table.add_column("format")
-    for title in ("bytes", "bytes/changed", "times ours", "encode GB/s", "decode GB/s", "bit-equal"):
-        table.add_column(title, justify="right")
-    for other in report.against:
-        table.add_row(
-            other.name, f"{other.wire_bytes:,}", _number(other.bytes_per_changed), _number(other.times_ours),
-            f"{other.encode_gb_per_second:.2f}", f"{other.decode_gb_per_second:.2f}",
-            "yes" if other.round_trip_equal else "NO",
-        )  # fmt: skip
-    return table
+def print_formats(report: DeltaReport, as_csv: bool) -> None:
+    """Print what our format takes, and the others beside it where they were measured."""
+    total = report.total
+    ours = ("tidemill", total.wire_bytes, total.bytes_per_changed, None if total.changed == 0 else 1.0,
+            report.encode_gb_per_second, report.apply_gb_per_second, report.round_trip_equal)  # fmt: skip
+    others = (
+        (other.name, other.wire_bytes, other.bytes_per_changed, other.times_ours, other.encode_gb_per_second,
+         other.decode_gb_per_second, other.round_trip_equal)
+        for other in report.against
+    )  # fmt: skip
+    print_rows(
+        ("format", "bytes", "bytes/changed", "times_ours", "encode_gb/s", "decode_gb/s", "bit_equal"),
+        (ours, *others),
+        as_csv=as_csv,
+        formats={
+            "bytes": ",", "bytes/changed": ".4g", "times_ours": ".4g", "encode_gb/s": ".2f", "decode_gb/s": ".2f"
+        },
+    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

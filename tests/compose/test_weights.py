@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -74,8 +76,13 @@ def test_the_chain_is_listed(log):
     assert (last["parent"], last["skips"], last["proved_by"], last["learning_rate"]) == (4, [1], ["replica-a"], 1e-5)
     assert last["bytes_per_changed"] == pytest.approx(last["delta_bytes"] / last["n_changed"])
     assert last["density"] == pytest.approx(last["n_changed"] / last["n_elements"])
-    table = ask(log, "log", "--last", 2)
-    assert table.exit_code == 0 and "5 (head)" in table.output and "serving: the newest version" in table.output
+    piped = ask(log, "log", "--last", 2)
+    header, *rows = [line.split("\t") for line in piped.stdout.splitlines()]
+    assert [dict(zip(header, row, strict=True))["version"] for row in rows] == ["4", "5"]
+    assert rows[-1][-3:] == ["[1]", '["replica-a"]', "head"] and piped.stderr == "serving: the newest version\n"
+    listed = list(csv.DictReader(io.StringIO(ask(log, "log", "--csv").stdout)))
+    assert [float(row["lr"]) for row in listed] == [version["learning_rate"] for version in found["versions"]]
+    assert [row["anchor"] for row in listed] == ["true", "false", "false", "true", "false", "false"]
 
 
 def test_an_empty_branch_is_said_to_be_empty(log):
@@ -114,9 +121,14 @@ def test_checkpoints_are_compared_without_a_log(tmp_path):
     base, target = write_checkpoint(tmp_path / "a", view), write_checkpoint(tmp_path / "b", nudged(view, 1))
     result = run("diff", base, target / "model.safetensors", "--against")
     assert result.exit_code == 0, result.output
-    assert "density" in result.output and "bit-equal" in result.output
+    assert "density" in result.stderr and "bit-equal" in result.stderr
+    formats = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [row[0] for row in formats[:2]] == ["format", "tidemill"] and len(formats) > 3
+    assert all(row[-1] == "true" for row in formats[1:])
+    (ours,) = csv.DictReader(io.StringIO(run("diff", base, target, "--csv", "--coder", "zstd").stdout))
     found = answer(run("diff", base, target, "--json", "--coder", "zstd"))
     total = found["total"]
+    assert (ours["format"], int(ours["bytes"])) == ("tidemill", total["wire_bytes"])
     assert total["wire_bytes"] >= total["changed"] > 0
     assert total["bytes_per_changed"] == pytest.approx(total["wire_bytes"] / total["changed"])
     assert {"iid_bound_bytes", "exponent_class_bound_bytes"} <= total.keys()

@@ -1,0 +1,141 @@
+"""Rows of data as every command prints them: a table on a terminal, tab-separated values in a pipe, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
+
+import typer
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2
+"""Characters between two columns, and between the name and the value of a row that is shown downwards."""
+FOLDED = 20
+"""Text of several words may be folded on a terminal, to this width and no further."""
+ESCAPES = str.maketrans(
+    {"\\": r"\\", "\t": r"\t", "\n": r"\n", "\r": r"\r", "\b": r"\b", "\f": r"\f", "\0": r"\0"}
+)  # fmt: skip
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def _alone(context: typer.Context, value: bool) -> bool:
+    """The value of `--json` or `--csv`. Raises BadParameter when the other one was given before it."""
+    if value and (context.params.get("as_json") or context.params.get("as_csv")):
+        raise typer.BadParameter("give one of --json and --csv")
+    return value
+
+
+JsonOption = Annotated[bool, typer.Option("--json", callback=_alone, help="Print JSON on standard output.")]
+CsvOption = Annotated[bool, typer.Option("--csv", callback=_alone, help="Print the rows as CSV on standard output.")]
+
+
+def print_rows(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    as_json: bool = False,
+    as_csv: bool = False,
+    formats: Mapping[str, str] | None = None,
+) -> None:
+    """Print rows on standard output, whole.
+
+    On a terminal a table; where its columns do not fit the width, each row is shown downwards, one `name  value` a
+    line. Elsewhere tab-separated values with a header, escaped so that ClickHouse's TSV reads them back. Values that
+    are lists or dicts are JSON in a cell.
+
+    Args:
+        heads: names of the columns.
+        formats: format specifications of columns of numbers, for a terminal only.
+    """
+    values = [list(row) for row in rows]
+    if as_json:
+        typer.echo(json.dumps([dict(zip(heads, row, strict=True)) for row in values], indent=2, default=str))
+    elif as_csv:
+        csv.writer(sys.stdout).writerows([heads, *([_text(value) for value in row] for row in values)])
+    elif not sys.stdout.isatty():
+        cells = (
+            (r"\N" if value is None else _text(value).translate(ESCAPES) for value in row) for row in (heads, *values)
+        )
+        typer.echo("\n".join(map("\t".join, cells)))
+    elif not values:
+        typer.echo("no rows")
+    else:
+        _show(heads, values, formats or {})
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple, dict)):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return str(value)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: object, specification: str) -> str:
+    """A value for a person; what a model or a product wrote must not steer the terminal."""
+    if _number(value):
+        return format(value, specification)
+    told = ", ".join(map(_text, value)) if isinstance(value, (list, tuple)) else _text(value)
+    return told.translate(CONTROLS).expandtabs()
+
+
+def _show(heads: Sequence[str], rows: Sequence[Sequence[object]], formats: Mapping[str, str]) -> None:
+    console = Console()
+    cells = [[_cell(value, formats.get(head, "")) for head, value in zip(heads, row, strict=True)] for row in rows]
+    widths = _widths([[head, *column] for head, *column in zip(heads, *cells, strict=True)], console.width)
+    if widths is None:
+        _show_downwards(console, heads, cells)
+        return
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+    for head, width, column in zip(heads, widths, zip(*rows, strict=True), strict=True):
+        numbers = all(value is None or _number(value) for value in column)
+        table.add_column(Text(head), width=width, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _widths(columns: Sequence[Sequence[str]], available: int) -> list[int] | None:
+    """Widths at which no name or number is broken and no text is folded too narrow; None where that does not fit.
+
+    A single row is not folded at all: downwards it is easier to read.
+    """
+    folds = len(columns[0]) > 2
+    full, widths = [], []
+    for column in columns:
+        wide = [max(map(cell_len, cell.split("\n"))) for cell in column]
+        texts = [folds and len(cell.split()) > 1 for cell in column]
+        full.append(max(wide))
+        widths.append(max(min(width, FOLDED) if text else width for width, text in zip(wide, texts, strict=True)))
+    spare = available - sum(widths) - GAP * (len(widths) - 1)
+    if spare < 0:
+        return None
+    # Those that want least come first, so that what they leave is shared by the others.
+    wishes = sorted((full[n] - widths[n], n) for n in range(len(widths)))
+    for done, (wish, n) in enumerate(wishes):
+        more = min(wish, spare // (len(wishes) - done))
+        widths[n] += more
+        spare -= more
+    return widths
+
+
+def _show_downwards(console: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    width = max(map(cell_len, heads)) + GAP
+    for n, row in enumerate(rows):
+        if n:
+            console.print()
+        for head, cell in zip(heads, row, strict=True):
+            told = cell.replace("\n", "\n" + " " * width)
+            console.print(Text.assemble((set_cell_size(head, width), "bold"), told), soft_wrap=True)
