@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 
@@ -23,7 +22,8 @@ SECOND_US = 1_000_000
 
 def audit(
     settings_of: SettingsOf,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
     complete: Annotated[
         bool,
         typer.Option(
@@ -77,41 +77,18 @@ def audit(
     if as_json:
         typer.echo(json.dumps(report.document(), indent=2))
     else:
-        _print(report)
+        _print(report, as_csv)
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _print(report: AuditReport) -> None:
-    console = Console(highlight=False)
-    console.print(_checks(report), _rollouts(report))
-    console.print("read: " + _told(report.counts))
-    console.print("done again: " + (_told(report.repeated) or "nothing"))
-    if report.passed:
-        console.print(f"run {report.run_id}: sound, {len(report.checks)} checks over {report.records:,} records")
-        return
-    first = report.failed[0]
-    console.print(
-        f"run {report.run_id}: NOT SOUND, {len(report.failed)} of {len(report.checks)} checks failed. "
-        f"First offender ({first.name}): {first.first}",
-        markup=False,
-        soft_wrap=True,
+def _print(report: AuditReport, as_csv: bool) -> None:
+    """The checks as rows; what is said beside them goes to standard error."""
+    checks = (
+        (check.name, check.passed, check.offenders, None if check.first is None else str(check.first))
+        for check in report.checks
     )
-
-
-def _checks(report: AuditReport) -> Table:
-    table = Table("check", "passed", "offenders", "first offender")
-    for check in report.checks:
-        told = "" if check.first is None else str(check.first).replace("[", r"\[")
-        table.add_row(check.name, "yes" if check.passed else "NO", f"{check.offenders:,}" if told else "", told)
-    return table
-
-
-def _rollouts(report: AuditReport) -> Table:
-    table = Table("rollouts", "number")
-    for state, number in report.states.items():
-        table.add_row(state, f"{number:,}")
-    return table
-
-
-def _told(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number:,} {what}" for what, number in counts.items())
+    print_rows(("check", "passed", "offenders", "first_offender"), checks, as_csv=as_csv, formats={"offenders": ","})
+    for title, counts in (("rollouts", report.states), ("read", report.counts), ("done again", report.repeated)):
+        told = ", ".join(f"{number:,} {what}" for what, number in counts.items())
+        typer.echo(f"{title}: {told or 'nothing'}", err=True)
+    typer.echo(f"run {report.run_id}: {report.verdict()}", err=True)

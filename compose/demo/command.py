@@ -86,6 +86,8 @@ def demo(
     summary = run_demo(settings, Console())
     if as_json is not None:
         as_json.write_text(json.dumps(as_dict(summary), indent=2) + "\n", "utf-8")
+    if not summary.audit_sound:
+        raise typer.Exit(1)
 
 
 def with_environment(settings: TidemillSettings, name: str | None, options: dict[str, str]) -> TidemillSettings:

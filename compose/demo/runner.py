@@ -30,6 +30,8 @@ from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
+from tidemill.consumers.ledger.reading import audit_log
+from tidemill.consumers.ledger.rules import AuditRules
 from tidemill.schemas.admin import create_topics, wait_for_broker
 from tidemill.schemas.reader import LogReader
 
@@ -91,8 +93,29 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     with LogReader(plan.settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
         online = OnlineState(run_id, frozenset({STABLE}), frozenset({CANARY}))
         watch = Watch(reader, LoopState(run_id), online, time.monotonic())
-        summary = _play(plan, supervisor, console, watch)
+        summary = _audited(plan, supervisor, console, watch, _play(plan, supervisor, console, watch))
     return replace(summary, seconds=round(time.monotonic() - began, 1))
+
+
+def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch, summary: Summary) -> Summary:
+    """The summary with the verdict on the log, once every rollout that was asked for has ended."""
+    settings = plan.settings
+    with spinner(console, "auditing the log") as say:
+        if Act.TWO in plan.acts:
+            supervisor.stop("feed-online")
+        deadline = time.monotonic() + settings.demo.endings_timeout_s
+        while watch.state.open_groups and time.monotonic() < deadline:
+            watch.listen(REFRESH_S)
+            supervisor.check((*act_one.MAY_END, *act_two.MAY_END))
+            say(f"{watch.state.open_groups} groups are still played")
+        rules = AuditRules(
+            settings.run.run_id,
+            complete=True,
+            last_step=len(watch.state.steps),
+            horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * 1_000_000),
+        )
+        report = audit_log(settings.kafka, rules, lambda topic, n, of: say(f"{topic}: {n:,} of {of:,} records"))
+    return replace(summary, audit_sound=report.passed, audit=report.verdict())
 
 
 def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch) -> Summary:

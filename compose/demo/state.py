@@ -57,6 +57,7 @@ class LoopState:
     """When the first training task was issued, in microseconds since the epoch."""
     refusals: int = 0
     late: int = 0
+    _issued: set[str] = field(default_factory=set)
     _eval_version: dict[str, int] = field(default_factory=dict)
 
     def observe(self, record: Record) -> None:
@@ -80,6 +81,7 @@ class LoopState:
                 pass
 
     def _issue(self, task: Task) -> None:
+        self._issued.add(task.group_id)
         self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
         if task.mode is Mode.EVAL:
             self._eval_version[task.group_id] = task.issued_version
@@ -97,6 +99,11 @@ class LoopState:
     def version(self) -> int:
         """Newest committed version; -1 before the first."""
         return max(self.manifests, default=-1)
+
+    @property
+    def open_groups(self) -> int:
+        """Groups that were asked for and are not closed."""
+        return len(self._issued - self.groups.keys())
 
     def train_groups(self) -> list[Group]:
         """Groups assembled for training."""

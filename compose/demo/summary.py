@@ -93,6 +93,10 @@ class Summary:
     data_dir: Path
     online: OnlineSummary | None = None
     """None when no users were there."""
+    audit_sound: bool = False
+    """Whether every check of `tidemill audit --complete` held."""
+    audit: str = "not audited"
+    """Its verdict."""
 
 
 def percentiles(values: list[float]) -> Percentiles:

@@ -52,6 +52,16 @@ class AuditReport:
         """The checks that did not pass."""
         return tuple(check for check in self.checks if not check.passed)
 
+    def verdict(self) -> str:
+        """One line for people."""
+        if self.passed:
+            return f"sound, {len(self.checks)} checks over {self.records:,} records"
+        first = self.failed[0]
+        return (
+            f"NOT SOUND, {len(self.failed)} of {len(self.checks)} checks failed. "
+            f"First offender ({first.name}): {first.first}"
+        )
+
     def check(self, name: str) -> CheckResult:
         """The result of a check by its name. Raises LookupError."""
         for one in self.checks:

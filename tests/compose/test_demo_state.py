@@ -98,6 +98,12 @@ def folded(records: list[object]) -> LoopState:
     return state
 
 
+def test_a_group_is_open_from_its_task_until_it_is_closed():
+    assert [folded(log()[:seen]).open_groups for seen in (0, 1, 2, 3, 4)] == [0, 1, 2, 1, 0]
+    late = group("e0", [member("e0/9", 1.0)], Mode.EVAL, reason=CloseReason.LATE)
+    assert folded([eval_task("e0", 0), late]).open_groups == 1
+
+
 def test_the_numbers():
     state = folded(log())
     assert [(h.version, h.rate, h.rollouts, h.tasks) for h in state.held_out()] == [(0, 0.5, 2, 1), (1, 1.0, 2, 1)]

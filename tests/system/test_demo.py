@@ -35,6 +35,7 @@ def test_the_summary_holds_what_scripts_need(finished: Finished):
     assert summary["versions"] == STEPS
     assert summary["fingerprints_equal"] is True
     assert summary["refusals"] == 0
+    assert summary["audit_sound"] is True and summary["audit"].startswith("sound, ")
     assert 0 <= summary["max_policy_lag"] <= summary["policy_lag_bound"]
     assert summary["groups"] >= STEPS * GROUPS and summary["rollouts_trained"] == STEPS * GROUPS * 16
     assert 0.0 <= summary["held_out_before"] <= 1.0 and summary["held_out_rollouts"] == 8 * 4
@@ -119,7 +120,7 @@ def test_every_role_that_is_killed_comes_back_and_the_demonstration_ends_well(fi
         process.wait()
     assert log.read_text().count("was killed by SIGKILL: it is started again in 1 s") >= len(running)
     summary = json.loads(output.read_text())
-    assert summary["versions"] == STEPS and summary["fingerprints_equal"] is True
+    assert summary["versions"] == STEPS and summary["fingerprints_equal"] is True and summary["audit_sound"] is True
     wait_until(lambda: not belonging_to(tmp_path), 60)
 
 

@@ -91,6 +91,7 @@ def test_the_summary_adds_up(played: Finished):
     assert 0 < summary["feedback_to_served_s"]["p50"] <= summary["feedback_to_served_s"]["p95"]
     assert 0.0 <= summary["satisfaction_before"] <= 1.0 and summary["satisfaction_answers"] > 0
     assert summary["online_fingerprints_equal"] is True and summary["thumbs_shuffled"] is False
+    assert summary["audit_sound"] is True, summary["audit"]
 
 
 @pytest.mark.parametrize("name", sorted(ABOUT_USERS))
