@@ -47,8 +47,10 @@ class KafkaSettings(Section):
     write_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
     """Bytes that one producer holds until the log acknowledges them; whoever writes more waits."""
 
-    client_options: dict[str, str] = Field(default_factory=dict)
-    """Further librdkafka settings for every client, for instance `security.protocol` and `sasl.*`."""
+    client_options: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Further librdkafka settings for every client, for instance `security.protocol`, `ssl.ca.location` and `sasl.*`.
+    Stream workers follow those of TLS and SASL. A password is best given in the environment, which adds it to the rest:
+    TIDEMILL_KAFKA__CLIENT_OPTIONS='{"sasl.password": "..."}'."""
 
     @field_validator("topic_prefix")
     @classmethod
@@ -65,6 +67,34 @@ class KafkaSettings(Section):
                 "stack with `tidemill stack up`"
             )
         return self.bootstrap
+
+
+class HttpSettings(Section):
+    """What an HTTP server bears from its clients' connections."""
+
+    max_connections: int = Field(default=1024, ge=1)
+    """Connections at a time; fewer where the process may not open so many files. For one more, the one that has waited
+    longest for its client is closed; where none waits, the newcomer is answered 503."""
+
+    max_client_connections: int = Field(default=512, ge=1)
+    """Connections of one client address (IPv6: of one /64 network) at a time, in the same way. Behind a proxy every
+    client has the proxy's address: let it be `max_connections` there."""
+
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest time from the first byte of a request, and from the beginning of a connection, to the end of a header."""
+
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest time that the body of a request takes to arrive."""
+
+    idle_timeout_s: int = Field(default=75, ge=1)
+    """How long a connection is kept for a further request, in seconds."""
+
+    unread_timeout_s: float = Field(default=60.0, gt=0)
+    """Longest time in which a client takes nothing of an answer that waits for it. A stream may be silent for longer:
+    then nothing waits."""
+
+    max_header_bytes: int = Field(default=65_536, ge=1024)
+    """Bytes of a request beside its body, to within one read of the socket; a longer one is answered 431."""
 
 
 class StoreSettings(Section):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from tidemill.schemas.config import Section
+from tidemill.schemas.config import HttpSettings, Section
 
 FLUSH_BYTES = 16 * 2**20
 
@@ -69,6 +69,9 @@ class SinkSettings(Section):
     http_port: int = Field(default=8123, ge=0, le=65535)
     """Loopback port where the embedded engine answers ClickHouse's HTTP protocol, read-only. 0: a free one, named in
     the log line and in the state file. Unused with a server, which answers for itself."""
+
+    http: HttpSettings = HttpSettings()
+    """What the embedded engine's endpoint bears from clients' connections."""
 
     merges: MergeSettings = MergeSettings()
     """How the parts of the tables are merged."""

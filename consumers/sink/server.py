@@ -13,6 +13,7 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import Reader
 from tidemill.consumers.sink.http_api import application
 from tidemill.schemas.address import bind
+from tidemill.schemas.http_server import BoundedConfig
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5
@@ -25,12 +26,8 @@ class QueryServer:
     def __init__(self, settings: SinkSettings) -> None:
         self._listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
         self._executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
-        config = uvicorn.Config(
-            application(Reader(settings), self._executor),
-            log_level="warning",
-            lifespan="off",
-            timeout_graceful_shutdown=GRACE_S,
-        )
+        app = application(Reader(settings), self._executor)
+        config = BoundedConfig(app, settings.http, lifespan="off", grace_s=GRACE_S)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="sink-http", daemon=True)
 

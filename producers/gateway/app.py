@@ -85,7 +85,7 @@ Caller = Annotated[str, Depends(_caller)]
 async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON tree
     settings: GatewaySettings = request.app.state.settings
     intake: Intake = request.app.state.intake
-    body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
+    body = await read_body(request, settings.max_body_bytes)
     intake.charge(caller, 1)
     return parse_json(body)
 

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tidemill.producers.product.api_keys import checked_hashes
-from tidemill.schemas.config import Section
+from tidemill.schemas.config import HttpSettings, Section
 
 
 class GatewaySettings(Section):
@@ -20,6 +20,9 @@ class GatewaySettings(Section):
 
     port: int = Field(default=8090, ge=0, le=65_535)
     """Port to listen at. 0: a free one."""
+
+    http: HttpSettings = HttpSettings()
+    """What it bears from clients' connections."""
 
     api_keys: dict[str, str] = Field(default_factory=dict)
     """Who may send: a name, which is written into each record as its source, and the SHA-256 of his key in hex."""
@@ -42,9 +45,6 @@ class GatewaySettings(Section):
     max_batch: int = Field(default=200, ge=1)
     """Events of one batch."""
 
-    body_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds that a request's body may take to arrive."""
-
     acknowledge_timeout_s: float = Field(default=5.0, ge=0.5)
     """Seconds that the log may take to acknowledge; then the answer is 503, and the event may be sent again."""
 
@@ -53,9 +53,6 @@ class GatewaySettings(Section):
 
     linger_ms: float = Field(default=2.0, ge=0, le=100)
     """Milliseconds that an event waits for others, to be written with them as one batch."""
-
-    max_connections: int = Field(default=512, ge=1)
-    """Connections at a time; further ones are answered with 503."""
 
     @field_validator("api_keys")
     @classmethod

@@ -15,13 +15,13 @@ from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.address import bind
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
 GRACE_S = 5
-HEADER_BYTES = 16_384
 BACKLOG = 512
 
 
@@ -36,17 +36,8 @@ class GatewayServer:
     def __init__(self, kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> None:
         app = application(kafka, product, settings)
         self._listener = bind(settings.host, settings.port, "gateway.port", BACKLOG)
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="on",
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=settings.max_connections,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            timeout_graceful_shutdown=round(settings.acknowledge_timeout_s) + GRACE_S,
-        )
+        grace_s = settings.acknowledge_timeout_s + GRACE_S
+        config = BoundedConfig(app, settings.http, lifespan="on", grace_s=grace_s)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="gateway-http", daemon=True)
 

@@ -26,6 +26,7 @@ from tidemill.producers.router.config import LogFailure, RouterSettings
 from tidemill.producers.router.exchange import Client, Exchange, Router
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.replicas import ReplicaUnavailable
+from tidemill.schemas.config import HttpSettings
 
 LOG = logging.getLogger(__name__)
 CONSENT_HEADER = "x-tidemill-consent"
@@ -64,6 +65,11 @@ class Application:
     def grace_s(self) -> float:
         """Seconds that running answers get to finish."""
         return self._router.settings.grace_s
+
+    @property
+    def http(self) -> HttpSettings:
+        """What the server bears from clients' connections."""
+        return self._router.settings.http
 
     async def drain(self) -> None:
         """Wait until every request in hand has been recorded."""
@@ -164,14 +170,10 @@ def _consent(request: Request, default: bool) -> bool:
 
 async def _body(request: Request, settings: RouterSettings) -> bytes:
     body, most = bytearray(), settings.max_body_bytes
-    try:
-        async with asyncio.timeout(settings.request_timeout_s):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > most:
-                    raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
-    except TimeoutError as error:
-        raise Refusal(408, "the body did not come in time", "timeout_error") from error
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most:
+            raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
     return bytes(body)
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tidemill.producers.product.api_keys import checked_hashes
-from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
+from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
 
 
 class LogFailure(StrEnum):
@@ -49,6 +49,9 @@ class RouterSettings(Section):
 
     port: int = Field(default=8200, ge=0, le=65535)
     """TCP port of the HTTP server; 0 lets the system choose one, which the log line names."""
+
+    http: HttpSettings = HttpSettings()
+    """What it bears from clients' connections."""
 
     api_keys: dict[str, str] = Field(default_factory=dict)
     """Who may ask: a name of each of the product's backends, and the SHA-256 of its key in hex."""

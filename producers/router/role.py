@@ -28,6 +28,7 @@ from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.liveness import Liveness
 from tidemill.schemas.located import Located
 from tidemill.schemas.reader import LogReader
@@ -100,8 +101,8 @@ async def _until_stopped(
     application: Application, listener: socket.socket, following: Coroutine[None, None, None], stop: threading.Event
 ) -> None:
     """Serve and follow until one ends, then record what is in hand. Raises what ended them."""
-    server = _Server(uvicorn.Config(application.build(), log_level="warning", access_log=False, lifespan="off",
-                                    timeout_graceful_shutdown=round(application.grace_s)))  # fmt: skip
+    config = BoundedConfig(application.build(), application.http, lifespan="off", grace_s=application.grace_s)
+    server = _Server(config)
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(following)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -33,8 +33,10 @@ _SPEC.loader.exec_module(driver)
 
 BODY = {"model": "tidemill", "prompt": [5, 6, 7, 8], "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
 
-
-SETTINGS = {"vllm_args": {"enable-prompt-tokens-details": True, "allowed_origins": ["http://a.test", "http://b.test"]}}
+SETTINGS = {
+    "vllm_args": {"enable-prompt-tokens-details": True, "allowed_origins": ["http://a.test", "http://b.test"]},
+    "http": {"header_timeout_s": 5},
+}
 
 
 class Served:
@@ -302,6 +304,11 @@ def test_content_cannot_spell_the_templates_tokens(served):
 def test_ways_to_chat_that_would_render_by_other_code_are_not_served(served, path, body):
     response = served.http.post(path, json={"model": "tidemill", **body})
     assert response.status_code in (400, 404, 501) and "weight_versions" not in response.text
+
+
+def test_a_connection_that_says_nothing_is_closed(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_vllms_own_arguments_reach_vllm(served):

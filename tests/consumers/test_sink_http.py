@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import clickhouse_connect
 import httpx
@@ -19,6 +21,7 @@ from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.address import PortTaken, bind
+from tidemill.schemas.config import HttpSettings
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +37,13 @@ def sink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SinkSettings]:
 def url(sink: SinkSettings) -> Iterator[str]:
     with QueryServer(sink) as server:
         yield server.url
+
+
+def test_a_connection_that_says_nothing_is_closed(sink: SinkSettings):
+    with QueryServer(sink.model_copy(update={"http": HttpSettings(header_timeout_s=0.5)})) as server:
+        address = httpx.URL(server.url)
+        with closing(socket.create_connection((address.host, address.port), timeout=20)) as connection:
+            assert connection.recv(1) == b""
 
 
 def ask(url: str, sql: str, **parameters: str) -> httpx.Response:

@@ -31,6 +31,7 @@ from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings, RunSettings
+from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.producer import DeliveryError
 from tidemill.schemas.records import GateDecision, GateVerdict, Interaction, Segment
 
@@ -243,7 +244,8 @@ async def served(replica: FakeReplica) -> AsyncIterator[None]:
 async def _routed(application: Application) -> AsyncIterator[str]:
     listener = bind("127.0.0.1", 0, "router.port")
     listener.listen()
-    server = uvicorn.Server(uvicorn.Config(application.build(), log_level="warning", lifespan="off"))
+    config = BoundedConfig(application.build(), application.http, lifespan="off", grace_s=application.grace_s)
+    server = uvicorn.Server(config)
     serving = asyncio.create_task(server._serve([listener]))
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -34,7 +34,7 @@ from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.server import GatewayServer, serve_until
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.address import PortTaken, bind
-from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.records import Feedback, SignalKind
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64
@@ -331,7 +331,7 @@ def test_a_body_that_turns_out_too_long_is_cut_while_it_is_read(client: httpx.Cl
 
 
 def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
-    with serving(log_settings, FREE.model_copy(update={"body_timeout_s": 0.5})) as client:
+    with serving(log_settings, FREE.model_copy(update={"http": HttpSettings(body_timeout_s=0.5)})) as client:
         slow = [raw(client) for _ in range(20)]
         for connection in slow:
             connection.sendall(head("Content-Length: 100") + b'{"interac')
@@ -342,17 +342,14 @@ def test_a_body_that_never_comes_is_not_waited_for(log_settings: KafkaSettings):
                 assert b" 408 " in answer.splitlines()[0] and b"within 0.5 s" in answer
 
 
-def test_connections_beyond_the_most_are_turned_away(log_settings: KafkaSettings):
-    with serving(log_settings, FREE.model_copy(update={"max_connections": 4})) as client, ExitStack() as open_ones:
-        for _ in range(4):
-            held = open_ones.enter_context(closing(raw(client)))
-            held.sendall(head("Content-Length: 100") + b'{"interac')
-        deadline = time.monotonic() + DEADLINE_S
-        while client.get("/healthz").text != "Service Unavailable":
-            assert time.monotonic() < deadline
-        open_ones.close()
-        while client.get("/healthz").status_code != 200:
-            assert time.monotonic() < deadline
+def test_those_who_send_nothing_or_slowly_keep_nobody_out(log_settings: KafkaSettings):
+    patient = HttpSettings(max_connections=100, header_timeout_s=DEADLINE_S, body_timeout_s=DEADLINE_S)
+    begun = (b"", b"POST /v1/feed", head("Content-Length: 100") + b'{"interac')
+    with serving(log_settings, FREE.model_copy(update={"http": patient})) as client, ExitStack() as open_ones:
+        for number in range(700):
+            open_ones.enter_context(closing(raw(client))).sendall(begun[number % 3])
+            if number % 70 == 0:
+                assert client.post("/v1/feedback", json=event("beside-idle-ones")).status_code == 202
 
 
 def test_what_is_no_http_is_refused(client: httpx.Client):

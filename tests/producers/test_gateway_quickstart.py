@@ -6,12 +6,15 @@ import hashlib
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import tidemill.producers.gateway as module
 from tests.producers.feedback_support import PRODUCT, token, topics_of, written
 from tidemill.compose.config import TidemillSettings
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.server import GatewayServer
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
 
 
 def blocks() -> list[str]:
@@ -46,15 +49,36 @@ def test_the_printed_keys_are_usable(monkeypatch):
     assert settings.gateway.api_keys == {"shop": hashlib.sha256(made["KEY"].encode()).hexdigest()}
 
 
-def test_the_printed_request_is_taken(kafka, topic_prefix):
-    _, request = blocks()
+def of_the_readme(named: str) -> str:
+    """The README's block of code that names something, without its first line, the language."""
+    (found,) = (block for block in README.split("```")[1::2] if named in block)
+    return found.partition("\n")[2]
+
+
+def test_the_printed_requests_are_taken(kafka, topic_prefix):
     settings = topics_of(kafka.bootstrap, topic_prefix)
-    key = "k" * 64
+    key, ann = "k" * 64, token(user="ann@example.com")
     hashed = hashlib.sha256(key.encode()).hexdigest()
     gateway = GatewaySettings(port=0, api_keys={"shop": hashed}, acknowledge_timeout_s=60)
+    _, request = blocks()
+    from_readme = of_the_readme("curl https://GATEWAY/")
+    assert "http://127.0.0.1:8090/" in request and "TOKEN" in from_readme
     with GatewayServer(settings, PRODUCT, gateway) as server:
-        assert "http://127.0.0.1:8090/" in request
-        script = request.replace("http://127.0.0.1:8090", server.url)
-        said = bash(script, KEY=key, TOKEN=token(user="ann@example.com"))
-    assert json.loads(said) == {"event_id": "click-1"}
-    assert [f.record.event_id for f in written(settings)] == ["click-1"]
+        said = bash(request.replace("http://127.0.0.1:8090", server.url), KEY=key, TOKEN=ann)
+        said_too = bash(from_readme.replace("https://GATEWAY", server.url).replace("TOKEN", ann), KEY=key)
+    assert (json.loads(said), json.loads(said_too)) == ({"event_id": "click-1"}, {"event_id": "click-4711"})
+    assert {f.record.event_id for f in written(settings)} == {"click-1", "click-4711"}
+
+
+def test_the_printed_program_is_taken(kafka, topic_prefix, monkeypatch):
+    settings = topics_of(kafka.bootstrap, topic_prefix)
+    keys = PRODUCT.revealed()
+    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", json.dumps(keys["signing_keys"]))
+    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", str(keys["pseudonym_key"]))
+    program = of_the_readme("from tidemill.producers import FeedbackProducer")
+    assert '"kafka:9092"' in program
+    exec(program.replace('"kafka:9092"', "kafka"), {"kafka": settings, "token": token(user="ann@example.com")})
+    assert sorted((f.record.kind.value, f.record.value) for f in written(settings) if f.record.corrects is None) == [
+        ("edit_kept_soon", 0.8),
+        ("thumb", 1.0),
+    ]

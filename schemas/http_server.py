@@ -1,0 +1,230 @@
+"""uvicorn, where clients that send nothing, little or slowly harm nobody else.
+
+uvicorn waits for ever for a header, for a body, and for a client to take its answer, and counts connections that say
+nothing like those that work. Its `http` setting takes a protocol class: the one below is uvicorn's own, with deadlines
+and a place in a `Room`. Every server that Tidemill starts with uvicorn has its configuration from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any, Literal
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import service_unavailable
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from tidemill.schemas.config import HttpSettings
+from tidemill.schemas.http_room import Room
+
+
+class BoundedConfig(uvicorn.Config):
+    """uvicorn's configuration for one server.
+
+    Args:
+        app: the ASGI application.
+        settings: what it bears from its clients' connections.
+        lifespan: whether the application is told of its beginning and end, as uvicorn has it.
+        grace_s: seconds that running answers get to finish on shutdown.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: HttpSettings, *, lifespan: Literal["auto", "on", "off"], grace_s: float
+    ) -> None:
+        super().__init__(
+            app,
+            http=BoundedProtocol,
+            # A WebSocket would leave the protocol below, and with it every bound. Nothing here speaks it.
+            ws="none",
+            lifespan=lifespan,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=settings.idle_timeout_s,
+            timeout_graceful_shutdown=round(grace_s),
+        )
+        self.settings = settings
+        self.room = Room(settings)
+
+
+class _Phase(Enum):
+    """What a connection is at."""
+
+    HEADER = auto()
+    """Nothing or a part of a request's header has come."""
+    BODY = auto()
+    """The header has come, the body has not."""
+    ANSWER = auto()
+    """A whole request is in hand: how long the answer takes is the application's affair."""
+    IDLE = auto()
+    """Answered, and nothing has come since."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection: uvicorn's, with a deadline for everything that it waits for from its client."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        assert isinstance(config, BoundedConfig)
+        self._settings, self._room = config.settings, config.room
+        self._phase = _Phase.HEADER
+        self._beside_body = 0
+        self._unsent = 0
+        self._deadline: asyncio.TimerHandle | None = None
+        self._reading_deadline: asyncio.TimerHandle | None = None
+        """When the client must have taken a part of its answer."""
+
+    @property
+    def client_is_late(self) -> bool:
+        """Whether a connection that waits does so for nothing but what its client sends."""
+        return not self.flow.read_paused and not self.transport.get_write_buffer_size()
+
+    def give_way(self) -> None:
+        """Close, for another one's sake."""
+        self._end("it waited longest for its client when there was no place left")
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """A client has connected."""
+        super().connection_made(transport)
+        self._room.enter(self, self.client[0] if self.client else "")
+        self._enter(_Phase.HEADER)
+        self._room.fits(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has ended, whoever ended it."""
+        for timer in (self._deadline, self._reading_deadline):
+            if timer is not None:
+                timer.cancel()
+        self._room.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request, or parts of several, has come."""
+        if self._phase is _Phase.IDLE:
+            self._enter(_Phase.HEADER)
+        self._beside_body += len(data)
+        super().data_received(data)
+        if self._beside_body > self._settings.max_header_bytes and not self.transport.is_closing():
+            too_long = f"the request has more than {self._settings.max_header_bytes} bytes beside its body"
+            self._end(too_long, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        """The parser has read a header."""
+        behind_another = self.cycle is not None and not self.cycle.response_complete
+        if not behind_another:
+            self._enter(_Phase.BODY)
+            if not self._room.fits(self):
+                self.app = service_unavailable
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """The parser has read a part of a body."""
+        # Each byte pays for itself and for one of the lengths of chunks.
+        self._beside_body -= 2 * len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The parser has read a whole request."""
+        self._beside_body = 0
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._enter(_Phase.IDLE)
+        else:
+            self._enter(_Phase.ANSWER)
+
+    def on_response_complete(self) -> None:
+        """The application has given out the whole answer."""
+        super().on_response_complete()
+        if not self.cycle.response_complete:
+            # The next one had come before this one was answered.
+            self._enter(_Phase.BODY if self.cycle.more_body else _Phase.ANSWER)
+        elif self._phase is _Phase.ANSWER:
+            self._enter(_Phase.IDLE)
+
+    def pause_writing(self) -> None:
+        """The client takes less than the application gives."""
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        """The client has taken most of what waited for it."""
+        super().resume_writing()
+        if self._reading_deadline is not None:
+            self._reading_deadline.cancel()
+            self._reading_deadline = None
+
+    def _enter(self, phase: _Phase) -> None:
+        settings, self._phase = self._settings, phase
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if phase is _Phase.ANSWER:
+            self._room.answer(self)
+            return
+        self._room.wait(self)
+        allowed_s = {
+            _Phase.HEADER: settings.header_timeout_s,
+            _Phase.BODY: settings.body_timeout_s,
+            _Phase.IDLE: settings.idle_timeout_s,
+        }
+        self._deadline = self.loop.call_later(allowed_s[phase], self._expire)
+
+    def _expire(self) -> None:
+        settings = self._settings
+        if self._phase is _Phase.IDLE:
+            self.transport.close()
+            self._expect_reading()
+        elif self._phase is _Phase.HEADER:
+            late = f"no whole header came within {settings.header_timeout_s:g} s"
+            # Who has sent nothing has asked nothing.
+            self._end(late, HTTPStatus.REQUEST_TIMEOUT if self._beside_body else None)
+        elif self.flow.read_paused:
+            # The application does not take what has come: the client is not late.
+            self._enter(_Phase.BODY)
+        else:
+            self._end(f"the body did not arrive within {settings.body_timeout_s:g} s", HTTPStatus.REQUEST_TIMEOUT)
+
+    def _expect_reading(self) -> None:
+        if self._reading_deadline is not None:
+            self._reading_deadline.cancel()
+        self._unsent = self.transport.get_write_buffer_size()
+        if self._unsent:
+            self._reading_deadline = self.loop.call_later(self._settings.unread_timeout_s, self._check_reading)
+
+    def _check_reading(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._expect_reading()
+        else:
+            self._end(f"it took nothing of its answer for {self._settings.unread_timeout_s:g} s")
+
+    def _end(self, why: str, status: HTTPStatus | None = None) -> None:
+        """Close. A status is said to the client, with the reason, where nothing else has been said to its request."""
+        self._room.leave(self)
+        self._room.tell(self.client, why)
+        in_answer = self._phase is _Phase.ANSWER or (self._phase is _Phase.BODY and self.cycle.response_started)
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.transport.abort()
+            return
+        if status is not None and not in_answer:
+            problem = json.dumps({"title": status.phrase, "status": status, "detail": why}).encode()
+            head = (
+                f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/problem+json\r\n"
+                f"content-length: {len(problem)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + problem)
+        self.transport.close()

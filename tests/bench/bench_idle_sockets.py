@@ -1,0 +1,227 @@
+"""What good clients of the feedback gateway notice of many that send nothing or slowly, one JSON line a figure.
+
+    python tests/bench/bench_idle_sockets.py [--sockets 2000] [--seconds 10] [--bootstrap HOST:PORT]
+
+The gateway's application stands under uvicorn's own protocol with a bound of 512 connections (`plain`, the baseline)
+and under Tidemill's with its default settings (`bounded`), each with no other sockets and with `--sockets` of them from
+the same address: a third says nothing, a third sends a header and a third a body, a byte a second. Who is closed comes
+again after 5 s. Half of the good clients keep their connection, half open one for each request; each sends an event and
+rests for 50 ms. `answered` and `failed` count their requests, `p50_ms` and `p99_ms` are of those answered with 202.
+
+Gateway, sockets and good clients are a process each and share the machine's processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import aiohttp
+import uvicorn
+from pydantic import SecretStr
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
+from tidemill.producers.gateway.app import application
+from tidemill.producers.gateway.config import GatewaySettings
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import Signer
+from tidemill.schemas.address import bind
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.config import HttpSettings, KafkaSettings
+from tidemill.schemas.http_server import BoundedConfig
+
+KEY = "k" * 64
+PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=SecretStr("p" * 32))
+USER = "ann@example.com"
+PLAIN_CONNECTIONS = 512
+CLIENTS = 8
+REST_S = 0.05
+BYTE_EVERY_S = 1.0
+AGAIN_S = 5.0
+START_S = 60.0
+GRACE_S = 5
+HEAD = (
+    f"POST /v1/feedback HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    "content-type: application/json\r\ncontent-length: 1000\r\n"
+).encode()
+BEGINNINGS = (b"", HEAD + b"x: ", HEAD + b"\r\n")
+"""What each third of the sockets sends at once; the last two go on byte by byte."""
+
+
+def serve(kafka: KafkaSettings, kind: str, port: int) -> None:
+    """Be the gateway, until a signal."""
+    settings = GatewaySettings(
+        port=port, api_keys={"bench": hashlib.sha256(KEY.encode()).hexdigest()}, user_rate=1e9, user_burst=10**9,
+        key_rate=1e9, key_burst=10**9, acknowledge_timeout_s=START_S,
+    )  # fmt: skip
+    app = application(kafka, PRODUCT, settings)
+    config: uvicorn.Config = BoundedConfig(app, HttpSettings(), lifespan="on", grace_s=GRACE_S)
+    if kind == "plain":
+        config = uvicorn.Config(
+            app, log_level="error", access_log=False, limit_concurrency=PLAIN_CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip
+    with bind("127.0.0.1", port, "gateway.port", 512) as listener:
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+async def hold(port: int, sockets: int) -> None:
+    """Be the clients that send nothing or slowly; say so once each has connected, or has been closed."""
+    begun, all_begun = 0, asyncio.Event()
+
+    async def one(number: int) -> None:
+        nonlocal begun
+        sent = BEGINNINGS[number % len(BEGINNINGS)]
+        first = True
+        while True:
+            writer = None
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                if first:
+                    first, begun = False, begun + 1
+                    if begun == sockets:
+                        all_begun.set()
+                while True:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(reader.read(1 << 16), BYTE_EVERY_S)
+                        break
+                    writer.write(b"y" if sent else b"")
+            if writer is not None:
+                writer.close()
+            await asyncio.sleep(AGAIN_S)
+
+    tasks = [asyncio.create_task(one(number)) for number in range(sockets)]
+    await asyncio.wait_for(all_begun.wait(), START_S)
+    print("held", flush=True)
+    await asyncio.gather(*tasks)
+
+
+async def ask(url: str, seconds: float) -> tuple[list[float], int]:
+    """Be the good clients: the seconds of each answer with 202, and how many requests had another one or none."""
+    token = Signer(PRODUCT).sign("i-1", Pseudonyms(PRODUCT).of(USER))
+    took: list[float] = []
+    failed = 0
+    end = time.monotonic() + seconds
+
+    async def client(number: int) -> None:
+        nonlocal failed
+        kept = aiohttp.TCPConnector(force_close=number % 2 == 1)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(connector=kept, headers=headers) as session:
+            count = 0
+            while time.monotonic() < end:
+                count += 1
+                body = {
+                    "interaction": token,
+                    "kind": "thumb",
+                    "value": 1,
+                    "user": USER,
+                    "event_id": f"{number}-{count}",
+                }
+                began = time.monotonic()
+                try:
+                    async with session.post(f"{url}/v1/feedback", json=body) as answer:
+                        await answer.read()
+                        status = answer.status
+                except aiohttp.ClientError:
+                    status = 0
+                if status == 202:
+                    took.append(time.monotonic() - began)
+                else:
+                    failed += 1
+                await asyncio.sleep(REST_S)
+
+    await asyncio.gather(*(client(number) for number in range(CLIENTS)))
+    return took, failed
+
+
+@contextmanager
+def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """This program in another part, while the context is entered."""
+    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def answering(url: str) -> None:
+    deadline = time.monotonic() + START_S
+    async with aiohttp.ClientSession() as session:
+        while True:
+            assert time.monotonic() < deadline, "the gateway does not answer"
+            try:
+                async with session.get(f"{url}/healthz") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                await asyncio.sleep(0.05)
+
+
+def measure(kafka: KafkaSettings, kind: str, sockets: int, seconds: float) -> dict[str, object]:
+    with bind("127.0.0.1", 0, "gateway.port") as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with child("--be", "gateway", "--kind", kind, "--port", str(port), "--bootstrap", kafka.bootstrap,
+               "--prefix", kafka.topic_prefix):  # fmt: skip
+        asyncio.run(answering(url))
+        asyncio.run(ask(url, 1.0))
+        if sockets:
+            with child("--be", "sockets", "--port", str(port), "--sockets", str(sockets)) as holding:
+                assert holding.stdout is not None and holding.stdout.readline() == "held\n"
+                took, failed = asyncio.run(ask(url, seconds))
+        else:
+            took, failed = asyncio.run(ask(url, seconds))
+    took.sort()
+    line: dict[str, object] = {"figure": kind, "sockets": sockets, "answered": len(took), "failed": failed}
+    if took:
+        line["p50_ms"] = round(1000 * took[len(took) // 2], 1)
+        line["p99_ms"] = round(1000 * took[len(took) * 99 // 100], 1)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bootstrap", default="", help="Kafka's address; default: a broker of its own")
+    parser.add_argument("--sockets", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each figure")
+    parser.add_argument("--be", choices=["gateway", "sockets"], help=argparse.SUPPRESS)
+    parser.add_argument("--kind", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--prefix", default=f"bench{os.getpid()}.", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    kafka = KafkaSettings(bootstrap=arguments.bootstrap, topic_prefix=arguments.prefix)
+    if arguments.be == "gateway":
+        serve(kafka, arguments.kind, arguments.port)
+        return
+    if arguments.be == "sockets":
+        asyncio.run(hold(arguments.port, arguments.sockets))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        stack = LocalStack(StackSettings(data_dir=Path(directory), heap_mb=256))
+        try:
+            kafka = kafka.model_copy(update={"bootstrap": arguments.bootstrap or stack.up().bootstrap})
+            create_topics(kafka)
+            for kind in ("plain", "bounded"):
+                for sockets in (0, arguments.sockets):
+                    print(json.dumps(measure(kafka, kind, sockets, arguments.seconds)), flush=True)
+        finally:
+            stack.down()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""Clients that send nothing, little or slowly: what they get, and what the others notice."""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import httpx
+import pytest
+import uvicorn
+
+from tidemill.schemas.address import bind
+from tidemill.schemas.config import HttpSettings
+from tidemill.schemas.http_room import Room, client_of
+from tidemill.schemas.http_server import BoundedConfig
+
+DEADLINE_S = 60.0
+SHORT_S = 0.5
+SHORT = HttpSettings(header_timeout_s=SHORT_S, body_timeout_s=SHORT_S, unread_timeout_s=SHORT_S)
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+NEIGHBOUR = "127.0.0.2"
+LARGE = 64 << 20
+
+
+class Application:
+    """`/` answers at once, having read the body; `/early` without reading it; `/large` with many bytes; `/hold` once
+    it is released; `/block` holds the server up; `/stream` gives a piece whenever the test wants one."""
+
+    def __init__(self) -> None:
+        self.held, self.gone = threading.Semaphore(0), threading.Semaphore(0)
+        self.released = threading.Event()
+        self.pieces = threading.Semaphore(0)
+
+    async def __call__(self, scope, receive, send) -> None:
+        path, body = scope["path"], b"ok"
+        while path in ("/", "/large") and (message := await receive()).get("more_body"):
+            if message["type"] == "http.disconnect":
+                return
+        if path == "/block":
+            self.held.release()
+            time.sleep(4 * SHORT_S)
+        if path == "/hold":
+            self.held.release()
+            await asyncio.to_thread(self.released.wait, DEADLINE_S)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if path == "/stream":
+            for _ in range(3):
+                await asyncio.to_thread(self.pieces.acquire, timeout=DEADLINE_S)
+                await send({"type": "http.response.body", "body": b"piece", "more_body": True})
+        if path == "/large":
+            for _ in range(LARGE >> 16):
+                await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
+            self.gone.release()
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+@dataclass
+class Served:
+    """A server that runs, and connections to it that end with it."""
+
+    application: Application
+    address: tuple[str, int]
+    open_ones: ExitStack
+    server: uvicorn.Server
+
+    def connect(self, sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+        connection = self.open_ones.enter_context(
+            closing(socket.create_connection(self.address, DEADLINE_S, (source, 0)))
+        )
+        connection.sendall(sent)
+        return connection
+
+    def get(self, source: str = "127.0.0.1") -> int:
+        """The status of a request over a connection of its own."""
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=source), timeout=DEADLINE_S) as client:
+            return client.get("http://{}:{}/".format(*self.address)).status_code
+
+    def wait_for_connections(self, count: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self.server.server_state.connections) != count:
+            assert time.monotonic() < deadline, len(self.server.server_state.connections)
+            select.select([], [], [], 0.01)
+
+
+@contextmanager
+def serving(settings: HttpSettings) -> Iterator[Served]:
+    application = Application()
+    with closing(bind("127.0.0.1", 0, "gateway.port", 1024)) as listener, ExitStack() as open_ones:
+        server = uvicorn.Server(BoundedConfig(application, settings, lifespan="off", grace_s=5.0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        address = listener.getsockname()
+        thread.start()
+        try:
+            yield Served(application, address, open_ones, server)
+        finally:
+            application.released.set()
+            open_ones.close()
+            server.should_exit = True
+            thread.join()
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """What the server sends until it closes; TimeoutError when it does not."""
+    found = bytearray()
+    try:
+        while chunk := connection.recv(65_536):
+            found += chunk
+    except ConnectionResetError:
+        return bytes(found)
+    return bytes(found)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One chunked answer."""
+    found = b""
+    while not found.endswith(b"0\r\n\r\n"):
+        chunk = connection.recv(65_536)
+        assert chunk, found
+        found += chunk
+    return found
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def test_a_connection_that_says_nothing_is_closed():
+    with serving(SHORT) as served:
+        assert read_to_end(served.connect()) == b""
+
+
+def test_half_a_header_is_answered_and_closed():
+    with serving(SHORT) as served:
+        answer = read_to_end(served.connect(b"GET / HTTP/1.1\r\nhost: "))
+        assert status_of(answer) == 408 and b"no whole header came within 0.5 s" in answer
+
+
+@pytest.mark.parametrize("begun", [b"", GET])
+def test_a_header_that_comes_byte_by_byte_is_not_waited_for(begun: bytes):
+    with serving(SHORT) as served:
+        connection = served.connect(begun)
+        if begun:
+            assert status_of(read_answer(connection)) == 200
+        deadline, letters = time.monotonic() + DEADLINE_S, chain(b"GET / HTTP/1.1\r\nx: ", repeat(ord("y")))
+        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+            assert time.monotonic() < deadline
+            connection.send(bytes([next(letters)]))
+        assert status_of(read_to_end(connection)) == 408
+
+
+@pytest.mark.parametrize("head", [b"content-length: 100", b"transfer-encoding: chunked"])
+def test_a_body_that_comes_byte_by_byte_is_not_waited_for(head: bytes):
+    with serving(SHORT) as served:
+        connection = served.connect(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
+        deadline = time.monotonic() + DEADLINE_S
+        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+            assert time.monotonic() < deadline
+            connection.send(b"x" if b"length" in head else b"1\r\nx\r\n")
+        answer = read_to_end(connection)
+        assert status_of(answer) == 408 and b"the body did not arrive within 0.5 s" in answer
+
+
+def test_a_body_that_comes_after_its_answer_is_not_waited_for_either():
+    with serving(SHORT) as served:
+        connection = served.connect(b"POST /early HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
+        assert status_of(read_answer(connection)) == 200
+        deadline = time.monotonic() + DEADLINE_S
+        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+            assert time.monotonic() < deadline
+            connection.send(b"x")
+        assert read_to_end(connection) == b"", "the request was answered already"
+
+
+def test_a_connection_is_kept_for_a_further_request_for_a_while():
+    with serving(SHORT.model_copy(update={"idle_timeout_s": 1})) as served:
+        connection = served.connect()
+        began = time.monotonic()
+        while time.monotonic() < began + 4 * SHORT_S:
+            connection.sendall(GET)
+            assert status_of(read_answer(connection)) == 200
+        connection.sendall(GET + GET)
+        assert read_to_end(connection).count(b" 200 ") == 2
+
+
+def test_what_came_while_the_server_was_held_up_is_not_late():
+    with serving(SHORT) as served:
+        waiting = served.connect()
+        served.wait_for_connections(1)
+        blocking = served.connect(GET.replace(b"/", b"/block", 1))
+        assert served.application.held.acquire(timeout=DEADLINE_S)
+        waiting.sendall(GET)
+        assert [status_of(read_answer(connection)) for connection in (blocking, waiting)] == [200, 200]
+
+
+def test_an_answer_that_lasts_longer_than_every_deadline_is_not_cut():
+    with serving(SHORT.model_copy(update={"idle_timeout_s": 1})) as served:
+        connection = served.connect(GET.replace(b"/", b"/stream", 1))
+        found = b""
+        for number in range(1, 4):
+            # Nothing is to come in this time: the client looks whether it was cut.
+            assert b"0\r\n\r\n" not in found
+            while b"\r\n\r\n" not in found:
+                found += connection.recv(65_536)
+            assert not select.select([connection], [], [], 3 * SHORT_S)[0]
+            served.application.pieces.release()
+            while found.count(b"piece") < number:
+                found += (piece := connection.recv(65_536))
+                assert piece
+        while not found.endswith(b"0\r\n\r\n"):
+            found += connection.recv(65_536)
+        connection.sendall(GET)
+        assert status_of(read_answer(connection)) == 200
+
+
+def test_who_takes_nothing_of_his_answer_is_cut_off_and_who_takes_it_slowly_is_not():
+    with serving(SHORT) as served:
+        slow = served.connect(GET.replace(b"/", b"/large", 1))
+        stuck = served.connect(GET.replace(b"/", b"/large", 1))
+        taken, step = len(slow.recv(1 << 20)), SHORT_S / 10
+        while not served.application.gone.acquire(timeout=step):
+            taken += len(slow.recv(1 << 20))
+        served.wait_for_connections(1)
+        while taken < LARGE:
+            taken += (piece := len(slow.recv(1 << 20)))
+            assert piece
+        del stuck
+
+
+def test_a_header_without_end_is_refused():
+    with serving(SHORT.model_copy(update={"max_header_bytes": 4096, "header_timeout_s": DEADLINE_S})) as served:
+        answer = read_to_end(served.connect(b"GET / HTTP/1.1\r\nx: " + b"y" * 5000))
+        assert status_of(answer) == 431 and b"more than 4096 bytes beside its body" in answer
+        trailer = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+        assert status_of(read_to_end(served.connect(trailer + b"y" * 5000))) == 431
+        for size in (100_000, 10):
+            chunks = b"".join(b"%x\r\n%b\r\n" % (size, b"z" * size) for _ in range(200))
+            head = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+            assert status_of(read_answer(served.connect(head + chunks + b"0\r\n\r\n"))) == 200
+
+
+@pytest.mark.parametrize("source", ["127.0.0.1", NEIGHBOUR])
+def test_many_that_say_nothing_leave_a_good_client_answered(source: str):
+    patient = HttpSettings(
+        max_connections=200, max_client_connections=100, header_timeout_s=DEADLINE_S, body_timeout_s=DEADLINE_S
+    )
+    with serving(patient) as served:
+        good = served.connect(source=source)
+        begun = [b"", b"GET / HTT", b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
+        for number in range(600):
+            served.connect(begun[number % 3])
+            if number % 20 == 0:
+                good.sendall(GET)
+                assert status_of(read_answer(good)) == 200
+                assert served.get(source) == 200
+        served.wait_for_connections(100 + (source == NEIGHBOUR))
+        assert served.get(source) == 200
+
+
+def test_requests_in_hand_keep_their_places_and_further_ones_are_refused():
+    with serving(HttpSettings(max_connections=3, max_client_connections=2)) as served:
+        held = [served.connect(GET.replace(b"/", b"/hold", 1)) for _ in range(2)]
+        for _ in held:
+            assert served.application.held.acquire(timeout=DEADLINE_S)
+        assert {served.get() for _ in range(3)} == {503}
+        assert served.get(NEIGHBOUR) == 200, "another client has a place left"
+        held.append(served.connect(GET.replace(b"/", b"/hold", 1), NEIGHBOUR))
+        assert served.application.held.acquire(timeout=DEADLINE_S)
+        assert served.get(NEIGHBOUR) == 503, "nobody has"
+        served.application.released.set()
+        assert [status_of(read_answer(connection)) for connection in held] == [200] * 3
+        assert served.get() == 200, "an answered one that waits gives way"
+
+
+@dataclass(eq=False)
+class Seat:
+    """A connection that only counts."""
+
+    client_is_late: bool = True
+    gave_way: bool = field(default=False, init=False)
+
+    def give_way(self) -> None:
+        self.gave_way = True
+
+
+def seated(room: Room, address: str = "10.0.0.1", waits: bool = True) -> Seat:
+    seat = Seat()
+    room.enter(seat, address)
+    if waits:
+        room.wait(seat)
+    return seat
+
+
+def test_the_longest_wait_of_the_same_client_gives_way_first():
+    room = Room(HttpSettings(max_connections=10, max_client_connections=2))
+    neighbour, first, second = seated(room, "10.0.0.9"), seated(room), seated(room)
+    room.wait(first)
+    third = seated(room)
+    assert room.fits(third) and second.gave_way and not (first.gave_way or neighbour.gave_way)
+    room.leave(second)
+    fourth = seated(room)
+    assert room.fits(fourth) and first.gave_way and not neighbour.gave_way
+
+
+def test_nobody_gives_way_who_has_a_request_or_is_still_being_served():
+    room = Room(HttpSettings(max_connections=2))
+    asking, taking = seated(room, waits=False), seated(room)
+    taking.client_is_late = False
+    newcomer = seated(room)
+    assert not room.fits(newcomer) and not (asking.gave_way or taking.gave_way or newcomer.gave_way)
+    room.answer(newcomer)
+    room.leave(asking)
+    assert room.fits(newcomer)
+
+
+def test_as_many_fit_as_files_may_be_open(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (130, 130))
+    room = Room(HttpSettings())
+    first, second, third = seated(room), seated(room), seated(room)
+    assert room.fits(third) and first.gave_way and not second.gave_way
+
+
+def test_clients_are_told_apart_by_address_and_by_network():
+    assert client_of("10.0.0.1") != client_of("10.0.0.2")
+    assert client_of("::ffff:10.0.0.1") == "10.0.0.1"
+    assert client_of("2001:db8::1") == client_of("2001:db8::ffff:1") != client_of("2001:db8:0:1::1")
+    assert client_of("fe80::1%eth0") == client_of("fe80::2%eth0")
+    assert client_of("") == ""
