@@ -1,0 +1,68 @@
+"""What docs/limits.md says, where a test can reach it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.stack.config import StackSettings
+from tidemill.consumers.replica.vllm_args import refusal
+from tidemill.consumers.sink import server as sink_server
+from tidemill.producers.router.ask import Kind, Refusal, parse
+from tidemill.schemas.chat.messages import BadMessage, checked_messages
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LIMITS = (ROOT / "docs/limits.md").read_text("utf-8")
+
+
+def test_every_setting_that_is_named_is_one():
+    sections = TidemillSettings.model_fields
+    shared = {"http": sections["gateway"].annotation.model_fields["http"].annotation}
+    named = {found for found in re.findall(r"`([a-z]+)\.([a-z_]+)`", LIMITS) if found[0] in {*sections, *shared}}
+    assert len(named) > 10
+    for section, key in named:
+        assert key in (shared.get(section) or sections[section].annotation).model_fields, f"{section}.{key}"
+
+
+def test_the_trainer_knows_no_device_and_no_ranks():
+    for path in (ROOT / "trainer").rglob("*.py"):
+        source = path.read_text("utf-8")
+        assert "cuda" not in source.lower(), path
+        assert path.name.startswith("sharded_") or "torch.distributed" not in source, path
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "enable-expert-parallel", "enable-lora",
+        "quantization", "speculative-config", "api-key", "ssl-keyfile",
+    ],
+)  # fmt: skip
+def test_vllms_arguments_that_a_proof_could_not_bear_are_refused(name: str):
+    assert refusal(name)
+
+
+@pytest.mark.parametrize(
+    "field", [{"n": 2}, {"best_of": 2}, {"seed": 1}, {"suffix": "x"}, {"prompt": ["a", "b"]}], ids=str
+)
+def test_the_router_gives_one_answer_a_request(field: dict):
+    with pytest.raises(Refusal) as refused:
+        parse(Kind.COMPLETION, json.dumps({"prompt": "x", **field}).encode())
+    assert refused.value.status == 400
+
+
+def test_chat_is_text():
+    with pytest.raises(BadMessage, match="text alone"):
+        checked_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_defaults_stay_on_this_machine():
+    settings = TidemillSettings()
+    assert sink_server.LOOPBACK == settings.replica.host == "127.0.0.1"
+    assert (StackSettings().brokers, settings.kafka.replication_factor) == (1, 1)
+    with pytest.raises(ValueError, match="1 or 3 brokers"):
+        StackSettings(brokers=4)
