@@ -57,6 +57,8 @@ def audit(
     status 1 means a fault; the first offender is named with its topic, partition and offset, and `tidemill trace`
     follows it. Nothing is written, and a log in use may be audited.
 
+    A run that was killed is over as well: `--complete --set run.max_steps=N`, N the last step that it took.
+
     Examples: `tidemill audit --run-id tuesday` · `tidemill audit --complete --json`
     """
     settings = with_reachable_log(settings_of({}))

@@ -18,6 +18,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
     ResourceType,
 )
 
+from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_RETENTION_MS, Names
 from tidemill.schemas.config import KafkaSettings
 
@@ -54,7 +55,10 @@ def admin_client(kafka: KafkaSettings) -> AdminClient:
 
 
 def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
-    """Wait until the admin API answers; the number of brokers. Raises BrokerUnreachable past the deadline."""
+    """Wait until the admin API answers; the number of brokers.
+
+    Raises past the deadline: AccessRefused when they let nobody in with these settings, else BrokerUnreachable.
+    """
     client = admin_client(kafka)
     deadline = time.monotonic() + deadline_s
     while True:
@@ -62,6 +66,7 @@ def wait_for_broker(kafka: KafkaSettings, deadline_s: float = 30.0) -> int:
             return len(client.list_topics(timeout=2.0).brokers)
         except KafkaException as error:
             if time.monotonic() > deadline:
+                check_access(kafka)
                 raise BrokerUnreachable(
                     f"no Kafka broker answered at {kafka.address()} within {deadline_s:g} s: is it running? "
                     "`tidemill stack up` starts a local one"

@@ -18,6 +18,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
+from tidemill.schemas.access import AccessRefused, check_access
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
 from tidemill.schemas.codec import Codec
@@ -60,6 +61,10 @@ class FencedProducer:
         try:
             self._call(self._producer.init_transactions, time.monotonic() + START_TIMEOUT_S)
         except KafkaException as error:
+            try:
+                check_access(kafka)
+            except AccessRefused as refused:
+                raise DeliveryError(str(refused)) from refused
             raise self._explained(error) from error
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:

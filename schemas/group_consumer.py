@@ -6,10 +6,12 @@ was ever committed; a committed offset that the log no longer keeps is told (`Re
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
+from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
 from tidemill.schemas.codec import Codec
@@ -39,6 +41,9 @@ class GroupConsumer:
         self._next: dict[Place, int | None] = {}
         """Next offset of each owned partition; None for the first that is kept."""
         self._paused: set[Place] = set()
+        self._kafka = kafka
+        self._ask_at: float | None = time.monotonic() + METADATA_TIMEOUT_S
+        """When to ask why the group says nothing; None once it has assigned partitions, or none."""
         topics = list(topics)
         self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
         self._consumer.subscribe(
@@ -46,6 +51,7 @@ class GroupConsumer:
         )
 
     def _begin(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._ask_at = None
         # Left to itself, librdkafka would take a partition without a committed offset for one that is out of range.
         for found in consumer.committed(partitions, timeout=METADATA_TIMEOUT_S) if partitions else []:
             self._next[found.topic, found.partition] = found.offset if found.offset >= 0 else None
@@ -69,8 +75,13 @@ class GroupConsumer:
                 first one that is kept: whoever can do without goes on polling.
             TopicMadeAnew: the committed offset lies behind a partition's end.
             ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
+            AccessRefused: the brokers let nobody in with these settings.
         """
         self._guard.check()
+        if self._ask_at is not None and time.monotonic() > self._ask_at:
+            # A member that is refused would wait for its group for ever.
+            check_access(self._kafka)
+            self._ask_at = time.monotonic() + METADATA_TIMEOUT_S
         messages = self._consumer.consume(max_records, timeout_s)
         found = [located for located in map(self._locate, messages) if located is not None]
         if not found:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer
 
+from tidemill.schemas.access import AccessRefused, check_access
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
 from tidemill.schemas.codec import Codec
@@ -33,6 +34,8 @@ class RecordProducer:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
         self._producer = Producer(producer_settings(kafka, client_id))
+        self._kafka = kafka
+        self._let_in = False
         self._failure: KafkaError | None = None
 
     def send(
@@ -111,16 +114,28 @@ class RecordProducer:
         left = self._producer.flush(timeout_s)
         self._raise_failure()
         if left:
+            self._raise_refusal()
             raise DeliveryError(f"{left} records not acknowledged within {timeout_s:g} s")
 
     def _delivered(self, error: KafkaError | None, _message: Message) -> None:
+        self._let_in |= error is None
         if error is not None:
             self._failure = error
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             failure, self._failure = self._failure, None
+            self._raise_refusal()
             raise DeliveryError(f"the log refused a record: {failure}")
+
+    def _raise_refusal(self) -> None:
+        """A producer that is refused says only that time ran out."""
+        if not self._let_in:
+            try:
+                check_access(self._kafka)
+            except AccessRefused as error:
+                raise DeliveryError(str(error)) from error
+            self._let_in = True
 
     def __enter__(self) -> Self:
         return self

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaException, Message, TopicPartition
 
+from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.codec import Codec
@@ -36,7 +37,8 @@ class LogReader:
         share: (n, of): one of `of` readers that share the partitions, the one that reads those of number n modulo `of`.
         fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
 
-    Raises LookupError when a topic does not exist, RetentionGap when the log no longer keeps a start offset.
+    Raises LookupError when a topic does not exist, RetentionGap when the log no longer keeps a start offset,
+    AccessRefused when the brokers let nobody in with these settings.
     """
 
     def __init__(
@@ -58,12 +60,17 @@ class LogReader:
         self._limit_bytes = kafka.read_ahead_bytes
         topics = list(topics)
         self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
-        self._assignment = [
-            TopicPartition(self._names.of(topic), partition, _start_offset(start, topic, partition))
-            for topic in topics
-            for partition in self.partitions(topic)
-            if partition % share[1] == share[0]
-        ]
+        try:
+            self._assignment = [
+                TopicPartition(self._names.of(topic), partition, _start_offset(start, topic, partition))
+                for topic in topics
+                for partition in self.partitions(topic)
+                if partition % share[1] == share[0]
+            ]
+        except KafkaException:
+            # A client that is refused says only that no answer came.
+            check_access(kafka)
+            raise
         self._anywhere = self._resolve_ends()
         self._consumer.assign(self._assignment)
         self._next: dict[Place, int] = {(tp.topic, tp.partition): tp.offset for tp in self._assignment}

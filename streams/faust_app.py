@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from faust.auth import Credentials
 from yarl import URL
 
+from tidemill.schemas.access import AccessRefused, check_access
 from tidemill.schemas.admin import admin_client
 from tidemill.schemas.catalogue import Names, co_partitioned
 from tidemill.schemas.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.security import SecurityError
 from tidemill.streams.config import StreamSettings
+from tidemill.streams.faust_security import broker_credentials
 from tidemill.streams.machine import Processor
 
 METADATA_TIMEOUT_S = 20.0
@@ -69,17 +73,19 @@ def _equal_count(counts: Mapping[str, int]) -> int:
     return next(iter(counts.values()))
 
 
-def refuse_unsupported(kafka: KafkaSettings) -> None:
-    """Raises StreamFailure for client options that Faust would silently go without."""
-    secured = sorted(k for k in kafka.client_options if k.startswith(("security.", "sasl.", "ssl.")))
-    if secured:
-        raise StreamFailure(
-            f"the stream worker speaks to Kafka without TLS and SASL only, but the configuration sets {secured}: give "
-            "it a plain listener inside of the trusted network"
-        )
+def checked_credentials(kafka: KafkaSettings) -> Credentials | None:
+    """What Faust shows to the brokers, which let this worker in; None for plain connections. Raises StreamFailure."""
+    try:
+        credentials = broker_credentials(kafka)
+        check_access(kafka)
+    except (SecurityError, AccessRefused) as error:
+        raise StreamFailure(str(error)) from error
+    return credentials
 
 
-def faust_settings(kafka: KafkaSettings, stream: StreamSettings, partitions: int) -> dict[str, Any]:
+def faust_settings(
+    kafka: KafkaSettings, stream: StreamSettings, partitions: int, credentials: Credentials | None
+) -> dict[str, Any]:
     """Faust's settings.
 
     `exactly_once` is left out on purpose: Faust's leaves outputs outside of the transaction.
@@ -87,6 +93,7 @@ def faust_settings(kafka: KafkaSettings, stream: StreamSettings, partitions: int
     return {
         "broker": [URL(f"kafka://{address.strip()}") for address in kafka.address().split(",")],
         "broker_client_id": "tidemill-stream",
+        "broker_credentials": credentials,
         "broker_commit_interval": stream.commit_interval_s,
         "broker_session_timeout": stream.session_timeout_s,
         "broker_heartbeat_interval": stream.heartbeat_interval_s,

@@ -35,9 +35,9 @@ from tidemill.streams.config import StreamSettings
 from tidemill.streams.faust_app import (
     StreamFailure,
     application_id,
+    checked_credentials,
     checked_partitions,
     faust_settings,
-    refuse_unsupported,
 )
 from tidemill.streams.faust_transport import PositionedTransport
 from tidemill.streams.machine import Machine, Output, Processor
@@ -52,7 +52,6 @@ class StreamWorker:
     """As many partitions as the consumer group gives it, in one process."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-        refuse_unsupported(kafka)
         self._kafka = kafka
         self._stream = stream
         self._processor = processor
@@ -70,8 +69,9 @@ class StreamWorker:
         self._ended = asyncio.Event()
         self._stopping = False
         self._ready = False
+        credentials = checked_credentials(kafka)
         partitions = checked_partitions(kafka, processor)
-        self.app = faust.App(application, **faust_settings(kafka, stream, partitions))
+        self.app = faust.App(application, **faust_settings(kafka, stream, partitions, credentials))
         self._transport = PositionedTransport(
             self.app.conf.broker_consumer,
             self.app,
@@ -292,7 +292,13 @@ class StreamWorker:
         watchdog = self._watchdog(loop)
         self.app.loop = loop
         self.app.finalize()
+
+        def started(start: asyncio.Task[Any]) -> None:
+            if not start.cancelled() and (error := start.exception()) is not None:
+                self._fail(error)
+
         start = loop.create_task(self.app.maybe_start())
+        start.add_done_callback(started)
         try:
             await self.app.wait(self._ended.wait())
         finally:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import settings
 
+from tests.secured_log import SecuredLog, secured_log
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 
@@ -52,3 +53,11 @@ def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
 def topic_prefix() -> str:
     """A topic prefix that no other test uses, so that tests share a broker."""
     return f"t{uuid.uuid4().hex[:12]}."
+
+
+@pytest.fixture(scope="session")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredLog]:
+    """A broker that asks for TLS and SASL, for the length of the session."""
+    with secured_log(tmp_path_factory.mktemp("secured")) as log:
+        yield log
+        gc.collect()

@@ -39,6 +39,10 @@ class StackSettings(Section):
     """Further HOST:PORT, one a broker, at which clients of another network (containers, namespaces) reach it. Anyone
     there may read and write: the listeners ask for no password. None: the loopback interface only."""
 
+    properties: dict[str, str] = Field(default_factory=dict)
+    """Further properties of every broker, in Kafka's own names; they win over Tidemill's. With them a listener asks for
+    TLS and passwords."""
+
     fast_start: bool = True
     """Compile with the JVM's quick compiler only: about half the CPU time at start, a lower peak throughput."""
 

@@ -153,7 +153,8 @@ class LocalStack:
         (home / "data").mkdir(parents=True, exist_ok=True)
         config = home / "server.properties"
         network = dict(zip(cluster.nodes, self._settings.network_listeners, strict=False)).get(node, "")
-        config.write_text(render(server_properties(cluster, node, home / "data", network)))
+        properties = server_properties(cluster, node, home / "data", network) | self._settings.properties
+        config.write_text(render(properties))
         if (home / "data" / "meta.properties").exists():
             return
         progress(f"formatting the storage of broker {node.node_id}")

@@ -21,14 +21,15 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import checked_partitions, faust_settings
+from tidemill.streams.faust_app import checked_credentials, checked_partitions, faust_settings
 
 
 def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
     partitions = checked_partitions(kafka, GroupAssembly.of(RunSettings(), stream))
     codec, names = Codec(), Names(kafka.topic_prefix)
-    app = faust.App(f"{kafka.topic_prefix}naive", **faust_settings(kafka, stream, partitions))
+    settings = faust_settings(kafka, stream, partitions, checked_credentials(kafka))
+    app = faust.App(f"{kafka.topic_prefix}naive", **settings)
     raw: dict[str, Any] = {"key_serializer": "raw", "value_serializer": "raw", "partitions": partitions}
     source = app.topic(names.of(Topic.ROLLOUTS), key_type=bytes, value_type=bytes, **raw)
     groups = app.topic(names.of(Topic.GROUPS), key_type=bytes, value_type=bytes, **raw)

@@ -30,8 +30,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Tick
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import StreamFailure, checked_partitions, refuse_unsupported
-from tidemill.streams.worker import run
+from tidemill.streams.faust_app import StreamFailure, checked_partitions
 
 ASSEMBLY = GroupAssembly.of(RunSettings(), StreamSettings())
 
@@ -162,14 +161,6 @@ def test_missing_and_unequal_topics_are_said(kafka, topic_prefix):
         checked_partitions(settings, ASSEMBLY)
     create_topics(settings)
     assert checked_partitions(settings, ASSEMBLY) == 8
-
-
-def test_security_settings_are_not_dropped_silently():
-    secured = KafkaSettings(bootstrap="127.0.0.1:1", client_options={"security.protocol": "SSL"})
-    with pytest.raises(StreamFailure, match=r"security\.protocol"):
-        refuse_unsupported(secured)
-    with pytest.raises(StreamFailure):
-        run(secured, RunSettings(), StreamSettings(), ASSEMBLY)
 
 
 def test_a_record_that_went_missing_and_a_broken_state_end_the_worker(settings, producer, tmp_path):

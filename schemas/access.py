@@ -1,0 +1,135 @@
+"""Whether the brokers let a client in, asked before its work begins.
+
+A client that they refuse, or that does not trust them, tries again for ever: librdkafka cannot know that nobody will
+change a password. At the start of a process the same refusal is nearly always a mistake in its settings.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
+
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.security import Security, SecurityError, security_of
+
+DEADLINE_S = 5.0
+POLL_S = 0.05
+PROBE_S = 2.0
+REFUSED = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL})
+LOCAL = "failed: Local: "
+"""In the text of an error that no broker sent."""
+
+
+class AccessRefused(ConnectionError):
+    """The brokers do not let this client in, or it does not trust them; the message says why and what to check."""
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a client told of its connections so far."""
+
+    refusal: str = ""
+    closed_early: bool = False
+    """A broker took a connection and closed it before it answered anything. Whatever stands before brokers does the
+    same while there are none."""
+    closed_late: bool = False
+    """A broker answered what it answers to anybody, and closed the connection at the next request."""
+    all_down: bool = False
+
+    def take_error(self, error: KafkaError) -> None:
+        """An error of the client."""
+        text = error.str()
+        refused = error.code() in REFUSED or (error.code() == KafkaError._TRANSPORT and "SSL" in text)
+        # A connection that broke while the client named itself is told as a failed authentication too.
+        if refused and LOCAL not in text:
+            self.refusal = self.refusal or text.split(" (after ")[0]
+        self.all_down |= error.code() == KafkaError._ALL_BROKERS_DOWN
+
+    def take_line(self, line: logging.LogRecord) -> bool:
+        """A line of the client's log, where alone it says that a broker closed a connection. It goes no further."""
+        text = line.getMessage()
+        if "Disconnected" in text:
+            late = "in state UP" in text
+            self.closed_late |= late
+            self.closed_early |= not late
+        return False
+
+
+def check_access(kafka: KafkaSettings, deadline_s: float = DEADLINE_S) -> None:
+    """Return once a broker has answered, or it is certain that none refuses: that none is there is not told here.
+
+    Raises:
+        SecurityError: the options cannot open a connection.
+        AccessRefused: the brokers refuse this client, or it does not trust them.
+    """
+    security = security_of(kafka)
+    found, log = _Found(), logging.Logger("tidemill.access")
+    log.addFilter(found.take_line)
+    settings: dict[str, Any] = {"bootstrap.servers": kafka.address(), **kafka.client_options}
+    settings |= {"client.id": "tidemill-access", "log_level": "6", "error_cb": found.take_error}
+    try:
+        client = AdminClient(settings, logger=log)
+    except KafkaException as error:
+        raise SecurityError(f"kafka.client_options cannot be used: {error.args[0].str()}") from error
+    answer = client.describe_cluster(request_timeout=deadline_s)
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        client.poll(POLL_S)
+        if answer.done() and answer.exception() is None:
+            return
+        if found.all_down:
+            break
+    if found.refusal:
+        raise AccessRefused(f"Kafka at {kafka.address()}: {found.refusal}. {_advice(security, found.refusal)}")
+    wanted = ""
+    if found.closed_late and not security.protocol.sasl:
+        wanted = "a user's name (SASL)"
+    elif found.closed_early and not security.protocol.encrypted and _speaks_tls(kafka):
+        wanted = "TLS"
+    if wanted:
+        raise AccessRefused(
+            f"Kafka at {kafka.address()} closes each connection of this client, which speaks {security.protocol}: the "
+            f"listener wants {wanted}. Set in kafka.client_options security.protocol to SSL, SASL_SSL or "
+            "SASL_PLAINTEXT, as the listener has it, with the options that belong to it"
+        )
+
+
+def _speaks_tls(kafka: KafkaSettings) -> bool:
+    """Whether one of the brokers answers the beginning of a TLS connection. Nothing is said over it."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for address in kafka.address().split(","):
+        host, _, port = address.strip().rpartition("://")[2].rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), PROBE_S) as connection:
+                context.wrap_socket(connection).close()
+                return True
+        except (OSError, ValueError):
+            # Also ssl.SSLError, an OSError: what came was no TLS.
+            continue
+    return False
+
+
+def _advice(security: Security, refusal: str) -> str:
+    if "SASL" in refusal:
+        return (
+            f"Check in kafka.client_options: sasl.username (it is {security.user!r}), sasl.password, and "
+            f"sasl.mechanism (it is {security.mechanism!r})"
+        )
+    if "verif" in refusal:
+        trusted = f"the authorities in {security.ca}" if security.ca else "the authorities that the system trusts"
+        return (
+            f"The broker's certificate has to be signed by one of {trusted} (kafka.client_options: ssl.ca.location) "
+            "and to name the host by which it is reached"
+        )
+    return (
+        f"This client speaks {security.protocol}; check in kafka.client_options security.protocol, and "
+        "ssl.certificate.location and ssl.key.location where the brokers ask for a client's certificate"
+    )

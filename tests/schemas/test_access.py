@@ -1,0 +1,199 @@
+"""Clients at a broker that speaks TLS and SASL: all of them work, and what keeps one out is said in time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from tests.secured_log import USER, SecuredLog
+from tidemill.schemas import group_consumer
+from tidemill.schemas.access import DEADLINE_S, AccessRefused, check_access
+from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.fenced_producer import FencedProducer
+from tidemill.schemas.group_consumer import GroupConsumer
+from tidemill.schemas.lookback import Lookback
+from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import Document
+from tidemill.schemas.security import SecurityError, security_of
+
+TEST_DEADLINE_S = 60.0
+MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
+SASL = {"security.protocol": "sasl_ssl", "sasl.mechanism": "PLAIN", "sasl.username": "u", "sasl.password": "secret"}
+
+
+def document(name: str) -> Document:
+    return Document(name, "test", "")
+
+
+@pytest.fixture(params=[*MECHANISMS, "certificate", "without TLS"])
+def door(request: pytest.FixtureRequest, secured: SecuredLog, topic_prefix: str) -> KafkaSettings:
+    """One of the ways in."""
+    if request.param == "certificate":
+        address, options = secured.mutual, secured.mutual_options()
+    elif request.param == "without TLS":
+        address, options = secured.named, secured.sasl_options(security_protocol="SASL_PLAINTEXT")
+    else:
+        address, options = secured.sasl, secured.sasl_options(request.param)
+    return KafkaSettings(bootstrap=address, topic_prefix=topic_prefix, partitions=1, client_options=options)
+
+
+def test_every_client_works(door: KafkaSettings):
+    check_access(door)
+    assert wait_for_broker(door) == 1
+    create_topics(door)
+    assert not any(state.drift for state in check_topics(door))
+    with RecordProducer(door, "test") as producer:
+        producer.send_acked(Topic.DOCUMENTS, [("a", document("a"))])
+    FencedProducer(door, "test", f"{door.topic_prefix}fenced").send_acked(Topic.DOCUMENTS, [("b", document("b"))])
+    with LogReader(door, [Topic.DOCUMENTS]) as reader:
+        found = [located.record for located in reader.read_to_end(TEST_DEADLINE_S)]
+    assert [record.document_id for record in found] == ["a", "b"]
+    with Lookback(door, client_id="test") as lookback:
+        assert [located.record for located in lookback.read(Topic.DOCUMENTS, 0, 0)] == found
+    member = GroupConsumer(door, "test", [Topic.DOCUMENTS], client_id="test")
+    taken, deadline = [], time.monotonic() + TEST_DEADLINE_S
+    while len(taken) < len(found):
+        assert time.monotonic() < deadline
+        taken += [located.record for located in member.poll()]
+    member.commit({(Topic.DOCUMENTS, 0): 2})
+    member.close()
+    assert taken == found
+
+
+def wrong_password(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, log.sasl_options(sasl_password="wrong")
+
+
+def wrong_plain_password(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, log.sasl_options("PLAIN", sasl_password="wrong")
+
+
+def unknown_authority(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, log.sasl_options(ssl_ca_location=str(log.stranger))
+
+
+def another_host(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.misnamed, log.sasl_options()
+
+
+def plaintext(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, {}
+
+
+def without_tls(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, log.sasl_options(security_protocol="SASL_PLAINTEXT")
+
+
+def nameless(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.named, {}
+
+
+def nameless_by_tls(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.sasl, {"security.protocol": "SSL", "ssl.ca.location": str(log.ca)}
+
+
+def without_certificate(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.mutual, {"security.protocol": "SSL", "ssl.ca.location": str(log.ca)}
+
+
+def tls_to_plain(log: SecuredLog) -> tuple[str, dict[str, str]]:
+    return log.plain, log.sasl_options()
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (wrong_password, rf"invalid credentials.*sasl\.username \(it is '{USER}'\), sasl\.password"),
+        (wrong_plain_password, r"Invalid username or password.*sasl\.password"),
+        (unknown_authority, r"certificate verify failed.*stranger\.pem.*ssl\.ca\.location"),
+        (another_host, r"certificate verify failed.*to name the host"),
+        (plaintext, r"closes each connection.*speaks PLAINTEXT.*wants TLS.*security\.protocol"),
+        (without_tls, r"closes each connection.*speaks SASL_PLAINTEXT.*wants TLS.*security\.protocol"),
+        (nameless, r"closes each connection.*speaks PLAINTEXT.*SASL.*security\.protocol"),
+        (nameless_by_tls, r"closes each connection.*speaks SSL.*SASL.*security\.protocol"),
+        (without_certificate, r"bad certificate.*ssl\.certificate\.location"),
+        (tls_to_plain, r"PLAINTEXT broker listener.*security\.protocol"),
+    ],
+)
+def test_what_keeps_a_client_out_is_said_in_time(
+    secured: SecuredLog, case: Callable[[SecuredLog], tuple[str, dict[str, str]]], said: str
+):
+    address, options = case(secured)
+    begun = time.monotonic()
+    with pytest.raises(AccessRefused, match=said) as refused:
+        check_access(KafkaSettings(bootstrap=address, client_options=options))
+    assert time.monotonic() - begun < 2 * DEADLINE_S
+    assert "wrong" not in str(refused.value)
+
+
+def test_that_nobody_is_there_is_not_a_refusal():
+    begun = time.monotonic()
+    check_access(KafkaSettings(bootstrap="127.0.0.1:9"))
+    assert time.monotonic() - begun < DEADLINE_S
+
+
+def test_what_stands_before_brokers_that_are_gone_does_not_refuse():
+    def close_at_once(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=close_at_once, args=(listener,), daemon=True).start()
+        check_access(KafkaSettings(bootstrap=f"127.0.0.1:{listener.getsockname()[1]}"))
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_each_client_says_that_it_is_refused(secured: SecuredLog, topic_prefix: str, monkeypatch: pytest.MonkeyPatch):
+    impatient = {"delivery.timeout.ms": "2000", "log_level": "0"}
+    address, options = wrong_password(secured)
+    refused = KafkaSettings(bootstrap=address, topic_prefix=topic_prefix, client_options={**options, **impatient})
+    said = "invalid credentials"
+    with pytest.raises(DeliveryError, match=said):
+        RecordProducer(refused, "test").send_acked(Topic.DOCUMENTS, [("a", document("a"))])
+    with pytest.raises(AccessRefused, match=said):
+        wait_for_broker(refused, 0.5)
+    with pytest.raises(AccessRefused, match=said):
+        LogReader(refused, [Topic.DOCUMENTS])
+    monkeypatch.setattr(group_consumer, "METADATA_TIMEOUT_S", 1.0)
+    member = GroupConsumer(refused, "test", [Topic.DOCUMENTS], client_id="test")
+    deadline = time.monotonic() + TEST_DEADLINE_S
+    with pytest.raises(AccessRefused, match=said):
+        while time.monotonic() < deadline:
+            member.poll()
+    member.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"security.protocol": "tls"}, "security.protocol is 'TLS'.*SASL_SSL"),
+        ({**SASL, "sasl.mechanism": ""}, "sasl.mechanism has to be set"),
+        ({**SASL, "sasl.password": ""}, "sasl.password has to be set.*TIDEMILL_KAFKA__CLIENT_OPTIONS"),
+        ({**SASL, "ssl.ca.location": "/nowhere/ca.pem"}, "ssl.ca.location names /nowhere/ca.pem"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options: dict[str, str], said: str):
+    with pytest.raises(SecurityError, match=said):
+        security_of(KafkaSettings(bootstrap="127.0.0.1:9", client_options=options))
+
+
+def test_options_that_librdkafka_cannot_use_are_said(secured: SecuredLog):
+    options = {**secured.mutual_options(), "ssl.key.password": "another"}
+    with pytest.raises(SecurityError, match=r"ssl\.key\.location failed"):
+        check_access(KafkaSettings(bootstrap=secured.mutual, client_options=options))
+
+
+def test_a_password_is_not_printed():
+    settings = KafkaSettings(bootstrap="127.0.0.1:9", client_options=SASL)
+    found = security_of(settings)
+    assert found.password.get_secret_value() == "secret"
+    assert "secret" not in f"{settings!r}{settings}{found!r}"

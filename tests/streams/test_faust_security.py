@@ -1,0 +1,201 @@
+"""Stream workers at a broker that speaks TLS and SASL: what Faust is told, what it does there, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaConnectionError
+from faust.auth import SASLCredentials, SSLCredentials
+from faust.transport.drivers.aiokafka import credentials_to_aiokafka_auth
+from join_support import feedback, interaction
+from stream_support import RUN_ID, group_of, read_records, rollout, stream_process, wait_until
+
+from tests.secured_log import PASSWORD, USER, SecuredLog
+from tidemill.schemas.admin import create_topics
+from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.reader import LogReader
+from tidemill.schemas.records import OnlineBatch, Outcome
+from tidemill.schemas.security import SecurityError
+from tidemill.streams import faust_app
+from tidemill.streams.assembly.processor import GroupAssembly
+from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.faust_app import StreamFailure
+from tidemill.streams.faust_security import broker_credentials
+from tidemill.streams.worker import run
+
+DEADLINE_S = 90.0
+REFUSAL_S = 40.0
+"""How long a worker that is refused may take to end, the start of its process included."""
+LIVE = {
+    "map": {"rules": {"thumb": {"horizon_s": DEADLINE_S, "weight": 1.0}}},
+    "grace_s": 0.2,
+    "settle_s": 0.1,
+    "early_wait_s": 1.0,
+}
+BATCHES = {"max_tokens": 7, "min_members": 1, "max_wait_s": 1.0}
+DOORS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "certificate", "without TLS")
+
+
+def at(address: str, prefix: str, options: dict[str, str]) -> KafkaSettings:
+    return KafkaSettings(bootstrap=address, topic_prefix=prefix, partitions=2, client_options=options)
+
+
+def through(door: str, log: SecuredLog, prefix: str) -> KafkaSettings:
+    if door == "certificate":
+        return at(log.mutual, prefix, log.mutual_options())
+    if door == "without TLS":
+        return at(log.named, prefix, log.sasl_options(security_protocol="SASL_PLAINTEXT"))
+    return at(log.sasl, prefix, log.sasl_options(door))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_group_assembly_works_through_every_door(secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str):
+    settings = through(door, secured, topic_prefix)
+    create_topics(settings)
+    with RecordProducer(settings, "test") as producer:
+        for index in range(4):
+            producer.send(Topic.ROLLOUTS, rollout("g", index), key="g")
+    with stream_process(settings, tmp_path) as worker, LogReader(settings, [Topic.GROUPS]) as groups:
+        (found,) = read_records(groups, lambda read: len(read) >= 1, DEADLINE_S, worker)
+        assert worker.stop() == 0
+    assert len(group_of(found).members) == 4
+    assert PASSWORD not in worker.log.read_text()
+
+
+def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: str, tmp_path: Path):
+    settings = secured.settings(topic_prefix)
+    create_topics(settings)
+    now = now_us()
+    key, vote = feedback_key("i", "e"), feedback("i", "e", observed_at=now)
+    with RecordProducer(settings, "test") as producer:
+        producer.send(Topic.INTERACTIONS, interaction("i", served_at=now), key="i")
+        producer.send(Topic.FEEDBACK, vote, key=key, partition=partition_of("i", 2))
+    rules: dict[str, Any] = {"join": LIVE, "batches": BATCHES}
+    ticking = {"tick_interval_s": 0.2, "rules": rules}
+    with (
+        stream_process(settings, tmp_path / "join", processor=ProcessorName.JOIN, **ticking) as join,
+        stream_process(settings, tmp_path / "batches", processor=ProcessorName.BATCHES, **ticking) as batches,
+        LogReader(settings, [Topic.OUTCOMES]) as outcomes,
+        LogReader(settings, [Topic.ONLINE_BATCHES]) as online,
+    ):
+        joined = read_records(outcomes, lambda read: any(isinstance(f.record, Outcome) for f in read), DEADLINE_S, join)
+        batched = read_records(online, lambda read: len(read) >= 1, DEADLINE_S, batches)
+        assert (join.stop(), batches.stop()) == (0, 0)
+    assert next(f.record.interaction_id for f in joined if isinstance(f.record, Outcome)) == "i"
+    assert isinstance(batched[0].record, OnlineBatch)
+    assert [member.interaction_id for member in batched[0].record.members] == ["i"]
+
+
+@pytest.mark.parametrize(
+    ("door", "changes", "said"),
+    [
+        ("sasl", {"sasl_password": "wrong"}, "invalid credentials"),
+        ("sasl", {"ssl_ca_location": "stranger"}, "certificate verify failed"),
+        ("misnamed", {}, "to name the host"),
+        ("sasl", None, "speaks PLAINTEXT"),
+    ],
+)
+def test_a_worker_that_is_kept_out_ends_and_says_why(
+    secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str, changes: dict[str, str] | None, said: str
+):
+    options = {} if changes is None else secured.sasl_options(**changes)
+    if options.get("ssl.ca.location") == "stranger":
+        options["ssl.ca.location"] = str(secured.stranger)
+    with stream_process(at(getattr(secured, door), topic_prefix, options), tmp_path) as worker:
+        wait_until(lambda: not worker.running(), REFUSAL_S, "the worker's end")
+        assert worker.stop() == 1
+    last = worker.log.read_text().splitlines()[-1]
+    assert said in last
+    assert "Traceback" not in worker.log.read_text()
+
+
+def test_faust_itself_verifies_certificates_and_host_names(secured: SecuredLog):
+    """Not only the client that asks before: the worker's own connections do."""
+
+    async def connect(address: str, options: dict[str, str]) -> None:
+        credentials = broker_credentials(at(address, "", options))
+        producer = AIOKafkaProducer(bootstrap_servers=address, **credentials_to_aiokafka_auth(credentials))
+        try:
+            await producer.start()
+        finally:
+            await producer.stop()
+
+    asyncio.run(connect(secured.sasl, secured.sasl_options()))
+    for address, options in (
+        (secured.misnamed, secured.sasl_options()),
+        (secured.sasl, secured.sasl_options(ssl_ca_location=str(secured.stranger))),
+        (secured.sasl, secured.sasl_options(sasl_password="wrong")),
+    ):
+        with pytest.raises(KafkaConnectionError):
+            asyncio.run(connect(address, options))
+
+
+def test_a_worker_whose_faust_alone_is_kept_out_ends_at_once(
+    secured: SecuredLog, topic_prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = secured.settings(topic_prefix)
+    create_topics(settings)
+    wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
+    monkeypatch.setattr(faust_app, "broker_credentials", lambda _kafka: wrong)
+    stream, begun = StreamSettings(data_dir=str(tmp_path)), time.monotonic()
+    with pytest.raises(StreamFailure, match="Unable to bootstrap"):
+        run(settings, RunSettings(run_id=RUN_ID), stream, GroupAssembly.of(RunSettings(), stream))
+    assert time.monotonic() - begun < REFUSAL_S < stream.stall_timeout_s
+
+
+def test_what_faust_is_told(secured: SecuredLog):
+    assert broker_credentials(KafkaSettings()) is None
+    sasl = broker_credentials(at(secured.sasl, "", secured.sasl_options("SCRAM-SHA-256")))
+    assert isinstance(sasl, SASLCredentials) and isinstance(sasl.ssl_context, ssl.SSLContext)
+    assert (sasl.protocol.value, sasl.mechanism.value) == ("SASL_SSL", "SCRAM-SHA-256")
+    assert (sasl.username, sasl.password) == (USER, PASSWORD)
+    assert sasl.ssl_context.check_hostname and sasl.ssl_context.verify_mode is ssl.CERT_REQUIRED
+    plain = broker_credentials(at(secured.sasl, "", secured.sasl_options(security_protocol="sasl_plaintext")))
+    assert isinstance(plain, SASLCredentials)
+    assert plain.protocol.value == "SASL_PLAINTEXT" and plain.ssl_context is None
+    mutual = broker_credentials(at(secured.mutual, "", secured.mutual_options()))
+    assert isinstance(mutual, SSLCredentials)
+    assert mutual.context.check_hostname and mutual.context.verify_mode is ssl.CERT_REQUIRED
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"enable_ssl_certificate_verification": "false"}, r"cannot follow enable\.ssl\.certificate\.verification"),
+        ({"ssl_endpoint_identification_algorithm": "none"}, r"cannot follow ssl\.endpoint\.identification\.algorithm"),
+        ({"ssl_certificate_pem": "..."}, r"cannot follow ssl\.certificate\.pem.*PEM files"),
+        ({"sasl_kerberos_keytab": "x"}, r"cannot follow sasl\.kerberos\.keytab"),
+        ({"sasl_mechanism": "OAUTHBEARER"}, r"sasl\.mechanism is 'OAUTHBEARER'.*SCRAM-SHA-512"),
+    ],
+)
+def test_what_faust_cannot_follow_is_refused_by_name(secured: SecuredLog, changes: dict[str, str], said: str):
+    settings = at(secured.sasl, "", secured.sasl_options(**changes))
+    with pytest.raises(SecurityError, match=said):
+        broker_credentials(settings)
+    with pytest.raises(StreamFailure, match=said):
+        run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), GroupAssembly.of(RunSettings(), StreamSettings()))
+
+
+def test_options_that_say_what_holds_anyway_are_taken(secured: SecuredLog):
+    holds = {"enable_ssl_certificate_verification": "true", "ssl_endpoint_identification_algorithm": "https"}
+    assert broker_credentials(at(secured.sasl, "", secured.sasl_options(**holds)))
+
+
+def test_files_that_cannot_be_read_are_named(secured: SecuredLog, tmp_path: Path):
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    with pytest.raises(SecurityError, match=r"ssl\.ca\.location, .*junk\.pem"):
+        broker_credentials(at(secured.sasl, "", secured.sasl_options(ssl_ca_location=str(junk))))
+    for password in ("", "another"):
+        with pytest.raises(SecurityError, match=r"ssl\.key\.password do not go together"):
+            broker_credentials(at(secured.mutual, "", {**secured.mutual_options(), "ssl.key.password": password}))
