@@ -67,6 +67,7 @@ class Supervisor:
     def __init__(
         self,
         log_dir: Path,
+        environment: Mapping[str, str] | None = None,
         *,
         restarted: Callable[[str], None] | None = None,
         started: Callable[[int], None] = lambda _pid: None,
@@ -74,10 +75,12 @@ class Supervisor:
         """Keep the roles' logs in a directory.
 
         Args:
+            environment: of every role, beside this process's own.
             restarted: told, for people, of each role that ended early and is started again. None: that is an error.
             started: told the process id of each role.
         """
         self._log_dir = log_dir
+        self._environment = {**os.environ, **(environment or {})}
         self._roles: dict[str, Role] = {}
         self._restarted, self._started = restarted, started
         self._short_lives: Counter[str] = Counter()
@@ -101,7 +104,7 @@ class Supervisor:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env={**self._environment, **(environment or {})},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

@@ -25,7 +25,9 @@ from tidemill.producers.product.settings import ProductSettings
 CONFIG_NAME = "settings.toml"
 ONLINE_CONFIG_NAME = "settings-online.toml"
 SECRETS: Mapping[str, Any] = {"product": True, "router": {"api_keys"}, "users": {"api_key"}, "gateway": {"api_keys"}}
-"""What of the settings no file holds."""
+"""What of the settings no file holds, beside the log's passwords."""
+PASSWORD = "password"
+"""The end of the names of `kafka.client_options` that are one."""
 STABLE = "stable-0"
 CANARY = "canary-0"
 BACKEND = "users"
@@ -120,6 +122,11 @@ class DemoPlan:
         (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(self._tree()), "utf-8")
         (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(self._online_tree()), "utf-8")
 
+    def log_environment(self) -> dict[str, str]:
+        """What every role finds in its environment: the log's passwords, where there are any."""
+        hidden = {name: value for name, value in self.settings.kafka.client_options.items() if name.endswith(PASSWORD)}
+        return {"TIDEMILL_KAFKA__CLIENT_OPTIONS": json.dumps(hidden)} if hidden else {}
+
     def product_environment(self) -> dict[str, str]:
         """What the router and the users find in their environment: the product's keys."""
         keys = [key.get_secret_value() for key in self.product.signing_keys]
@@ -182,6 +189,8 @@ class DemoPlan:
 
     def _tree(self) -> dict[str, Any]:
         tree = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
+        options = tree["kafka"]["client_options"]
+        tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
         tree["sink"]["path"] = str(self.sink_directory)
         tree["midtrain"]["output"] = str(self.model_directory)
         tree["trainer"]["model"] = str(self.model_directory)

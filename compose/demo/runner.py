@@ -55,7 +55,9 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     plan = DemoPlan.of(settings)
     with Guard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
         plan = plan.with_log_of(located)
-        with Supervisor(plan.log_directory, restarted=partial(_say, console), started=guard.watch) as supervisor:
+        with Supervisor(
+            plan.log_directory, plan.log_environment(), restarted=partial(_say, console), started=guard.watch
+        ) as supervisor:
             summary = _run(plan, supervisor, console, began)
     names = [name for act in plan.acts for name in QUERIES[act]]
     queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in names]

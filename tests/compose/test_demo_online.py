@@ -243,6 +243,26 @@ def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_seco
     assert not repr(plan).count(plan.api_key)
 
 
+def test_the_log_s_passwords_reach_the_roles_by_their_environment_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {
+        "security.protocol": "SASL_SSL",
+        "sasl.username": "ada",
+        "sasl.password": "hush",
+        "ssl.key.password": "h2",
+    }
+    given = {"demo": {"data_dir": str(tmp_path)}, "kafka": {"client_options": options}}
+    plan = DemoPlan.of(load_settings(None, given))
+    plan.write_config()
+    for name in (CONFIG_NAME, ONLINE_CONFIG_NAME):
+        read = load_settings(plan.directory / name).kafka.client_options
+        assert read == {name: options[name] for name in ("security.protocol", "sasl.username")}
+    for name, value in plan.log_environment().items():
+        monkeypatch.setenv(name, value)
+    assert load_settings(plan.directory / CONFIG_NAME).kafka.client_options == options
+
+
 def test_act_two_alone_needs_a_model(tmp_path: Path):
     settings = load_settings(None, {"demo": {"data_dir": str(tmp_path / "new"), "act": "two"}})
     with pytest.raises(ValueError, match="--model"):
