@@ -720,6 +720,9 @@ sys.path[:0] = sys.argv[1:2]
 from tidemill.producers.environments.process import HostedEnvironment, HostLimits
 from test_process import FakePolicy, task, HOSTILE
 
+# A shell's background jobs ignore the interrupt, and what they start inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 async def main():
     hosted = await HostedEnvironment.start(HOSTILE, {}, HostLimits())
     for word in ("child", "orphan"):
