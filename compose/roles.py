@@ -126,7 +126,7 @@ def stream(
     """Run one of the stream processors, in Faust. Start each of them once, or more often to share its partitions."""
     settings = _begin(settings_of)
     from tidemill.streams.processors import Rules, processor_of
-    from tidemill.streams.worker import run
+    from tidemill.streams.runner.faust.worker import run
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
     run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.config import ProcessorName, StreamSettings
-from tidemill.streams.faust_app import StreamFailure
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.processors import Rules, processor_of
-from tidemill.streams.worker import run
+from tidemill.streams.runner.faust.app import StreamFailure
+from tidemill.streams.runner.faust.worker import run
 
 
 def main() -> int:

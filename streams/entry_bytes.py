@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import cattrs
 
-from tidemill.streams.journal import StateError, read_avro, write_avro
+from tidemill.streams.runner.journal import StateError, read_avro, write_avro
 
 Entry = TypeVar("Entry")
 Head = TypeVar("Head")

@@ -1,6 +1,6 @@
 """What a stream processor is, apart from Kafka: a pure machine a partition, and the processor that makes them.
 
-The worker (`tidemill.streams.worker`) runs any of them and keeps these promises to it:
+The worker (`tidemill.streams.runner.faust.worker`) runs any of them and keeps these promises to it:
 
 - records come in the order of their offsets, topic by topic; how the topics interleave is chance, so that a machine of
   several topics must decide by event time alone;

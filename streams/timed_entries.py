@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from tidemill.streams.journal import Journal
 from tidemill.streams.machine import Changes
+from tidemill.streams.runner.journal import Journal
 
 NEVER = 2**62
 """The time of an entry that no time calls up."""

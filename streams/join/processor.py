@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
-from tidemill.streams import journal
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+from tidemill.streams.runner import journal
 
 LOG = logging.getLogger("tidemill.streams")
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
-from tidemill.streams import journal
 from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
+from tidemill.streams.runner import journal
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.worker import run
+from tidemill.streams.runner.faust.worker import run
 
 GROUP_SIZE = 8
 PARTITIONS = 4

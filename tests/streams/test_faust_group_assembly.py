@@ -30,7 +30,7 @@ from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import CloseReason, Tick
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import StreamFailure, checked_partitions
+from tidemill.streams.runner.faust.app import StreamFailure, checked_partitions
 
 ASSEMBLY = GroupAssembly.of(RunSettings(), StreamSettings())
 

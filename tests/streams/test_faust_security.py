@@ -29,9 +29,9 @@ from tidemill.schemas.security import SecurityError
 from tidemill.streams import faust_app
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings
-from tidemill.streams.faust_app import StreamFailure
-from tidemill.streams.faust_security import broker_credentials
-from tidemill.streams.worker import run
+from tidemill.streams.runner.faust.app import StreamFailure
+from tidemill.streams.runner.faust.security import broker_credentials
+from tidemill.streams.runner.faust.worker import run
 
 DEADLINE_S = 90.0
 REFUSAL_S = 40.0

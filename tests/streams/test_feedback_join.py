@@ -34,8 +34,8 @@ from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.feedback_join import EXCLUSIONS
 from tidemill.streams.join.join_state import Head
 from tidemill.streams.join.merge import Mark
-from tidemill.streams.journal import StateError
 from tidemill.streams.machine import Output, Rejected
+from tidemill.streams.runner.journal import StateError
 
 LATER_S = 3_000.0
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.schemas.client_settings import MAX_RECORD_BYTES
-from tidemill.streams.journal import PART_BYTES, Journal, StateError, partition_of_state
 from tidemill.streams.machine import Changes
+from tidemill.streams.runner.journal import PART_BYTES, Journal, StateError, partition_of_state
 
 BATCHES = st.lists(
     st.dictionaries(st.sampled_from("abcd"), st.one_of(st.none(), st.binary(max_size=3)), max_size=4), max_size=6

@@ -28,7 +28,6 @@ from tidemill.schemas.records import (
     Tick,
     UserWish,
 )
-from tidemill.streams.journal import StateError
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import Head
@@ -36,6 +35,7 @@ from tidemill.streams.online.batcher import DROP_REASONS, BatchRules, OnlineBatc
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally
 from tidemill.streams.online.waiting_room import WaitingRoom, within_share
+from tidemill.streams.runner.journal import StateError
 
 
 def settings_of(**changes: Any) -> BatchSettings:

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.watchdog import Progress, ProgressRule
+from tidemill.streams.runner.watchdog import Progress, ProgressRule
 
 PLACE = ("topic", 0)
 

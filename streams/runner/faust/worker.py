@@ -32,17 +32,17 @@ from tidemill.schemas.located import Located
 from tidemill.schemas.progress import Place
 from tidemill.schemas.retention import RetentionGap
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_app import (
+from tidemill.streams.machine import Machine, Output, Processor
+from tidemill.streams.runner.faust.app import (
     StreamFailure,
     application_id,
     checked_credentials,
     checked_partitions,
     faust_settings,
 )
-from tidemill.streams.faust_transport import PositionedTransport
-from tidemill.streams.machine import Machine, Output, Processor
-from tidemill.streams.watchdog import Progress, Stall, Watchdog
-from tidemill.streams.writes import Write, Writes, state_steps
+from tidemill.streams.runner.faust.transport import PositionedTransport
+from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
+from tidemill.streams.runner.writes import Write, Writes, state_steps
 
 STOP_TIMEOUT_S = 20.0
 LOG = logging.getLogger("tidemill.streams")

@@ -20,8 +20,8 @@ from tidemill.schemas.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.security import SecurityError
 from tidemill.streams.config import StreamSettings
-from tidemill.streams.faust_security import broker_credentials
 from tidemill.streams.machine import Processor
+from tidemill.streams.runner.faust.security import broker_credentials
 
 METADATA_TIMEOUT_S = 20.0
 LEADER_POLL_S = 0.1
