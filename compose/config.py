@@ -20,7 +20,6 @@ from pydantic_settings import (
 
 from tidemill.compose.demo.config import DemoSettings
 from tidemill.compose.stack.config import StackSettings
-from tidemill.consumers.gate.config import GateSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.producers.config import CorpusSettings, FeedSettings, RolloutSettings
@@ -30,6 +29,7 @@ from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.users.config import UsersSettings
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
+from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
 from tidemill.trainer.config import TrainerSettings

@@ -64,7 +64,7 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = with_local_log(settings_of(given(run__branch=branch)))
-    from tidemill.consumers.gate.role import run as run_gate
+    from tidemill.streams.gate.role import run as run_gate
 
     run_gate(settings.kafka, settings.run, settings.gate)
 
@@ -83,7 +83,7 @@ def status(
     Example: `tidemill gate status --json`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    from tidemill.consumers.gate.role import rebuild
+    from tidemill.streams.gate.role import rebuild
 
     found = rebuild(settings.kafka, settings.run, settings.gate, 0).keeper.snapshot()
     if as_json:

@@ -11,8 +11,8 @@ from tidemill.compose.moments import utc
 from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.gate.keeper import Snapshot
     from tidemill.schemas.records import GateDecision
+    from tidemill.streams.gate.keeper import Snapshot
 
 
 def print_status(found: Snapshot) -> None:

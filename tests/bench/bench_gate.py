@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from tests.consumers.gate_support import QUICK, Product, arrivals, exact_first_passage, peeked_t_test
-from tests.consumers.hack_toy import MAPS, course
-from tidemill.consumers.gate.contrast import CANDIDATE, TwoArms, difference
-from tidemill.consumers.gate.sequential import Capital, Side, most_observations
+from tests.streams.gate.gate_support import QUICK, Product, arrivals, exact_first_passage, peeked_t_test
+from tests.streams.gate.hack_toy import MAPS, course
+from tidemill.streams.gate.contrast import CANDIDATE, TwoArms, difference
+from tidemill.streams.gate.sequential import Capital, Side, most_observations
 
 ALPHA = 0.05
 MIXTURE_SCALE = 0.2

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.product_tally import ProductTally
-from tidemill.consumers.gate.standing import by_gate
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.located import Located
 from tidemill.schemas.records import (
@@ -29,6 +28,7 @@ from tidemill.schemas.records import (
     Turn,
     WeightAck,
 )
+from tidemill.streams.gate.standing import by_gate
 
 FEED, TRAIN, STREAM, SINK = "feed", "train", "stream", "sink"
 JOIN, BATCHES, GATE, ROUTE, GATEWAY, USERS = "join", "batches", "gate", "route", "gateway", "users"

@@ -19,9 +19,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.role import SecondGate, run
-from tidemill.consumers.gate.standing import GENERATION
 from tidemill.consumers.weights.chain import ChainError
 from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
@@ -30,6 +27,9 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.role import SecondGate, run
+from tidemill.streams.gate.standing import GENERATION
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
 from gate_support import ack, bench, manifest, outcome
@@ -190,7 +190,7 @@ def test_the_whole_course_of_versions(branch, gate, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE_S) == 0
     log = (tmp_path / "gate-0.log").read_text()
-    assert "Traceback" not in log and "WARNING tidemill.consumers.gate.role: roll_back 0" in log
+    assert "Traceback" not in log and "WARNING tidemill.streams.gate.role: roll_back 0" in log
 
 
 def test_a_gate_killed_in_a_comparison_decides_what_it_would_have_decided(branches, gate):

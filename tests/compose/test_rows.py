@@ -32,7 +32,6 @@ from tidemill.compose.replay.copy import carry_out
 from tidemill.compose.rows import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.compose.weights.tables import print_chain
-from tidemill.consumers.gate.keeper import Snapshot
 from tidemill.consumers.ledger.finding import Finding
 from tidemill.consumers.ledger.report import AuditReport, CheckResult
 from tidemill.consumers.replay.manifest import LaneReport, ReplayManifest
@@ -43,6 +42,7 @@ from tidemill.consumers.weights.listing import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.schemas.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
+from tidemill.streams.gate.keeper import Snapshot
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 NASTY = 'a tab\there,\na line, a \\ and a "quote"'

@@ -25,12 +25,12 @@ import tomli_w
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from tests.consumers.gate_support import ack
 from tests.producers.conftest import FakeReplica
 from tests.producers.feedback_support import PRODUCT
 from tests.producers.router_support import FakeReplica as ProductReplica
 from tests.producers.router_support import served
 from tests.secured_log import PASSWORD, SecuredLog
+from tests.streams.gate.gate_support import ack
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import read_state
 from tidemill.producers.product.api_keys import key_hash

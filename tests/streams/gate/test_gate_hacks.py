@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.consumers.hack_toy import MAPS, course
+from tests.streams.gate.hack_toy import MAPS, course
 
 
 def last_of(accounting):

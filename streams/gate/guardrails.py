@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from tidemill.consumers.gate.contrast import Contrast, TwoArms, difference, log_ratio
-from tidemill.consumers.gate.measures import GUARDRAILS, REWARD, Guardrail, Harm
-from tidemill.consumers.gate.sequential import Capital, Side, log_mean_exp
+from tidemill.streams.gate.contrast import Contrast, TwoArms, difference, log_ratio
+from tidemill.streams.gate.measures import GUARDRAILS, REWARD, Guardrail, Harm
+from tidemill.streams.gate.sequential import Capital, Side, log_mean_exp
 
 WIDEST_RATIO = 8.0
 """Ratios beyond count as this one: a single user must not decide."""

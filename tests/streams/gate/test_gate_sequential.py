@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.gate.contrast import BASELINE, CANDIDATE, TwoArms, block_shape, difference, log_ratio
-from tidemill.consumers.gate.sequential import BETS, Capital, Side, most_observations
+from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, block_shape, difference, log_ratio
+from tidemill.streams.gate.sequential import BETS, Capital, Side, most_observations
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import arrivals, exact_first_passage, peeked_t_test

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.keeper import Keeper
-from tidemill.consumers.gate.sequential import BETS
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
@@ -27,6 +24,9 @@ from tidemill.schemas.records import (
     RolloutStatus,
     WeightAck,
 )
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.keeper import Keeper
+from tidemill.streams.gate.sequential import BETS
 
 RUN = RunSettings(run_id="r")
 SECOND = 1_000_000

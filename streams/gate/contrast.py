@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tidemill.consumers.gate.sequential import Capital
+from tidemill.streams.gate.sequential import Capital
 
 CANDIDATE, BASELINE = 0, 1
 WAITING_BLOCKS = 64

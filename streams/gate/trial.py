@@ -13,14 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tidemill.consumers.gate.config import GateSettings, OnAlert
-from tidemill.consumers.gate.contrast import BASELINE, CANDIDATE, TwoArms, difference
-from tidemill.consumers.gate.guardrails import Alert, ArmGuards, FrozenGuards, Tolerance, names
-from tidemill.consumers.gate.measures import REWARD, measures
-from tidemill.consumers.gate.sequential import Capital, Side
-from tidemill.consumers.gate.units import Settled, Users
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.records import GateVerdict, Outcome
+from tidemill.streams.gate.config import GateSettings, OnAlert
+from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, difference
+from tidemill.streams.gate.guardrails import Alert, ArmGuards, FrozenGuards, Tolerance, names
+from tidemill.streams.gate.measures import REWARD, measures
+from tidemill.streams.gate.sequential import Capital, Side
+from tidemill.streams.gate.units import Settled, Users
 
 
 class Arm(StrEnum):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.consumers.gate_support import outcome
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.guardrails import Alert
-from tidemill.consumers.gate.trial import Comparison
+from tests.streams.gate.gate_support import outcome
 from tidemill.schemas.records import Outcome, SignalKind
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.guardrails import Alert
+from tidemill.streams.gate.trial import Comparison
 from tidemill.streams.join.config import RewardMap, SignalRule, default_rules
 from tidemill.streams.join.reward_map import RewardResult, Signal, reward_of
 

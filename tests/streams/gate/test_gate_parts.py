@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tidemill.consumers.gate.bench import Bench, BenchResult
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.contrast import TwoArms, difference
-from tidemill.consumers.gate.guardrails import ArmGuards, FrozenGuards, Tolerance
-from tidemill.consumers.gate.measures import EXCLUSIONS, measures
-from tidemill.consumers.gate.sequential import Capital, Side
-from tidemill.consumers.gate.units import Users
 from tidemill.consumers.weights.chain import Chain, ChainError
 from tidemill.consumers.weights.decide import Following, Proposal, decision
 from tidemill.schemas.records import GateVerdict, Mode
+from tidemill.streams.gate.bench import Bench, BenchResult
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.contrast import TwoArms, difference
+from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance
+from tidemill.streams.gate.measures import EXCLUSIONS, measures
+from tidemill.streams.gate.sequential import Capital, Side
+from tidemill.streams.gate.units import Users
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import RUN, ack, bench, manifest, outcome, said

@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.keeper import Keeper
-from tidemill.consumers.gate.standing import GENERATION
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us
@@ -27,6 +24,9 @@ from tidemill.schemas.producer import RecordProducer
 from tidemill.schemas.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.schemas.shutdown import stop_on_signals
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.keeper import Keeper
+from tidemill.streams.gate.standing import GENERATION
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.MANIFESTS, Topic.ACKS, Topic.GROUPS, Topic.OUTCOMES, Topic.GATE)

@@ -9,10 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tidemill.consumers.gate.bench import Bench
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.standing import Standing, by_gate
-from tidemill.consumers.gate.trial import Arm, Comparison, Watch
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     CANARY_SHARE,
@@ -27,6 +23,10 @@ from tidemill.schemas.records import (
     UserWish,
     WeightAck,
 )
+from tidemill.streams.gate.bench import Bench
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.standing import Standing, by_gate
+from tidemill.streams.gate.trial import Arm, Comparison, Watch
 
 REMEMBERED = 20
 """Decisions that are shown."""

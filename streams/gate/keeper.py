@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tidemill.consumers.gate.bench import BenchResult
-from tidemill.consumers.gate.branch import Branch, Trial
-from tidemill.consumers.gate.config import GateSettings
-from tidemill.consumers.gate.guardrails import names
-from tidemill.consumers.gate.standing import GENERATION
-from tidemill.consumers.gate.trial import Watch
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
+from tidemill.streams.gate.bench import BenchResult
+from tidemill.streams.gate.branch import Branch, Trial
+from tidemill.streams.gate.config import GateSettings
+from tidemill.streams.gate.guardrails import names
+from tidemill.streams.gate.standing import GENERATION
+from tidemill.streams.gate.trial import Watch
 
 
 @dataclass(frozen=True, slots=True)
