@@ -1,0 +1,149 @@
+"""What README.md and docs/ name, exists: commands with their options, settings, queries, topics, classes and files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from tidemill.compose.cli import app
+from tidemill.compose.config import TidemillSettings
+from tidemill.schemas.catalogue import Topic
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("schemas", "kernels", "producers", "streams", "trainer", "consumers", "compose")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = typer.main.get_command(app)
+SETTINGS = TidemillSettings.model_fields
+
+
+def spans(text: str) -> Iterator[str]:
+    """The lines of code blocks without a language, and the code in running text."""
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    yield from (line for block in blocks for line in block.splitlines())
+    running = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", running))
+
+
+def commands(text: str) -> list[str]:
+    """The calls of `tidemill` on a page, without what a shell or a reader does with them."""
+    calls = (re.match(r"(?:\.venv/bin/)?tidemill ([a-z-].*)", span) for span in spans(text))
+    return [re.split(r" +#", call[1])[0].strip() for call in calls if call]
+
+
+def fault(command: str) -> str:
+    """Why a call of `tidemill` is none, or nothing. `up|down` stands for one call each."""
+    words = shlex.split(command.replace(" [", " ").replace("]", ""))
+    found: list[tuple[Any, list[str]]] = [(COMMANDS, words)]
+    while found:
+        command_or_group, words = found.pop()
+        inner = getattr(command_or_group, "commands", {})
+        if inner and words and not words[0].startswith("-"):
+            for name in words[0].split("|"):
+                if name not in inner:
+                    return f"no command {name!r}"
+                found.append((inner[name], words[1:]))
+            continue
+        known = {name for parameter in command_or_group.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        unknown = [word for word in words if word.startswith("--") and word.partition("=")[0] not in {*known, "--help"}]
+        if unknown:
+            return f"no option {', '.join(unknown)}"
+        for setting in (words[place + 1] for place, word in enumerate(words) if word == "--set"):
+            if not setting.isupper() and not is_setting(setting.partition("=")[0]):
+                return f"no setting {setting}"
+    return ""
+
+
+def is_setting(name: str) -> bool:
+    """Whether a dotted name is a key of the configuration, or of a section of a section."""
+    model = TidemillSettings
+    for part in name.split("."):
+        fields = getattr(model, "model_fields", {})
+        if part not in fields:
+            return False
+        model = fields[part].annotation
+    return True
+
+
+def defined() -> set[str]:
+    """Every class of the source, and each of its attributes and methods as `Class.name`."""
+    names: set[str] = set()
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            if not isinstance(node, ast.ClassDef):
+                continue
+            names.add(node.name)
+            for part in node.body:
+                targets = part.targets if isinstance(part, ast.Assign) else [getattr(part, "target", part)]
+                for target in targets:
+                    names.add(f"{node.name}.{getattr(target, 'id', getattr(target, 'name', ''))}")
+    return names
+
+
+def test_every_page_is_there():
+    assert {page.name for page in PAGES} >= {"README.md", "extend.md", "glossary.md", "limits.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_its_options_exist(page: Path):
+    faults = {command: found for command in commands(page.read_text("utf-8")) if (found := fault(command))}
+    assert not faults
+
+
+@pytest.mark.parametrize(
+    ("command", "found"),
+    [
+        ("weights log --last 3", ""),
+        ("weights lgo", "no command 'lgo'"),
+        ("gate run|status|vetoo", "no command 'vetoo'"),
+        ("weights log --lsat 3", "no option --lsat"),
+        ("train --set trainer.online.enabled=true", ""),
+        ("train --set trainer.online.enable=true", "no setting trainer.online.enable=true"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(command: str, found: str):
+    assert fault(command) == found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_exists(page: Path):
+    named = {
+        span for span in spans(page.read_text("utf-8")) if re.fullmatch(rf"({'|'.join(FOLDERS)}|tests|docs)/\S*", span)
+    }
+    linked = set(re.findall(r"\w\]\((?!http)([\w./-]+)", page.read_text("utf-8")))
+    assert not [path for path in named if not list(ROOT.glob(path.rstrip("/")))]
+    assert not [path for path in linked if not (page.parent / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_exists(page: Path):
+    named = {
+        span for span in spans(page.read_text("utf-8")) if re.fullmatch(rf"({'|'.join(SETTINGS)})(\.[a-z_]+)+", span)
+    }
+    topics = {topic.value for topic in Topic}
+    assert not sorted(name for name in named - topics if not is_setting(name) and not name.endswith((".md", ".py")))
+
+
+def test_each_term_of_the_glossary_has_its_name_in_the_code():
+    rows = re.findall(
+        r"^\| (?!term|---)(.+?) \| (.+) \| (.+?) \|$", (ROOT / "docs/glossary.md").read_text("utf-8"), re.MULTILINE
+    )
+    terms, classes, topics = [term for term, *_ in rows], defined(), {topic.value for topic in Topic}
+    assert len(terms) > 60 and len(set(terms)) == len(terms)
+    for term, meaning, names in rows:
+        assert meaning.endswith("."), term
+        assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", names), term
+        for name in re.findall(r"`([^`]+)`", names):
+            if "/" in name:
+                assert (ROOT / name).exists(), name
+            elif name not in topics and name not in classes and not is_setting(name):
+                assert not fault(name.removeprefix("tidemill ")), f"{term}: {name}"
