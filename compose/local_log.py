@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.stack import local_bootstrap
-from tidemill.schemas.access import check_access
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.access import check_access
 
 
 def with_local_log(settings: TidemillSettings) -> TidemillSettings:

@@ -11,7 +11,7 @@ import typer
 from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import BootstrapOption, ConfigOption, PrefixOption, SetOption, settings_from
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
-from tidemill.schemas.admin import check_topics, create_topics
+from tidemill.schemas.log.admin import check_topics, create_topics
 
 
 def topics(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 
 SILENCE_S = 60.0
 """A broker that delivers nothing for so long is taken for gone."""
@@ -18,7 +18,7 @@ def no_progress(_done: int, _total: int) -> None:
     """Nobody watches."""
 
 
-def read_whole(reader: LogReader) -> Iterator[Located]:
+def read_whole(reader: LogReader) -> Iterator[ConsumedRecord]:
     """Every record up to the end of the log as it is now. Raises TimeoutError when the broker falls silent."""
     while True:
         before = reader.next_offsets()

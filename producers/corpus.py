@@ -20,7 +20,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Document, Mode, Task
 
 SOURCE = "ledger"

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Record
 
 POST_S = 0.02

@@ -19,9 +19,9 @@ from typing import Protocol
 import xxhash
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.retention import RetentionGap
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
-from tidemill.schemas.retention import RetentionGap
 from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
 
 Place = tuple[int, int]
@@ -48,7 +48,7 @@ class FetchTimeoutError(TimeoutError):
 class ChunkLog(Protocol):
     """The part of a `LogReader` on `weights.deltas` that is used here."""
 
-    def poll(self, timeout_s: float, max_records: int) -> list[Located]:
+    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
         """The next records."""
 
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
@@ -76,7 +76,7 @@ class ChunkFetcher:
 
     def __init__(self, log: ChunkLog, timeout_s: float, held_bytes: int = HELD_BYTES) -> None:
         self._log, self._timeout_s, self._limit = log, timeout_s, held_bytes
-        self._held: OrderedDict[Place, Located] = OrderedDict()
+        self._held: OrderedDict[Place, ConsumedRecord] = OrderedDict()
         self._held_bytes = 0
         # From the first chunk on: going to an offset throws away what is read ahead of it and what is on its way.
         self._read_to = {partition: offset for (_, partition), offset in log.next_offsets().items()}
@@ -118,7 +118,7 @@ class ChunkFetcher:
         finally:
             self._finish(places)
 
-    def _take(self, place: Place) -> Located:
+    def _take(self, place: Place) -> ConsumedRecord:
         """One chunk, waited for, and let go of."""
         began, sought = time.monotonic(), False
         while True:
@@ -158,7 +158,7 @@ class ChunkFetcher:
         for located in found:
             self._hold(located)
 
-    def _hold(self, located: Located) -> None:
+    def _hold(self, located: ConsumedRecord) -> None:
         place = (located.partition, located.offset)
         self._read_to[located.partition] = located.offset + 1
         if place in self._wanted:
@@ -171,7 +171,7 @@ class ChunkFetcher:
                 break
             self._forget(unwanted)
 
-    def _forget(self, place: Place) -> Located:
+    def _forget(self, place: Place) -> ConsumedRecord:
         located = self._held.pop(place)
         self._held_bytes -= _size(located)
         self._lock.notify_all()
@@ -190,11 +190,11 @@ class ChunkFetcher:
                     self._forget(place)
 
 
-def _size(located: Located) -> int:
+def _size(located: ConsumedRecord) -> int:
     return len(located.value or b"")
 
 
-def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: Located) -> bytes:
+def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: ConsumedRecord) -> bytes:
     where = f"chunk {sequence} of version {manifest.version} at {located.partition}:{located.offset}"
     chunk = located.record
     if not isinstance(chunk, DeltaChunk):

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Rollout
 from tidemill.streams.offline import Change
 
@@ -20,7 +20,7 @@ class DeadlineShift:
 
     by_us: int
 
-    def __call__(self, located: Located) -> Located:
+    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
         """The record with its deadline moved."""
         record = located.record
         if not isinstance(record, Rollout):
@@ -44,7 +44,7 @@ class Reweighted:
     seen: dict[str, set[str]] = field(default_factory=dict)
     """The components that there are, by the version of the reward."""
 
-    def __call__(self, located: Located) -> Located:
+    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
         """The record with its reward summed again."""
         record = located.record
         if not isinstance(record, Rollout) or record.reward is None:
@@ -71,7 +71,7 @@ class Reweighted:
 def chained(changes: Sequence[Change]) -> Change:
     """One change after the other."""
 
-    def change(located: Located) -> Located:
+    def change(located: ConsumedRecord) -> ConsumedRecord:
         for one in changes:
             located = one(located)
         return located

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
 
 
@@ -36,7 +36,7 @@ class Emit:
 class Rejected:
     """A record that breaks the contract, to be dead-lettered with the reason."""
 
-    located: Located
+    located: ConsumedRecord
     reason: str
 
 
@@ -76,7 +76,7 @@ class Machine(Protocol):
         """Event time of an input topic, microseconds: the newest record timestamp observed, ticks included."""
         ...
 
-    def observe(self, located: Located) -> list[Output]:
+    def observe(self, located: ConsumedRecord) -> list[Output]:
         """Take one record of any input; what is decided by it.
 
         A record at an offset that was decided before gives nothing. A tombstone has neither `record` nor `value`; a

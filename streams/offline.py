@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located, Position
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.streams.machine import Machine, Output, Processor
 
 CHANGES_EVERY = 500
 """Records after which a machine's changes are taken and thrown away, so that it does not gather them for ever."""
 
-Change = Callable[[Located], Located]
+Change = Callable[[ConsumedRecord], ConsumedRecord]
 """What is different about a record in a replay; the same record where nothing is."""
 
 
@@ -52,14 +52,14 @@ class _Waiting:
     """The records of one topic that may not be given yet, each with the topic's clock at it."""
 
     span: Span
-    records: deque[tuple[int, Located]] = field(default_factory=deque)
+    records: deque[tuple[int, ConsumedRecord]] = field(default_factory=deque)
     clock_ms: int = 0
     over: bool = False
 
     def __post_init__(self) -> None:
         self.over = self.span.begin >= self.span.end
 
-    def put(self, located: Located) -> None:
+    def put(self, located: ConsumedRecord) -> None:
         self.clock_ms = max(self.clock_ms, located.timestamp_ms)
         self.records.append((self.clock_ms, located))
         self.over = located.offset >= self.span.end - 1
@@ -72,18 +72,18 @@ class Interleaved:
         """`spans` are those of the topics, in their places."""
         self._topics = [_Waiting(span) for span in spans]
 
-    def put(self, place: int, located: Located) -> Iterator[Located]:
+    def put(self, place: int, located: ConsumedRecord) -> Iterator[ConsumedRecord]:
         """The next record of the topic at `place`; the records that are next in the order, as far as that is known."""
         self._topics[place].put(located)
         while all(topic.records or topic.over for topic in self._topics) and any(t.records for t in self._topics):
             yield self._pop()
 
-    def rest(self) -> Iterator[Located]:
+    def rest(self) -> Iterator[ConsumedRecord]:
         """What waits, when no more records come."""
         while any(topic.records for topic in self._topics):
             yield self._pop()
 
-    def _pop(self) -> Located:
+    def _pop(self) -> ConsumedRecord:
         waiting = [(topic.records[0][0], place) for place, topic in enumerate(self._topics) if topic.records]
         _, place = min(waiting)
         return self._topics[place].records.popleft()[1]
@@ -111,7 +111,7 @@ class OfflineRun:
         self._orders = {p: Interleaved([spans[topic, p] for topic in processor.inputs]) for p in partitions}
         self._observed = 0
 
-    def take(self, located: Located) -> list[Decided]:
+    def take(self, located: ConsumedRecord) -> list[Decided]:
         """One record, in the order of its partition; what is decided by it and by those that it lets through."""
         if located.offset not in self._spans[located.topic, located.partition]:
             return []
@@ -127,7 +127,7 @@ class OfflineRun:
             for decided in self._observe(record)
         ]
 
-    def _observe(self, located: Located) -> list[Decided]:
+    def _observe(self, located: ConsumedRecord) -> list[Decided]:
         machine = self._machines[located.partition]
         outputs = machine.observe(self._change(located))
         self._observed += 1

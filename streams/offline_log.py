@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Names
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.located import Located, Position
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, OnlineBatch, Outcome
 from tidemill.streams.machine import Emit, Processor, Rejected
 from tidemill.streams.offline import Change, Decided, OfflineRun, Span
@@ -44,7 +44,9 @@ class Replayed:
     """Partitions whose log no longer begins at its beginning: what their lost records decided is not repeated."""
 
 
-def recorded_outputs(kafka: KafkaSettings, run: RunSettings, processor: Processor, timeout_s: float) -> list[Located]:
+def recorded_outputs(
+    kafka: KafkaSettings, run: RunSettings, processor: Processor, timeout_s: float
+) -> list[ConsumedRecord]:
     """What is in the processor's output topics of this run, and branch where there is one.
 
     Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
@@ -81,14 +83,14 @@ def replay(
         return Replayed(emitted, rejected, records - 1, sorted(cut))
 
 
-def _decisions(run: OfflineRun, records: Iterator[Located]) -> Iterator[list[Decided]]:
+def _decisions(run: OfflineRun, records: Iterator[ConsumedRecord]) -> Iterator[list[Decided]]:
     """What each record decides, and last what is left."""
     for located in records:
         yield run.take(located)
     yield run.finish()
 
 
-def _is_of(run: RunSettings, located: Located) -> bool:
+def _is_of(run: RunSettings, located: ConsumedRecord) -> bool:
     match located.record:
         case Group(run_id=run_id) | Outcome(run_id=run_id):
             return run_id == run.run_id

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.batch_builder import Batch

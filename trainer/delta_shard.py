@@ -18,8 +18,8 @@ from tidemill.kernels.delta import CodecSettings, DeltaEncoder, StreamWriter, Te
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.located import Position
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import DeltaChunk, ShardPosition
 from tidemill.schemas.stored_object import PIECE_BYTES, put_object
 from tidemill.trainer.shard_report import ShardReport

@@ -8,8 +8,8 @@ from typing import Self
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.endings import DecidedStep

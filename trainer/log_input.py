@@ -17,10 +17,10 @@ from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
@@ -104,10 +104,10 @@ class ReferenceLog(Generic[R]):
         """Give the connections back."""
         self._reader.close()
 
-    def _place(self, located: Located, record: R) -> StepInput:
+    def _place(self, located: ConsumedRecord, record: R) -> StepInput:
         return StepInput(self._name(record), located.topic.value, located.partition, located.offset)
 
-    def _expected(self, located: Located, place: StepInput) -> R:
+    def _expected(self, located: ConsumedRecord, place: StepInput) -> R:
         if isinstance(located.record, self._kind) and self._name(located.record) == place.group_id:
             return located.record
         where = f"{self._topic}[{place.partition}] offset {place.offset}"

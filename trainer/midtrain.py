@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import CHATML, chat_template_source
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 from tidemill.trainer.midtrain_config import MidtrainSettings
 from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer
@@ -191,7 +191,7 @@ def _checked_until(asked: Mapping[int, int], ends: Mapping[tuple[Topic, int], in
     return {partition: asked.get(partition, 0) for partition in now}
 
 
-def _take(located: Located, found: dict[str, Document], producer: RecordProducer, names: Names) -> None:
+def _take(located: ConsumedRecord, found: dict[str, Document], producer: RecordProducer, names: Names) -> None:
     if isinstance(located.record, Document):
         found.setdefault(located.record.document_id, located.record)
     else:

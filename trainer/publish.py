@@ -26,7 +26,7 @@ from typing import Self
 from tidemill.kernels.delta import CodecSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import AckedWriter, RecordProducer
+from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import Anchor, Manifest
 from tidemill.schemas.tensor_table import with_tensors
 from tidemill.trainer.anchor import anchor_uri, write_anchor

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import AckedWriter, RecordProducer
+from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch_builder import BatchBuilder, Rules

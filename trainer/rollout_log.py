@@ -9,8 +9,8 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GroupMember, Rollout
 from tidemill.trainer.batch import InvalidRolloutError
 
@@ -28,10 +28,10 @@ class ReadAhead:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._held: OrderedDict[tuple[int, int], tuple[Located, int]] = OrderedDict()
+        self._held: OrderedDict[tuple[int, int], tuple[ConsumedRecord, int]] = OrderedDict()
         self._bytes = 0
 
-    def put(self, located: Located) -> None:
+    def put(self, located: ConsumedRecord) -> None:
         """Keep one record; the newest is always kept, whatever its size."""
         place = (located.partition, located.offset)
         if place in self._held:
@@ -41,7 +41,7 @@ class ReadAhead:
         while self._bytes > self._limit_bytes and len(self._held) > 1:
             self._bytes -= self._held.popitem(last=False)[1][1]
 
-    def take(self, partition: int, offset: int) -> Located | None:
+    def take(self, partition: int, offset: int) -> ConsumedRecord | None:
         """Give a record out and forget it; None when it is not held."""
         located, size = self._held.pop((partition, offset), (None, 0))
         self._bytes -= size
@@ -81,7 +81,7 @@ class RolloutLog:
         """Give the connections back."""
         self._reader.close()
 
-    def _fetch(self, partition: int, offset: int) -> Located:
+    def _fetch(self, partition: int, offset: int) -> ConsumedRecord:
         if offset >= self._reader.end_offsets().get((Topic.ROLLOUTS, partition), 0):
             raise MissingRolloutError(f"rollouts[{partition}] ends before offset {offset}")
         if self._next_offset(partition) > offset:

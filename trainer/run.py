@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.fenced_producer import FencedProducer
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.fenced_producer import FencedProducer
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import Batch, BatchBuilder

@@ -22,7 +22,7 @@ from torch import Tensor
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.producer import AckedWriter, RecordProducer
+from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore

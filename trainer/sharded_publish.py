@@ -24,7 +24,7 @@ from pathlib import Path
 from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 from tidemill.trainer.anchor import anchor_uri
 from tidemill.trainer.delta_shard import DeltaShard, PartChange, ShardClaims

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.compose.config import TidemillSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import GateDecision, GateVerdict
 
 

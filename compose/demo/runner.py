@@ -32,8 +32,8 @@ from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.consumers.ledger.reading import audit_log
 from tidemill.consumers.ledger.rules import AuditRules
-from tidemill.schemas.admin import create_topics, wait_for_broker
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics, wait_for_broker
+from tidemill.schemas.log.reader import LogReader
 
 QUERIES = {
     Act.ONE: ("held_out_by_version", "policy_lag_histogram", "accounting"),

@@ -16,8 +16,8 @@ from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.demo.state import LoopState
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 
 WATCHED = (
     Topic.TASKS,
@@ -57,7 +57,7 @@ class Watch:
         for located in self.reader.read_to_end():
             self._take(located)
 
-    def _take(self, located: Located) -> None:
+    def _take(self, located: ConsumedRecord) -> None:
         self.heard_at = time.monotonic()
         if located.record is not None:
             self.state.observe(located.record)

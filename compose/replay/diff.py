@@ -19,7 +19,7 @@ from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 CLIENT = "tidemill-replay"
 

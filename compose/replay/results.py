@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
 from tidemill.consumers.replay.target import Target
-from tidemill.schemas.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
-from tidemill.schemas.replayed import replay_headers
+from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.replayed import replay_headers
 from tidemill.streams.offline_log import CLIENT, Emitted
 
 KEPT = {"cleanup.policy": "delete", "retention.ms": "-1"}

@@ -22,7 +22,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _check(name: ProcessorName, what_if: WhatIf) -> None:
         raise ValueError("--reward-version says whose rewards --reward sums again: give --reward NAME=WEIGHT as well")
 
 
-def located_item(names: Names, located: Located) -> Item:
+def located_item(names: Names, located: ConsumedRecord) -> Item:
     """A record of the log, to be compared."""
     place = Place(names.of(located.topic), located.partition, located.offset)
     return Item(located.key, located.value, located.record, place, located.timestamp_ms)

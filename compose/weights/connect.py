@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.local_log import with_local_log
-from tidemill.schemas.admin import wait_for_broker
+from tidemill.schemas.log.admin import wait_for_broker
 
 PATIENCE_S = 5.0
 

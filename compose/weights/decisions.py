@@ -141,8 +141,8 @@ def _operator() -> str:
 def _carry_out(settings: TidemillSettings, made: GateDecision, following: Following, wait_s: float | None) -> None:
     """Write a decision, and follow the acknowledgements for as long as somebody is behind who may catch up."""
     from tidemill.schemas.catalogue import Topic
-    from tidemill.schemas.producer import RecordProducer
-    from tidemill.schemas.reader import LogReader
+    from tidemill.schemas.log.producer import RecordProducer
+    from tidemill.schemas.log.reader import LogReader
     from tidemill.schemas.records import WeightAck
 
     with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:

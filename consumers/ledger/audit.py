@@ -29,7 +29,7 @@ from tidemill.consumers.ledger.life import OPEN, Life, lives
 from tidemill.consumers.ledger.partition_facts import Partition
 from tidemill.consumers.ledger.report import AuditReport, CheckResult
 from tidemill.consumers.ledger.rules import AuditRules
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 
 CHECKS: tuple[Check, ...] = (
     retention.CHECK,
@@ -53,7 +53,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def audit(
-    records: Iterable[Located],
+    records: Iterable[ConsumedRecord],
     rules: AuditRules,
     *,
     letters: Iterable[Letter] = (),

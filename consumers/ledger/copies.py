@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tidemill.consumers.trace.place import Place, place_of
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 
 R = TypeVar("R")
 Held = TypeVar("Held", covariant=True)
@@ -22,7 +22,7 @@ class Standing(Generic[Held]):
     digest: bytes
 
 
-def standing(located: Located, record: R) -> Standing[R]:
+def standing(located: ConsumedRecord, record: R) -> Standing[R]:
     """A record with its place; one that was never bytes is digested as it prints."""
     data = located.value if located.value else repr(record).encode()
     return Standing(place_of(located), record, hashlib.blake2b(data, digest_size=16).digest())

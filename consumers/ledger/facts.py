@@ -16,7 +16,7 @@ from tidemill.consumers.ledger.partition_facts import Partition, PartitionFacts
 from tidemill.consumers.ledger.rollout_facts import PlayedRollouts
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.schemas.catalogue import Topic, is_compacted
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Facts:
             facts = PartitionFacts(low, high)
             self.partitions[topic, number] = self._read_of[topic.value, number] = facts
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in."""
         where = (located.topic, located.partition)
         if where not in self.partitions:
@@ -103,7 +103,7 @@ class Facts:
         facts = self._read_of.get((place.topic, place.partition))
         return facts is None or place.offset >= facts.low
 
-    def _take_unreadable(self, located: Located) -> None:
+    def _take_unreadable(self, located: ConsumedRecord) -> None:
         if located.value is None and is_compacted(located.topic):
             self.online.observe(located)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.consumers.ledger.copies import Standing, standing
 from tidemill.consumers.trace.place import Place
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
     GateDecision,
     Group,
@@ -53,7 +53,7 @@ class Model:
         """Decisions of the gate."""
         self.repeats: Counter[str] = Counter()
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record of the run in."""
         match located.record:
             case Group() as group:

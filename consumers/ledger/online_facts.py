@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tidemill.consumers.ledger.copies import Standing, standing
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequest, UserWish
 
 
@@ -56,7 +56,7 @@ class Online:
         """Every time for which he did."""
         self.repeats: Counter[str] = Counter()
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record of the run in, or a tombstone or a demand of a user, which are of no run."""
         match located.record:
             case Interaction() as interaction:
@@ -91,7 +91,7 @@ class Online:
         else:
             known.append(Standing(outcome.place, end, outcome.digest))
 
-    def _bury(self, located: Located) -> None:
+    def _bury(self, located: ConsumedRecord) -> None:
         name = (located.key or b"").decode("utf-8", "replace")
         if located.topic is Topic.INTERACTIONS:
             self.erased.setdefault(name, located.timestamp_ms * 1_000)

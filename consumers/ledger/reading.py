@@ -19,7 +19,7 @@ from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.consumers.trace.place import Place
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 CLIENT_ID = "tidemill-audit"
 ORDER = (

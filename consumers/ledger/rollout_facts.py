@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tidemill.consumers.trace.place import Place, place_of
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Dispatch, Mode, Rollout, RolloutStatus, Task, Turn
 
 
@@ -88,7 +88,7 @@ class PlayedRollouts:
         """Where a rollout was first sampled under a version."""
         self.repeats: Counter[str] = Counter()
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record of the run in."""
         place = place_of(located)
         match located.record:

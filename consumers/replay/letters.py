@@ -15,7 +15,7 @@ from tidemill.consumers.replay.marks import header
 from tidemill.consumers.replay.raw import Lane, RawRecord, topic_of
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
-from tidemill.schemas.dead_letter import (
+from tidemill.schemas.log.dead_letter import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
     HEADER_PARTITION,

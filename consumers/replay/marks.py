@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 
 from tidemill.consumers.replay.raw import Header, Lane, RawRecord
-from tidemill.schemas.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
+from tidemill.schemas.log.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
 
 HEADER_REPLAY_AT = "tidemill-replay-at"
 """When the replay began, microseconds since the Unix epoch."""

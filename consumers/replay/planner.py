@@ -18,7 +18,7 @@ from tidemill.consumers.replay.source import LogSource, Range
 from tidemill.consumers.replay.steps import StepIndex
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import Codec, DecodeError
-from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.log.partitioner import partition_of
 from tidemill.schemas.records import Record
 
 OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCHES)

@@ -11,7 +11,7 @@ from tidemill.consumers.replay.source import LogSource, Range
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 
 CLIENT_ID = "tidemill-redrive"
 

@@ -17,9 +17,9 @@ from tidemill.consumers.reading import SILENCE_S
 from tidemill.consumers.replay.merge import Merge
 from tidemill.consumers.replay.raw import Lane, RawRecord, raw_record
 from tidemill.consumers.replay.selection import READ_COMMITTED
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, groupless_settings, raise_lasting
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitions import offset_since, watermarks
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, groupless_settings, raise_lasting
+from tidemill.schemas.log.partitions import offset_since, watermarks
 
 CLIENT_ID = "tidemill-replay"
 POLL_S = 0.1

@@ -20,11 +20,11 @@ from tidemill.consumers.replay.marks import HEADER_REPLAY_BEGAN, Beginning, begi
 from tidemill.consumers.replay.plan import Plan
 from tidemill.consumers.replay.raw import RANK, Header, Lane, RawRecord
 from tidemill.consumers.replay.source import CLIENT_ID, LogSource
-from tidemill.schemas.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
-from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import DeliveryError
-from tidemill.schemas.replayed import replay_id_of
+from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.producer import DeliveryError
+from tidemill.schemas.log.replayed import replay_id_of
 
 DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
 MARKS_BYTES = 65_536

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.delta_fetch import ChunkFetcher
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, ShardPosition
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tidemill.consumers.replica.state import Said
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 IDLE_S = 0.25
@@ -25,7 +25,7 @@ BATCH = 500
 class RecordLog(Protocol):
     """The part of a `LogReader` on the followed topics that is used here."""
 
-    def poll(self, timeout_s: float, max_records: int) -> list[Located]:
+    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
         """The next records."""
 
 
@@ -55,7 +55,7 @@ class Follower:
         self,
         subscriber: Acting,
         log: RecordLog,
-        bury: Callable[[Located, str], None],
+        bury: Callable[[ConsumedRecord, str], None],
         poll_interval_s: float,
         acting: Liveness | None = None,
         move_timeout_s: float = 0.0,
@@ -97,7 +97,7 @@ class Follower:
             except TimeoutError:
                 continue
 
-    def _take(self, located: Located) -> None:
+    def _take(self, located: ConsumedRecord) -> None:
         if isinstance(located.record, Manifest | SkipDelta | GateDecision):
             self._subscriber.receive(located.record)
         else:

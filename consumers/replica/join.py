@@ -20,7 +20,7 @@ from tidemill.consumers.replica.state import Move, ReplicaState
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.delta_fetch import FetchTimeoutError
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 logger = logging.getLogger(__name__)

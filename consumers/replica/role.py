@@ -29,11 +29,11 @@ from tidemill.consumers.replica.subscriber import ReplicaFault
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Staleness, WeightAck
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Replica:
                 following = self._follow(running, records, self._bury(producer))
                 await self._until_stopped(running, listener, following)
 
-    async def _follow(self, running: Running, records: LogReader, bury: Callable[[Located, str], None]) -> None:
+    async def _follow(self, running: Running, records: LogReader, bury: Callable[[ConsumedRecord, str], None]) -> None:
         settings, timeout_s = self._settings, self._kafka.stall_timeout_s
         with (
             Liveness(f"replica {settings.replica_id}, following the log", timeout_s) as reading,
@@ -114,10 +114,10 @@ class Replica:
         )
         return Surroundings(stack.enter_context(fetcher), say)
 
-    def _bury(self, producer: RecordProducer) -> Callable[[Located, str], None]:
+    def _bury(self, producer: RecordProducer) -> Callable[[ConsumedRecord, str], None]:
         names = Names(self._kafka.topic_prefix)
 
-        def bury(located: Located, reason: str) -> None:
+        def bury(located: ConsumedRecord, reason: str) -> None:
             logger.error("record %d of %s cannot be used: %s", located.offset, located.topic, reason)
             send_dead_letter(producer, names, located, reason, _APPLICATION)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from tidemill.schemas.catalogue import Topic, user_request_key
 from tidemill.schemas.clock import to_ms
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import UserRequest
 
 COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)

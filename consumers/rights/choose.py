@@ -9,8 +9,8 @@ from tidemill.consumers.rights.requests import new_request
 from tidemill.consumers.rights.survey import CLIENT_ID, demands_of
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import UserRequest, UserWish
 
 

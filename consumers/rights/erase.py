@@ -26,7 +26,7 @@ from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import UserRequest, UserWish
 
 SWEEPS = 5

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, UserRequest
 
 SWEPT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)
@@ -62,7 +62,7 @@ class Holdings:
         """Event time of his newest record; -1 without one."""
         return max((held.dated_at for held in self._held.values()), default=-1)
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in, in the order of its partition."""
         slot = (located.topic, located.partition, located.key or b"")
         if located.value is None:

@@ -11,7 +11,7 @@ from tidemill.consumers.rights.holdings import SWEPT, Holdings
 from tidemill.consumers.rights.requests import Demands
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 CLIENT_ID = "tidemill-rights"
 TELL_EVERY = 500

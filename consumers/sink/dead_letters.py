@@ -11,9 +11,9 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
 from tidemill.consumers.sink.rows import DeadLetter, Place, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, groupless_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import (
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, groupless_settings
+from tidemill.schemas.log.dead_letter import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
     HEADER_PARTITION,
@@ -21,8 +21,8 @@ from tidemill.schemas.dead_letter import (
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
-from tidemill.schemas.partitions import watermarks
-from tidemill.schemas.reading_guard import ReadingGuard
+from tidemill.schemas.log.guard import ReadingGuard
+from tidemill.schemas.log.partitions import watermarks
 
 CLIENT_ID = "tidemill-sink-dlq"
 

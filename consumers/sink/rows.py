@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidemill.consumers.sink.misfit import misfit
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
@@ -56,7 +56,7 @@ def _objection(record: object, expected: tuple[type, ...], topic: str) -> str:
     return misfit(record)
 
 
-def row_of(located: Located, names: Names, expected: tuple[type, ...]) -> Row:
+def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) -> Row:
     """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
     topic = names.of(located.topic)
     record: Record | DeadLetter | Tombstone | None = located.record

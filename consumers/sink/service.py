@@ -19,8 +19,8 @@ from tidemill.consumers.sink.state_file import SinkState, remove_state, write_st
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from tidemill.consumers.sink.rows import Place, Row, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
-from tidemill.schemas.retention import RetentionGap
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.retention import RetentionGap
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from tidemill.consumers.sink.tables import (
     table_settings,
     tables,
 )
-from tidemill.schemas.retention import RetentionGap
+from tidemill.schemas.log.retention import RetentionGap
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
 
 
@@ -72,7 +72,7 @@ class History:
         self.steps: list[tuple[Place, TrainStep]] = []
         """Each step once, in order."""
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; other runs and kinds are let pass, a step or a version said twice counts once."""
         record = located.record
         if getattr(record, "run_id", None) != self._run_id:
@@ -149,7 +149,7 @@ class History:
                     yield place, excluded.reason
 
 
-def _decided(located: Located, decision: GateDecision) -> Decided:
+def _decided(located: ConsumedRecord, decision: GateDecision) -> Decided:
     return Decided(
         place=place_of(located),
         verdict=decision.verdict.value,

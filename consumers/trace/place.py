@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,6 @@ class Place:
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
-def place_of(located: Located) -> Place:
+def place_of(located: ConsumedRecord) -> Place:
     """The place of a record."""
     return Place(located.topic.value, located.partition, located.offset)

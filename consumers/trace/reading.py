@@ -13,9 +13,9 @@ from tidemill.consumers.trace.trace import Trace
 from tidemill.consumers.trace.user import UserPath, UserTrace
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback
 
 CLIENT_ID = "tidemill-trace"
@@ -95,7 +95,7 @@ class TraceReader:
     def _interactions_of(self, event_id: str) -> list[str]:
         found: dict[str, None] = {}
 
-        def observe(located: Located) -> None:
+        def observe(located: ConsumedRecord) -> None:
             if isinstance(located.record, Feedback) and located.record.event_id == event_id:
                 found[located.record.interaction_id] = None
 
@@ -115,7 +115,7 @@ class TraceReader:
         self._read(MODEL, history.observe)
         return history
 
-    def _read(self, topics: Sequence[Topic], observe: Callable[[Located], None], of: str = "") -> None:
+    def _read(self, topics: Sequence[Topic], observe: Callable[[ConsumedRecord], None], of: str = "") -> None:
         """Hand over topics whole, or the one partition of each where records of the interaction `of` lie."""
         share = (0, 1)
         if of:

@@ -8,7 +8,7 @@ from tidemill.consumers.trace.history import History, Made
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.consumers.trace.trained import Ended, ended
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, Rollout, RolloutStatus
 
 
@@ -58,7 +58,7 @@ class RolloutTrace:
         """The run that it belongs to; None while it was not observed."""
         return self._rollout[1].run_id if self._rollout else None
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; what is not about the rollout is let pass."""
         record = located.record
         if isinstance(record, Rollout) and record.rollout_id == self._id and self._rollout is None:

@@ -23,7 +23,7 @@ from tidemill.consumers.trace.path import (
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.consumers.trace.trained import ended_in_batch
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 
@@ -64,7 +64,7 @@ class Trace:
         """Whether the log says anything of it."""
         return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; what is not about the interaction is let pass."""
         record = located.record
         if located.value is None:
@@ -107,7 +107,7 @@ class Trace:
             end=explain(served, self._erased, ends, batches, made, self._dropped),
         )
 
-    def _take_tombstone(self, located: Located) -> None:
+    def _take_tombstone(self, located: ConsumedRecord) -> None:
         """What was erased is not told again, though the broker may not have removed its bytes yet."""
         key = (located.key or b"").decode("utf-8", "replace")
         interaction_id, _, event_id = key.partition("/")

@@ -14,7 +14,7 @@ from tidemill.consumers.rights.requests import Demands
 from tidemill.consumers.trace.history import History, Made, ranges
 from tidemill.consumers.trace.place import Place, place_of
 from tidemill.consumers.trace.trained import Ended, ended_in_batch
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserRequest
 
 
@@ -80,7 +80,7 @@ class UserTrace:
         """Whether the log says anything of him."""
         return bool(self._demands.made or self._endings or self._batches)
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; what is not about him is let pass."""
         match located.record:
             case UserRequest():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidemill.consumers.weights.chain import Chain
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 CLIENT_ID = "tidemill-weights"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.schemas.producer import DeliveryError
+from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import Feedback
 
 

@@ -24,10 +24,10 @@ from tidemill.producers.feedback.errors import (
     LogUnreachable,
 )
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
-from tidemill.schemas.client_settings import producer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.log.client_settings import producer_settings
+from tidemill.schemas.log.partitioner import partition_of
 from tidemill.schemas.records import Feedback
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.group import GroupConsumer
 
 LOG = logging.getLogger(__name__)
 POLL_S = 0.05
@@ -92,7 +92,7 @@ class Fenced(RuntimeError):
 class Delivered:
     """A record of `tasks`, and what the log has of its task already."""
 
-    located: Located
+    located: ConsumedRecord
     progress: TaskProgress
 
 
@@ -132,20 +132,20 @@ class Intake:
         self._recovery.keep(owned)
         return Taken([Delivered(one, self._recovery.progress(one)) for one in located], owned, committed)
 
-    def _take(self) -> list[Located]:
+    def _take(self) -> list[ConsumedRecord]:
         if self._paused:
             self._member.resume()
             self._paused = False
         return self._poll(POLL_S)
 
-    def _keep_alive(self) -> list[Located]:
+    def _keep_alive(self) -> list[ConsumedRecord]:
         if time.monotonic() - self._polled_at < PATIENCE_S:
             return []
         self._member.pause()
         self._paused = True
         return self._poll(0.0)  # a partition that was assigned just now is not paused, and may bring a record
 
-    def _poll(self, timeout_s: float) -> list[Located]:
+    def _poll(self, timeout_s: float) -> list[ConsumedRecord]:
         located = self._member.poll(timeout_s, max_records=1)
         self._polled_at = time.monotonic()
         return located

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from tidemill.producers.rollout.record import rollout_id
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_ms
-from tidemill.schemas.located import Located
-from tidemill.schemas.lookback import Lookback
-from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.range_reader import Lookback
 from tidemill.schemas.records import Dispatch, Record, Rollout, Task, Turn
 
 LOG = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class TaskRecovery:
         self._run_id = run_id
         self._histories: dict[Partition, _PartitionHistory] = {}
 
-    def progress(self, located: Located) -> TaskProgress:
+    def progress(self, located: ConsumedRecord) -> TaskProgress:
         """The recorded part of the task in a record; nothing for a record that is no task of the run.
 
         Raises LookupError, TimeoutError or KafkaException when the log cannot be read.

@@ -35,16 +35,16 @@ from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.producers.sampling.segments import OVERHEAD_BYTES, SPAN_BYTES, SegmentClaims
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import ChatFormat, load_chat_format
-from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located
-from tidemill.schemas.lookback import Lookback
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.client_settings import LOG_WAIT_S
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.range_reader import Lookback
 from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Turn
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -52,7 +52,7 @@ LOG = logging.getLogger(__name__)
 APPLICATION = "tidemill-rollout"
 
 
-def refusal(located: Located, settings: RolloutSettings) -> str | None:
+def refusal(located: ConsumedRecord, settings: RolloutSettings) -> str | None:
     """Why a record of `tasks` cannot be played at all; None when it can."""
     task = located.record
     if task is None:
@@ -209,7 +209,7 @@ class Worker:
     def _in_hand(self) -> int:
         return sum(running.remaining for running in self._jobs.values())
 
-    def _bury(self, producer: RecordProducer, located: Located, reason: str) -> None:
+    def _bury(self, producer: RecordProducer, located: ConsumedRecord, reason: str) -> None:
         LOG.warning("refused the record at %s: %s", located.position, reason)
         send_dead_letter(producer, self._names, located, reason, APPLICATION)
 

@@ -16,7 +16,7 @@ from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Interaction, Record
 
 APPLICATION = "tidemill-router"

@@ -29,9 +29,9 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.http_server import BoundedConfig
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -125,7 +125,7 @@ async def _follow(
             _observe(canary, await asyncio.to_thread(decisions.poll, POLL_S), metrics)
 
 
-def _observe(canary: CanaryShare, found: Iterable[Located], metrics: Metrics) -> None:
+def _observe(canary: CanaryShare, found: Iterable[ConsumedRecord], metrics: Metrics) -> None:
     for located in found:
         objection = canary.observe(located.record) if isinstance(located.record, GateDecision) else located.error
         if objection:

@@ -7,7 +7,7 @@ import threading
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest
 
 LOG = logging.getLogger(__name__)

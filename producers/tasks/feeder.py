@@ -20,14 +20,14 @@ from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks.feeder_state import Decision, FeederState
 from tidemill.producers.tasks.source import TaskEnvironment, TaskSource
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.progress import Stillness
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.client_settings import LOG_WAIT_S
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.stall import Stillness
 from tidemill.schemas.records import Task
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -76,7 +76,7 @@ class Feeder:
         self._silence = SilentTopics(to_us(feed.stall_timeout_s))
         self._producer = producer
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take one record of the log. One that cannot be read is its writer's or its group reader's to answer for."""
         if located.record is None:
             LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)

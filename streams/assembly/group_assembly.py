@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Rollout, RolloutStatus, Tick
 from tidemill.streams.assembly import group_state
 from tidemill.streams.assembly.group_state import DoneGroup, GroupHeader, Head, Member, OpenGroup, State
@@ -78,7 +78,7 @@ class GroupAssembler:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def observe(self, located: Located) -> list[Output]:
+    def observe(self, located: ConsumedRecord) -> list[Output]:
         """Decide one record; a record at or below the head was decided before and gives nothing."""
         if located.offset <= self._offset:
             return []
@@ -123,7 +123,7 @@ class GroupAssembler:
         self._done[group_id] = done
         heapq.heappush(self._expiries, (done.closed_clock_us + self._rules.done_ttl_us, group_id))
 
-    def _admit(self, located: Located) -> list[Decision]:
+    def _admit(self, located: ConsumedRecord) -> list[Decision]:
         match located.record:
             case Tick():
                 return []
@@ -134,7 +134,7 @@ class GroupAssembler:
             case other:
                 return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
 
-    def _admit_rollout(self, located: Located, rollout: Rollout) -> list[Decision]:
+    def _admit_rollout(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         problem = broken_contract(located.key, rollout)
         if problem:
             return [Rejected(located, problem)]
@@ -144,7 +144,7 @@ class GroupAssembler:
             return self._late(located, rollout)
         return self._join(located, rollout)
 
-    def _late(self, located: Located, rollout: Rollout) -> list[Decision]:
+    def _late(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         done = self._done[rollout.group_id]
         if rollout.rollout_id in done.rollout_ids:
             return []
@@ -154,7 +154,7 @@ class GroupAssembler:
         straggler = OpenGroup(self._partition, GroupHeader.of(rollout), {member.rollout_id: member})
         return [self._record(rollout.group_id, straggler, CloseReason.LATE)]
 
-    def _join(self, located: Located, rollout: Rollout) -> list[Decision]:
+    def _join(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         header = GroupHeader.of(rollout)
         group = self._open.get(rollout.group_id) or OpenGroup(self._partition, header)
         if rollout.rollout_id in group.members:
@@ -244,7 +244,7 @@ def _disagreement(group: OpenGroup, header: GroupHeader, rollout: Rollout) -> st
     return ""
 
 
-def _member(located: Located, rollout: Rollout) -> Member:
+def _member(located: ConsumedRecord, rollout: Rollout) -> Member:
     return Member(
         rollout_id=rollout.rollout_id,
         index=rollout.index,

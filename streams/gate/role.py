@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.client_settings import LOG_WAIT_S
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.liveness import Liveness
-from tidemill.schemas.located import Located, Position
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.client_settings import LOG_WAIT_S
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.gate.config import GateSettings
@@ -49,7 +49,7 @@ class Rebuilt:
     next_offsets: dict[tuple[Topic, int], int] = field(default_factory=dict)
 
 
-def event_time(located: Located) -> int:
+def event_time(located: ConsumedRecord) -> int:
     """When a record happened, microseconds: a decision when it was decided, others by the log's timestamp."""
     return located.record.at if isinstance(located.record, GateDecision) else located.timestamp_ms * 1_000
 
@@ -76,7 +76,7 @@ def rebuild(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, started_
     return rebuilt
 
 
-def _ordered(reader: LogReader, rank: int) -> Iterator[tuple[int, int, int, Located]]:
+def _ordered(reader: LogReader, rank: int) -> Iterator[tuple[int, int, int, ConsumedRecord]]:
     for place, located in enumerate(reader.read_to_end(REBUILD_S)):
         yield event_time(located), rank, place, located
 
@@ -92,7 +92,7 @@ class Gate:
         self._keeper, self._producer = rebuilt.keeper, producer
         self._awaited: Position | None = None
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take a record of the log in. Raises SecondGate."""
         if located.record is None:
             if located.value is not None:
@@ -111,7 +111,7 @@ class Gate:
             level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
             LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
 
-    def _read_back(self, located: Located, decision: GateDecision) -> None:
+    def _read_back(self, located: ConsumedRecord, decision: GateDecision) -> None:
         if self._awaited is not None and located.offset >= self._awaited.offset:
             self._awaited = None
         generation = decision.numbers.get(GENERATION, 0.0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
@@ -96,7 +96,7 @@ class FeedbackJoin:
         times = (self._store.next_awaited_us(), self._merge.wanted_us())
         return min((time for time in times if time is not None), default=None)
 
-    def observe(self, located: Located) -> list[Output]:
+    def observe(self, located: ConsumedRecord) -> list[Output]:
         """Take one record of either topic; what is decided by it."""
         if self._merge.has_read(located.topic, located.offset):
             return []
@@ -447,7 +447,7 @@ class FeedbackJoin:
         return self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason)
 
     def _rejected(self, key: bytes, value: bytes, timestamp_ms: int, signal: Signal, reason: str) -> Rejected:
-        located = Located(Topic.FEEDBACK, self._partition, signal.offset, timestamp_ms, key, value, None)
+        located = ConsumedRecord(Topic.FEEDBACK, self._partition, signal.offset, timestamp_ms, key, value, None)
         return Rejected(located, reason)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tidemill.schemas import signals
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import to_s
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
 from tidemill.streams.machine import Rejected
 
@@ -37,7 +37,7 @@ Item = Interaction | Vote | UserRequest | Tombstone | Rejected | None
 """None: only the clock moves."""
 
 
-def read(located: Located, clock_skew_us: int) -> Item:
+def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
     """The item of a record of `interactions` or `feedback`; an interaction comes without its tokens."""
     if located.value is None and located.record is None:
         return _tombstone(located)
@@ -61,7 +61,7 @@ def read(located: Located, clock_skew_us: int) -> Item:
             return Rejected(located, f"{type(other).__name__} is no record of {topic.value}")
 
 
-def _tombstone(located: Located) -> Item:
+def _tombstone(located: ConsumedRecord) -> Item:
     try:
         key = (located.key or b"").decode()
     except UnicodeDecodeError:
@@ -69,7 +69,7 @@ def _tombstone(located: Located) -> Item:
     return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
 
 
-def broken_interaction(located: Located, interaction: Interaction, clock_skew_us: int) -> str:
+def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_skew_us: int) -> str:
     """Why an interaction cannot be joined; empty when it can."""
     name = interaction.interaction_id
     if located.key != name.encode():

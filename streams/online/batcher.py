@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
 from tidemill.streams.machine import Changes, Emit, Output, Rejected
 from tidemill.streams.online import batch_state
@@ -101,7 +101,7 @@ class OnlineBatcher:
         """When the next open batch is overdue."""
         return self._store.next_awaited_us()
 
-    def observe(self, located: Located) -> list[Output]:
+    def observe(self, located: ConsumedRecord) -> list[Output]:
         """Decide one record; a record at or below the head was decided before and gives nothing."""
         if located.offset <= self._head.offset:
             return []
@@ -131,7 +131,7 @@ class OnlineBatcher:
                     self._store.forget(entry)
         return batches
 
-    def _decide(self, located: Located) -> list[Output]:
+    def _decide(self, located: ConsumedRecord) -> list[Output]:
         if located.value is None and located.record is None:
             return self._bury(located)
         match located.record:
@@ -151,7 +151,7 @@ class OnlineBatcher:
 
     # Erasure
 
-    def _bury(self, located: Located) -> list[Output]:
+    def _bury(self, located: ConsumedRecord) -> list[Output]:
         """A tombstone: of an outcome, or of one of Tidemill's own records."""
         try:
             key = (located.key or b"").decode()

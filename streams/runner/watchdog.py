@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.progress import Place, Stillness
+from tidemill.schemas.log.client_settings import consumer_settings
+from tidemill.schemas.log.stall import Place, Stillness
 
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Names, Topic, is_compacted, tick_key
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.dead_letter import dead_letter_headers
+from tidemill.schemas.log.dead_letter import dead_letter_headers
 from tidemill.schemas.records import Tick
 from tidemill.streams.machine import Changes, Emit, Output, Rejected
 

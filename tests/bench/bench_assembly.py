@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 from stream_support import CODEC, FAR_AWAY_US, RUN_ID, fresh_topics, rollout
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings

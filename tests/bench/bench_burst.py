@@ -51,9 +51,9 @@ from tidemill.consumers.sink.state_file import read_state
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, Group, Mode, Segment, StepInput, Task, VersionSpan
 from tidemill.streams.config import ProcessorName
 
@@ -90,7 +90,7 @@ READER = """
 import json, sys
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 with LogReader(KafkaSettings(**json.loads(sys.argv[1])), [Topic.ROLLOUTS]) as reader:
     print(sum(1 for _ in reader.read_to_end(200)), flush=True)
     sys.stdin.read()

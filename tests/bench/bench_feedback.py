@@ -40,13 +40,13 @@ from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
 from tidemill.schemas.address import bind
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
-from tidemill.schemas.client_settings import producer_settings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import producer_settings
+from tidemill.schemas.log.partitioner import partition_of
 
 KEY = "k" * 64
 SINGLE_SHARE = 10

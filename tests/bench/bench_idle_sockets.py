@@ -38,9 +38,9 @@ from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
 from tidemill.schemas.address import bind
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_server import BoundedConfig
+from tidemill.schemas.log.admin import create_topics
 
 KEY = "k" * 64
 PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=SecretStr("p" * 32))

@@ -30,12 +30,12 @@ from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction
 from stream_support import fresh_topics
 
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
-from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, Record
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.join.config import JoinSettings

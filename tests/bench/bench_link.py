@@ -47,9 +47,9 @@ from tidemill.consumers.replica.join import FOLLOWED  # noqa: E402
 from tidemill.consumers.replica.mirror import Mirror  # noqa: E402
 from tidemill.consumers.replica.staging import Staging  # noqa: E402
 from tidemill.consumers.replica.state import ReplicaState  # noqa: E402
-from tidemill.schemas.admin import create_topics  # noqa: E402
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings  # noqa: E402
-from tidemill.schemas.reader import LogReader  # noqa: E402
+from tidemill.schemas.log.admin import create_topics  # noqa: E402
+from tidemill.schemas.log.reader import LogReader  # noqa: E402
 from tidemill.schemas.records import Manifest  # noqa: E402
 from tidemill.trainer.publish import PublishSettings, WeightPublisher  # noqa: E402
 

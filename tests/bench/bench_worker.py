@@ -26,13 +26,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.rollout import worker
 from tidemill.producers.sampling.completion import Sampling, request_body
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import CHATML_TOKENS, chatml
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
 TURNS = 5

@@ -23,7 +23,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 Say = Callable[[str], None]
 

@@ -24,7 +24,7 @@ from tidemill.compose.demo.plan import STABLE
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 READ = (
     Topic.TASKS,

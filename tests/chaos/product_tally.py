@@ -10,7 +10,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
     CANARY_SHARE,
     Feedback,
@@ -63,7 +63,7 @@ class ProductTally:
     _said_again: list[str] = field(default_factory=list)
     _waiting: list[TrainStep] = field(default_factory=list)
 
-    def observe(self, located: Located) -> None:
+    def observe(self, located: ConsumedRecord) -> None:
         """Take one record."""
         value = located.value or b""
         match located.record:

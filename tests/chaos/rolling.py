@@ -25,12 +25,12 @@ from tests.chaos.storm import FaultKind
 from tests.streams.stream_support import RUN_ID, rollout
 from tidemill.compose.processes import Supervisor
 from tidemill.producers.rollout.intake import REBALANCING
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import CloseReason, Group, Rollout
 
 GROUP_SIZE = 4

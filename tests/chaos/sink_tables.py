@@ -12,7 +12,7 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import read_state
 from tidemill.consumers.sink.tables import WATERMARKS, tables
 from tidemill.schemas.catalogue import CATALOGUE, Names
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 
 ANSWER_S = 10.0
 DRAIN_S = 180.0

@@ -27,9 +27,9 @@ from tidemill.compose.local_log import with_address
 from tidemill.compose.options import given, settings_from
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, StackSettings
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import admin_client, create_topics
 
 PARTITIONS = 2
 WORKERS = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.product_tally import ProductTally
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
     CloseReason,
     Dispatch,
@@ -148,7 +148,7 @@ class Tally:
     _recorded: dict[int, float] = field(default_factory=dict)
     _lives: dict[str, set[str]] = field(default_factory=dict)
 
-    def observe(self, located: Located) -> tuple[str, float] | None:
+    def observe(self, located: ConsumedRecord) -> tuple[str, float] | None:
         """Take one record; the role that it shows to be back, if it does, and after how many seconds."""
         record, at_s = located.record, located.timestamp_ms / 1e3
         self.product.observe(located)
@@ -180,7 +180,7 @@ class Tally:
         spans = [(self._plans[step], at_s) for step, at_s in self._recorded.items() if step in self._plans]
         return sum(any(planned < start < recorded for start in starts_s) for planned, recorded in spans)
 
-    def _count(self, record: Record, located: Located, at_s: float) -> None:
+    def _count(self, record: Record, located: ConsumedRecord, at_s: float) -> None:
         match record:
             case Task():
                 self.repeated.tasks += record.task_id in self._tasks

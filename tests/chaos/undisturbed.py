@@ -14,11 +14,11 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 
 from tests.chaos.verdict import tidemill
 from tidemill.compose.config import TidemillSettings
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, TrainStep
 
 PREFIX = "undisturbed."

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
 from tidemill.consumers.weights.chain import ChainError
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.role import SecondGate, run

@@ -18,17 +18,17 @@ from confluent_kafka import Consumer, TopicPartition
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.schemas.admin import admin_client
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.client_settings import consumer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.replayed import HEADER_REPLAY_SOURCE
 from tidemill.schemas.records import Group, RewardComponent, Rollout
-from tidemill.schemas.replayed import HEADER_REPLAY_SOURCE
 from tidemill.streams.config import ProcessorName
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
@@ -57,7 +57,7 @@ class Log:
         common = ["--bootstrap", self.kafka.bootstrap, "--topic-prefix", topic_prefix, "--config", self.config]
         return CliRunner().invoke(app, ["replay", *map(str, [*arguments, *common])])
 
-    def records(self, *topics: Topic) -> list[Located]:
+    def records(self, *topics: Topic) -> list[ConsumedRecord]:
         """Everything in some topics."""
         with LogReader(self.kafka, topics) as reader:
             return list(reader.read_to_end())
@@ -116,7 +116,7 @@ def await_distinct(kafka: KafkaSettings, topic: Topic, enough: Callable[[set[byt
         read_records(reader, lambda found: enough({f.value or b"" for f in found if is_output(f)}), 240)
 
 
-def is_output(located: Located) -> bool:
+def is_output(located: ConsumedRecord) -> bool:
     return type(located.record).__name__ in {"Group", "Outcome", "OnlineBatch"}
 
 
@@ -282,7 +282,7 @@ def test_a_tampered_group_is_found_where_it_lies(log, scratch_prefix):
     assert [field["path"] for field in first["fields"]] == ["members[0].reward"]
 
 
-def copy_with_forgery(log: Log, target: KafkaSettings) -> Located:
+def copy_with_forgery(log: Log, target: KafkaSettings) -> ConsumedRecord:
     """Copy rollouts and groups, offset by offset; the group that was changed on the way."""
     names, codec = Names(target.topic_prefix), Codec()
     records = sorted(log.records(Topic.ROLLOUTS, Topic.GROUPS), key=lambda r: (r.topic, r.partition, r.offset))

@@ -40,7 +40,7 @@ from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.weights.listing import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
-from tidemill.schemas.admin import TopicState
+from tidemill.schemas.log.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
 from tidemill.streams.gate.keeper import Snapshot
 

@@ -21,9 +21,9 @@ from tidemill.compose.weights.operands import CheckpointOperand, OperandError, V
 from tidemill.consumers.weights.chain import ChainError, UnknownVersion
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.kernels.checkpoint import CheckpointError
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.records import AckStatus, GateVerdict
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))

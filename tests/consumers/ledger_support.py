@@ -23,9 +23,9 @@ from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.machine import Emit, Rejected
 
@@ -85,17 +85,17 @@ class WrittenLog:
         self.entries[topic].append(Entry(key.encode(), value, at // 1000))
         return len(self.entries[topic]) - 1
 
-    def located(self, topic: Topic) -> list[Located]:
+    def located(self, topic: Topic) -> list[ConsumedRecord]:
         """The records of a topic that a reader gets."""
         found = [self._located(topic, offset, entry) for offset, entry in enumerate(self.entries[topic])]
         kept = [one for one in found if one.offset >= self.low.get(topic, 0)]
         return [one for one in kept if (topic, one.offset) not in self.hidden]
 
-    def _located(self, topic: Topic, offset: int, entry: Entry) -> Located:
+    def _located(self, topic: Topic, offset: int, entry: Entry) -> ConsumedRecord:
         record, error = decoded(entry.value)
-        return Located(topic, 0, offset, entry.timestamp_ms, entry.key, entry.value, record, error)
+        return ConsumedRecord(topic, 0, offset, entry.timestamp_ms, entry.key, entry.value, record, error)
 
-    def all(self) -> Iterator[Located]:
+    def all(self) -> Iterator[ConsumedRecord]:
         """Every record, topic by topic."""
         for topic in self.entries:
             yield from self.located(topic)

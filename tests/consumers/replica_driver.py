@@ -29,7 +29,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, RunSettings
-from tidemill.schemas.located import Located, Position
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, ShardPosition, SkipDelta, WeightAck
 from tidemill.trainer.anchor import write_anchor
 from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
@@ -91,15 +91,15 @@ def nudged(view: ServingView, seed: int, fraction: float = 0.01) -> ServingView:
 class MemoryLog:
     """`weights.deltas` as a list; a producer for `DeltaShard` and a log for `ChunkFetcher`."""
 
-    located: list[Located] = field(default_factory=list)
+    located: list[ConsumedRecord] = field(default_factory=list)
     at: int = 0
     sought: list[int] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def append(self, record: Record) -> Located:
+    def append(self, record: Record) -> ConsumedRecord:
         """Add a record as the next offset of partition 0."""
         with self.lock:
-            found = Located(Topic.DELTAS, 0, len(self.located), 0, None, CODEC.encode(record), record)
+            found = ConsumedRecord(Topic.DELTAS, 0, len(self.located), 0, None, CODEC.encode(record), record)
             self.located.append(found)
             return found
 
@@ -107,7 +107,7 @@ class MemoryLog:
         """As `RecordProducer.send_acked`."""
         return [self.append(record).position for _, record in records]
 
-    def poll(self, timeout_s: float, max_records: int) -> list[Located]:
+    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
         """As `LogReader.poll`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

@@ -8,14 +8,14 @@ import pytest
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.patience import LONGEST_S, Patience
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import SkipDelta, Tick
 
 SKIP = SkipDelta("r", "main", 1, 0, 0, 0, [], 0)
 
 
 def located(record, error=""):
-    return Located(Topic.MANIFESTS, 0, 0, 0, None, b"", record, error)
+    return ConsumedRecord(Topic.MANIFESTS, 0, 0, 0, None, b"", record, error)
 
 
 class Log:

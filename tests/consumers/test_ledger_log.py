@@ -14,9 +14,9 @@ from tests.consumers.ledger_support import PLANTED_FAULTS, RunLog, sound_log
 from tidemill.compose.cli import app
 from tidemill.consumers.ledger.reading import audit_log
 from tidemill.consumers.ledger.rules import AuditRules
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import admin_client, create_topics
 
 RULES = AuditRules(run_id="run")
 

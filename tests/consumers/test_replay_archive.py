@@ -17,8 +17,8 @@ from tidemill.compose.cli import app
 from tidemill.consumers.replay.archive import MANIFEST, ArchiveError, ArchiveOrigin, export
 from tidemill.consumers.replay.raw import RawRecord
 from tidemill.consumers.replay.selection import Selection
-from tidemill.schemas.admin import admin_client
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.records import Claim
 
 

@@ -15,13 +15,19 @@ from tidemill.compose.cli import app
 from tidemill.compose.dead_letters.transformation import TransformError, transformation
 from tidemill.consumers.replay.letters import HEADER_ATTEMPTS, HEADER_REDRIVE_OF, Sequel, judge, letter_of
 from tidemill.consumers.replay.raw import RawRecord
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_PARTITION, HEADER_REASON, HEADER_TOPIC, send_dead_letter
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.dead_letter import (
+    HEADER_OFFSET,
+    HEADER_PARTITION,
+    HEADER_REASON,
+    HEADER_TOPIC,
+    send_dead_letter,
+)
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Tick
 
 GOOD = Codec().encode(rollout("r1", "g"))

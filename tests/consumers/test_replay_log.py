@@ -21,15 +21,15 @@ from tidemill.consumers.replay.selection import OffsetRange, Selection, Span
 from tidemill.consumers.replay.session import LogOrigin, Replay
 from tidemill.consumers.replay.source import LogSource
 from tidemill.consumers.replay.target import Refused
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.client_settings import consumer_settings
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
 from tidemill.schemas.records import Group, StepInput
-from tidemill.schemas.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
 from tidemill.trainer.log_input import trainable
 from tidemill.trainer.rollout_log import RolloutLog
 

@@ -22,8 +22,8 @@ from tidemill.consumers.replay.selection import OffsetRange, Selection, Span, of
 from tidemill.consumers.replay.steps import StepIndex
 from tidemill.consumers.replay.target import Refused, Standing, check_prefix
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.log.replayed import replay_id_of
 from tidemill.schemas.records import RolloutStatus, ShardPosition, Tick
-from tidemill.schemas.replayed import replay_id_of
 
 LANES = [("rollouts", 0), ("rollouts", 1), ("groups", 0)]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, GateVerdict
 
 FLOAT32, BFLOAT16 = REPLICAS = ("replica-float32", "replica-bfloat16")

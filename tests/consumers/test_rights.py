@@ -15,7 +15,7 @@ from tidemill.consumers.rights.requests import BadUser, Demands, checked_pseudon
 from tidemill.consumers.rights.stored import StoreRefused, delete_claims
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.claim import store_claim
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, Record, Tick, UserWish
 
 TOPIC_OF = {Interaction: Topic.INTERACTIONS, Outcome: Topic.OUTCOMES, Feedback: Topic.FEEDBACK}
@@ -23,15 +23,15 @@ USERS = st.sampled_from(["ann", "bob"])
 NAMES = st.sampled_from(["i0", "i1", "i2", "i3"])
 
 
-def placed(record: Record, key: str, offset: int = 0, partition: int = 0) -> Located:
-    return Located(TOPIC_OF.get(type(record), Topic.FEEDBACK), partition, offset, 0, key.encode(), b"v", record)
+def placed(record: Record, key: str, offset: int = 0, partition: int = 0) -> ConsumedRecord:
+    return ConsumedRecord(TOPIC_OF.get(type(record), Topic.FEEDBACK), partition, offset, 0, key.encode(), b"v", record)
 
 
-def tombstone(topic: Topic, key: str, partition: int = 0) -> Located:
-    return Located(topic, partition, 9, 0, key.encode(), None, None, "a tombstone")
+def tombstone(topic: Topic, key: str, partition: int = 0) -> ConsumedRecord:
+    return ConsumedRecord(topic, partition, 9, 0, key.encode(), None, None, "a tombstone")
 
 
-def observed(*records: Located) -> Holdings:
+def observed(*records: ConsumedRecord) -> Holdings:
     holdings = Holdings("ann")
     for located in records:
         holdings.observe(located)
@@ -72,7 +72,7 @@ def test_what_was_said_of_an_erased_interaction_is_still_found():
 
 
 def test_unreadable_records_are_counted_and_other_kinds_pass():
-    broken = Located(Topic.FEEDBACK, 0, 0, 0, b"x", b"\xff", None, "unknown framing")
+    broken = ConsumedRecord(Topic.FEEDBACK, 0, 0, 0, b"x", b"\xff", None, "unknown framing")
     found = observed(broken, placed(Tick("t", 1), "tick"))
     assert (found.unreadable, found.held) == ({Topic.FEEDBACK: 1}, [])
 

@@ -30,15 +30,15 @@ from tidemill.consumers.rights.holdings import SWEPT
 from tidemill.consumers.rights.standing import read_standing
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick, UserRequest, UserWish
 
 PARTITIONS = 2
@@ -49,7 +49,7 @@ KILLED = """
 import json, os, signal, sys
 from tidemill.consumers.rights.erase import Eraser
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 kafka, root, user, at = json.loads(sys.argv[1])
 send, sent = RecordProducer.send_bytes, 0
 def dying(self, *arguments, **options):
@@ -83,12 +83,12 @@ def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US
     log.write(interaction(f"other-of-{user}", "other", served_at=at))
 
 
-def read(settings: KafkaSettings, *topics: Topic) -> list[Located]:
+def read(settings: KafkaSettings, *topics: Topic) -> list[ConsumedRecord]:
     with LogReader(settings, topics) as reader:
         return list(reader.read_to_end(DEADLINE_S))
 
 
-def live(settings: KafkaSettings, user: str) -> list[Located]:
+def live(settings: KafkaSettings, user: str) -> list[ConsumedRecord]:
     """What a fresh reader that heeds tombstones still gets of a user."""
     newest = {(one.topic, one.partition, one.key): one for one in read(settings, *SWEPT)}
     return [one for one in newest.values() if one.value and user.encode() in (one.key or b"") + one.value]
@@ -180,7 +180,7 @@ def test_dead_letters_of_his_are_told_with_the_time_of_their_end(settings: Kafka
     names, began_ms = Names(settings.topic_prefix), int(time.time() * 1000)
     with RecordProducer(settings, "test-letters") as producer:
         for key, value in ((b"dead-0/e9", b"broken"), (b"elsewhere", b"broken"), (b"\xff\xfe", b"broken")):
-            letter = Located(Topic.FEEDBACK, 0, 0, START_US // 1000, key, value, None, "unknown framing")
+            letter = ConsumedRecord(Topic.FEEDBACK, 0, 0, START_US // 1000, key, value, None, "unknown framing")
             send_dead_letter(producer, names, letter, "unknown framing", "test")
     found = read_standing(settings, "dead")
     assert found.dead_letters.counts == {names.of(Topic.FEEDBACK): 1}
@@ -277,7 +277,7 @@ def test_after_compaction_not_one_byte_of_him_is_read(settings: KafkaSettings, e
     assert b"other-of-compacted" in {one.key for one in read(settings, Topic.INTERACTIONS)}
 
 
-def holds(one: Located, name: bytes) -> bool:
+def holds(one: ConsumedRecord, name: bytes) -> bool:
     """Whether a record holds data of a user: copies of his demand and interactions of others do not."""
     theirs = isinstance(one.record, UserRequest) or (one.key or b"").startswith(b"other-of")
     return not theirs and one.value is not None and name in (one.key or b"") + one.value

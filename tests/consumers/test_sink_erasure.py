@@ -22,7 +22,7 @@ from tidemill.consumers.sink.erasure import Erasures
 from tidemill.consumers.sink.rows import DeadLetter, Row, Tombstone, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import UserWish
 
 DATABASES = count()
@@ -137,7 +137,7 @@ def test_a_tombstone_takes_the_older_rows_of_its_key_in_its_partition(tables: Ta
 
 def test_a_tombstone_is_no_dead_letter_where_the_topic_is_compacted():
     names = Names(PREFIX)
-    nothing = Located(Topic.FEEDBACK, 0, 5, 9, b"i/e", None, None, "the record has no value (a tombstone)")
+    nothing = ConsumedRecord(Topic.FEEDBACK, 0, 5, 9, b"i/e", None, None, "the record has no value (a tombstone)")
     assert row_of(nothing, names, CATALOGUE[Topic.FEEDBACK].values).record == Tombstone(Topic.FEEDBACK)
     stray = replace(nothing, topic=Topic.ROLLOUTS)
     assert isinstance(row_of(stray, names, CATALOGUE[Topic.ROLLOUTS].values).record, DeadLetter)

@@ -16,10 +16,10 @@ from tests.consumers.test_sink_log import DEADLINE_S, Sink, wait_for
 from tidemill.consumers.rights.erase import Eraser
 from tidemill.consumers.sink.service import known_erasures
 from tidemill.consumers.sink.state_file import read_state
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.config import KafkaSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Tick
 
 USERS = """

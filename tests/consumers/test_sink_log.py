@@ -20,13 +20,13 @@ from tests.consumers.sink_support import START_US, group, rollout, small_run, st
 from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import STATE_FILE, read_state
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick
 
 DEADLINE_S = 60.0

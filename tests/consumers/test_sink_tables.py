@@ -28,7 +28,7 @@ from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Progress, TableMismatch, Writer, insert_token
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Document, Rollout, Segment, VersionSpan
 
 PLACES = count()
@@ -256,7 +256,7 @@ def test_both_table_engines_take_the_same_ddl_and_rows(client: Any):
 @pytest.mark.parametrize("record", [None, Document("d", "s", "t")], ids=["undecodable", "misplaced"])
 def test_what_has_no_place_in_a_topic_becomes_a_dead_letter(record: Document | None):
     error = "unknown framing" if record is None else ""
-    located = Located(Topic.TASKS, 1, 5, 9, None, b"\xff", record, error)
+    located = ConsumedRecord(Topic.TASKS, 1, 5, 9, None, b"\xff", record, error)
     row = row_of(located, Names(PREFIX), CATALOGUE[Topic.TASKS].values)
     assert isinstance(row.record, DeadLetter)
     assert (row.record.source_topic, row.record.source_offset, row.record.value) == ("tidemill.tasks", 5, b"\xff")
@@ -269,7 +269,7 @@ def test_a_record_that_no_column_can_hold_is_a_dead_letter(field: str):
     names, expected_types = Names(PREFIX), CATALOGUE[Topic.ROLLOUTS].values
 
     def row(record: Rollout) -> Any:
-        return row_of(Located(Topic.ROLLOUTS, 0, 0, 0, b"k", b"v", record), names, expected_types).record
+        return row_of(ConsumedRecord(Topic.ROLLOUTS, 0, 0, 0, b"k", b"v", record), names, expected_types).record
 
     assert row(whole) == whole
     torn = replace(whole, segments=[replace(whole.segments[0], **{field: b"\x00\x00\x00"})])

@@ -31,7 +31,7 @@ from tidemill.consumers.trace.trace import Trace
 from tidemill.consumers.trace.user import UserTrace
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 
 SERVED = interaction("i0", "ann")
 THUMB = feedback("e0", "i0", "ann")
@@ -51,7 +51,7 @@ WHOLE: tuple[r.Record, ...] = (
 )
 
 
-def located(records: Sequence[r.Record]) -> list[Located]:
+def located(records: Sequence[r.Record]) -> list[ConsumedRecord]:
     """Records with offsets of their own in each topic."""
     ends: dict[Topic, int] = {}
     found = []
@@ -59,15 +59,15 @@ def located(records: Sequence[r.Record]) -> list[Located]:
         topic = next(topic for topic, spec in CATALOGUE.items() if isinstance(record, spec.values))
         offset = ends.setdefault(topic, 0)
         ends[topic] += 1
-        found.append(Located(topic, 0, offset, 0, b"k", b"v", record))
+        found.append(ConsumedRecord(topic, 0, offset, 0, b"k", b"v", record))
     return found
 
 
-def tombstone(topic: Topic, key: str) -> Located:
-    return Located(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
+def tombstone(topic: Topic, key: str) -> ConsumedRecord:
+    return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
 
 
-def traced(records: Sequence[Located], letters: Sequence[Row] = ()) -> Path:
+def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> Path:
     trace = Trace("i0", History("run"))
     for one in records:
         trace.observe(one)
@@ -232,7 +232,7 @@ def test_a_users_versions_are_those_whose_steps_trained_on_him():
 
 def test_an_erased_user_keeps_his_versions_and_loses_his_outcomes():
     history, trace = History("run"), UserTrace("ann")
-    gone = Located(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
+    gone = ConsumedRecord(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
     for one in [*located(WHOLE), gone]:
         history.observe(one)
         trace.observe(one)

@@ -25,13 +25,13 @@ from tidemill.consumers.trace.reading import NotTraceable
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import send_dead_letter
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, GateVerdict, StepInput
 
 PARTITIONS = 4
@@ -61,7 +61,7 @@ def settings(kafka: Any) -> KafkaSettings:
         producer.send(Topic.ACKS, ack(2, AckStatus.PROVED), key="replica-0")
         producer.send(Topic.ROLLOUTS, rollout("r0", "g0"), key="g0")
         producer.send(Topic.GROUPS, group("g0", [rollout("r0", "g0")]), key="g0")
-        letter = Located(Topic.FEEDBACK, 2, 5, START_US // 1000, b"i7/bad", b"broken", None, "unknown framing")
+        letter = ConsumedRecord(Topic.FEEDBACK, 2, 5, START_US // 1000, b"i7/bad", b"broken", None, "unknown framing")
         send_dead_letter(producer, Names(settings.topic_prefix), letter, "unknown framing", "join")
     return settings
 

@@ -19,10 +19,10 @@ from tidemill.consumers.weights.chain import ChainError, Unreachable
 from tidemill.consumers.weights.checkout import CheckoutError, checkout
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
-from tidemill.schemas.admin import admin_client, create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.tensor_table import store_tensor_table
 
 sys.path.insert(0, str(Path(__file__).parent))

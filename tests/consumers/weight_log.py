@@ -19,7 +19,7 @@ from tidemill.kernels.delta import TensorChange, encode_delta
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import (
     AckStatus,
     Anchor,

@@ -16,11 +16,11 @@ from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Signer
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 
 PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=SecretStr("p" * 32))
 FORGER = ProductSettings(signing_keys=(SecretStr("f" * 32),), pseudonym_key=SecretStr("p" * 32))
@@ -44,7 +44,7 @@ def topics_of(bootstrap: str, prefix: str) -> KafkaSettings:
     return settings
 
 
-def written(settings: KafkaSettings) -> list[Located]:
+def written(settings: KafkaSettings) -> list[ConsumedRecord]:
     """Every feedback record of the topic, in the order of each partition."""
     with LogReader(settings, [Topic.FEEDBACK]) as reader:
         return list(reader.read_to_end(DEADLINE_S))

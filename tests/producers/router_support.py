@@ -32,7 +32,7 @@ from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.http_server import BoundedConfig
-from tidemill.schemas.producer import DeliveryError
+from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import GateDecision, GateVerdict, Interaction, Segment
 
 KEY = "a-key-that-is-long-enough"

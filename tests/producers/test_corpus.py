@@ -13,10 +13,10 @@ from tidemill.producers.corpus import corpus
 from tidemill.producers.demonstrator import Demonstrator
 from tidemill.producers.environments.base import Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Mode, Task
 
 CHAT = ChatSettings()

@@ -34,11 +34,11 @@ from tidemill.producers.feedback import (
     NotServed,
 )
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import partition_of
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.partitioner import partition_of
 from tidemill.schemas.records import SignalKind
 
 

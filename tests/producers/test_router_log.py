@@ -22,11 +22,11 @@ from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.router.recorder import LogUnavailable, open_recorder
 from tidemill.producers.router.role import run
 from tidemill.schemas.address import bind
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Interaction, Manifest
 
 ASK = {"prompt": "hello", "user": "ada"}

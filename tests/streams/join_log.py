@@ -11,10 +11,10 @@ from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction
 from tidemill.schemas.catalogue import Names, Topic, feedback_key, user_request_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
@@ -169,9 +169,9 @@ def batch_oracle(kafka: KafkaSettings, settings: BatchSettings) -> tuple[list[Ou
     return outputs, machine.next_deadline_us() is not None
 
 
-def _tick(topic: Topic, partition: int, offset: int) -> Located:
+def _tick(topic: Topic, partition: int, offset: int) -> ConsumedRecord:
     at_us = now_us()
-    return Located(topic, partition, offset, to_ms(at_us), b"", b"", Tick("oracle", at_us))
+    return ConsumedRecord(topic, partition, offset, to_ms(at_us), b"", b"", Tick("oracle", at_us))
 
 
 def emitted(outputs: Iterable[Output]) -> set[bytes]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tidemill.schemas.catalogue import Topic, feedback_key, tick_key, user_request_key
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Outcome, Record, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
@@ -89,7 +89,7 @@ def request(wish: UserWish, at_s: float, user_id: str = "u", request_id: str = "
     return UserRequest(request_id or f"{user_id}-{wish}-{at_s:g}", user_id, wish, "him", round(at_s * SECOND_US))
 
 
-def located(topic: Topic, record: Record | None, offset: int, at_s: float, **changes: Any) -> Located:
+def located(topic: Topic, record: Record | None, offset: int, at_s: float, **changes: Any) -> ConsumedRecord:
     """A record in partition 0 of a topic, with its own bytes. No record: one that cannot be read."""
     fields: dict[str, Any] = {
         "topic": topic,
@@ -101,7 +101,7 @@ def located(topic: Topic, record: Record | None, offset: int, at_s: float, **cha
         "record": record,
         "error": "" if record else "cannot be read",
     }
-    return Located(**{**fields, **changes})
+    return ConsumedRecord(**{**fields, **changes})
 
 
 def _key(record: Record | None) -> bytes:
@@ -120,7 +120,7 @@ class TwoLogs:
     """The logs of one partition, written in the order of their times."""
 
     def __init__(self) -> None:
-        self.inputs: dict[Topic, list[Located]] = {topic: [] for topic in INPUTS}
+        self.inputs: dict[Topic, list[ConsumedRecord]] = {topic: [] for topic in INPUTS}
 
     def write(self, at_s: float, record: Record | None, topic: Topic | None = None, **changes: Any) -> TwoLogs:
         """Append a record to its topic."""

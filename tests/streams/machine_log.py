@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
 from tidemill.streams.machine import Emit, Machine, Output, Rejected
 
@@ -25,7 +25,7 @@ class Killed(Exception):
 class MachineLog:
     """The inputs of one partition, what was written for them, and the state topic."""
 
-    inputs: Mapping[Topic, Sequence[Located]]
+    inputs: Mapping[Topic, Sequence[ConsumedRecord]]
     outputs: list[Output] = field(default_factory=list)
     state: dict[str, bytes] = field(default_factory=dict)
     writes_left: int | None = None
@@ -52,7 +52,7 @@ class MachineLog:
             self.state[key] = value
 
 
-def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iterable[Located]:
+def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iterable[ConsumedRecord]:
     """What is left to decide, the topics taking turns as told, over and over."""
     left = {t: [r for r in records if r.offset >= machine.next_offset(t)] for t, records in log.inputs.items()}
     for turn in cycle([*turns, *range(len(left))]):

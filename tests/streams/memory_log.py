@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group
 from tidemill.streams.assembly import group_state
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
@@ -24,7 +24,7 @@ class Killed(Exception):
 class MemoryLog:
     """One input partition, its outputs and its state topic."""
 
-    records: Sequence[Located]
+    records: Sequence[ConsumedRecord]
     groups: list[Group] = field(default_factory=list)
     dead_letters: list[Rejected] = field(default_factory=list)
     state: dict[str, bytes] = field(default_factory=dict)

@@ -16,14 +16,14 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_PARTITION
-from tidemill.schemas.located import Located
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_PARTITION
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
 from tidemill.streams.config import ProcessorName
 
@@ -75,7 +75,7 @@ def rollout(
     return Rollout(**{**fields, **changes})
 
 
-def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes: Any) -> Located:
+def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes: Any) -> ConsumedRecord:
     """A record of the rollouts topic at a place in partition 0."""
     key = record.group_id.encode() if isinstance(record, Rollout) else None
     fields: dict[str, Any] = {
@@ -88,7 +88,7 @@ def located(record: Record | None, offset: int, *, at_ms: int = 1_000, **changes
         "record": record,
         "error": "" if record else "cannot be read",
     }
-    return Located(**{**fields, **changes})
+    return ConsumedRecord(**{**fields, **changes})
 
 
 @dataclass
@@ -179,10 +179,13 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> N
 
 
 def read_records(
-    reader: LogReader, wanted: Callable[[list[Located]], bool], deadline_s: float, worker: StreamProcess | None = None
-) -> list[Located]:
+    reader: LogReader,
+    wanted: Callable[[list[ConsumedRecord]], bool],
+    deadline_s: float,
+    worker: StreamProcess | None = None,
+) -> list[ConsumedRecord]:
     """Records of a topic until `wanted` of all those read holds."""
-    found: list[Located] = []
+    found: list[ConsumedRecord] = []
 
     def enough() -> bool:
         found.extend(reader.poll(0.1))
@@ -233,7 +236,7 @@ def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: 
     consumer.close()
 
 
-def group_of(found: Located) -> Group:
+def group_of(found: ConsumedRecord) -> Group:
     """The group that a record holds."""
     assert isinstance(found.record, Group), found.error
     return found.record

@@ -16,9 +16,9 @@ from stream_support import StreamProcess, fresh_topics, read_records, rollout, s
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Rollout
 
 GROUPS = 1000
@@ -45,13 +45,13 @@ def fill(kafka: KafkaSettings, duplicates: float) -> None:
     producer.flush()
 
 
-def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Located]:
+def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[ConsumedRecord]:
     """Kill and restart at each threshold; everything read until `last` distinct groups were there."""
-    found: list[Located] = []
+    found: list[ConsumedRecord] = []
     names: set[bytes | None] = set()
 
     def read_to(count: int) -> None:
-        def there(new: list[Located]) -> bool:
+        def there(new: list[ConsumedRecord]) -> bool:
             names.update(located.key for located in new)
             return len(names) >= count
 

@@ -9,8 +9,8 @@ from stream_support import fresh_topics, group_of, read_records, rollout, stream
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 
 
 @pytest.fixture

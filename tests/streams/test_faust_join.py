@@ -24,10 +24,10 @@ from stream_support import (
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_PARTITION
-from tidemill.schemas.located import Located
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_PARTITION
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Outcome, Tick
 from tidemill.streams.config import ProcessorName
 from tidemill.streams.join.config import JoinSettings
@@ -54,7 +54,7 @@ def settings(kafka, topic_prefix: str) -> KafkaSettings:
     return fresh_topics(kafka.bootstrap, topic_prefix)
 
 
-def outcome_of(located: Located) -> Outcome:
+def outcome_of(located: ConsumedRecord) -> Outcome:
     assert isinstance(located.record, Outcome), located.error
     return located.record
 
@@ -75,7 +75,7 @@ class Joined:
 def read_to(reader: LogReader, worker: StreamProcess, seen: set[bytes], count: int) -> None:
     """Read until so many distinct values were seen."""
 
-    def there(found: list[Located]) -> bool:
+    def there(found: list[ConsumedRecord]) -> bool:
         seen.update(located.value or b"" for located in found)
         return len(seen) >= count
 

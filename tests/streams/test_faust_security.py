@@ -17,15 +17,15 @@ from join_support import feedback, interaction
 from stream_support import RUN_ID, group_of, read_records, rollout, stream_process, wait_until
 
 from tests.secured_log import PASSWORD, USER, SecuredLog
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.partitioner import partition_of
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.records import OnlineBatch, Outcome
-from tidemill.schemas.security import SecurityError
 from tidemill.streams import faust_app
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings

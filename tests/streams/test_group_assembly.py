@@ -14,7 +14,7 @@ from memory_log import Killed, MemoryLog, run_worker
 from stream_support import CODEC, RUN_ID, located, rollout
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Document, Group, Rollout, Tick
 from tidemill.streams.assembly import group_state
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
@@ -24,7 +24,7 @@ from tidemill.streams.machine import Emit, Output, Rejected
 RULES = AssemblyRules(run_id=RUN_ID, done_ttl_us=3_600_000_000)
 
 
-def observe_all(records: list[Located], rules: AssemblyRules = RULES) -> list[Output]:
+def observe_all(records: list[ConsumedRecord], rules: AssemblyRules = RULES) -> list[Output]:
     assembler = GroupAssembler(0, rules)
     return [output for record in records for output in assembler.observe(record)]
 
@@ -184,7 +184,7 @@ def test_rollouts_that_disagree_with_their_group_are_rejected(second):
     assert [type(o) for o in outputs] == [Rejected]
 
 
-def oracle(records: list[Located]) -> dict[str, set[str]]:
+def oracle(records: list[ConsumedRecord]) -> dict[str, set[str]]:
     """Members by group, from what was ever written, whatever the order."""
     members: dict[str, set[str]] = defaultdict(set)
     for record in records:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.schemas.client_settings import MAX_RECORD_BYTES
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.streams.machine import Changes
 from tidemill.streams.runner.journal import PART_BYTES, Journal, StateError, partition_of_state
 

@@ -16,7 +16,7 @@ from stream_support import RUN_ID, located, rollout
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, RewardComponent, Tick
 from tidemill.streams.assembly.group_assembly import AssemblyRules
 from tidemill.streams.assembly.processor import GroupAssembly
@@ -34,11 +34,11 @@ def assembly(rules: AssemblyRules = RULES) -> Processor:
     return GroupAssembly(rules)
 
 
-def unchanged(record: Located) -> Located:
+def unchanged(record: ConsumedRecord) -> ConsumedRecord:
     return record
 
 
-def offline(processor: Processor, records: Sequence[Located], change: Change = unchanged) -> list[Decided]:
+def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Change = unchanged) -> list[Decided]:
     """A run over all of some records, which may come in any order of their partitions."""
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
@@ -51,7 +51,7 @@ def offline(processor: Processor, records: Sequence[Located], change: Change = u
     return [*(decided for record in records for decided in run.take(record)), *run.finish()]
 
 
-def _at(record: Located, topic: Topic, partition: int) -> bool:
+def _at(record: ConsumedRecord, topic: Topic, partition: int) -> bool:
     return (record.topic, record.partition) == (topic, partition)
 
 
@@ -125,7 +125,7 @@ def two_topics(draw) -> TwoLogs:
     return logs
 
 
-def merged(logs: TwoLogs, turns: Sequence[int]) -> list[Located]:
+def merged(logs: TwoLogs, turns: Sequence[int]) -> list[ConsumedRecord]:
     """The records of both topics, each in its order, the topics taking turns as told."""
     left = [list(records) for records in logs.inputs.values()]
     found = []
@@ -155,7 +155,7 @@ def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
     spans = [Span(0, len(records)) for records in logs.inputs.values()]
     places = {topic: place for place, topic in enumerate(logs.inputs)}
 
-    def order(records: Sequence[Located]) -> list[Located]:
+    def order(records: Sequence[ConsumedRecord]) -> list[ConsumedRecord]:
         run = Interleaved(spans)
         given_out = [r for record in records for r in run.put(places[record.topic], record)]
         return [*given_out, *run.rest()]
@@ -196,7 +196,7 @@ def test_another_deadline_changes_who_is_in_the_group():
     assert [(g.closed_by, len(g.members)) for g in later] == [("size", 2)]
 
 
-def scored(index: int, *values: float, version: str = "1", **changes: object) -> Located:
+def scored(index: int, *values: float, version: str = "1", **changes: object) -> ConsumedRecord:
     names = ("answer", "tool_use")
     parts = [RewardComponent(name, value, 1.0) for name, value in zip(names, values, strict=True)]
     made = rollout("g", index, group_size=2, reward=sum(values), rewards=parts, reward_version=version)

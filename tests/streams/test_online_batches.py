@@ -16,7 +16,7 @@ from machine_log import MachineLog, records_of, said, work, work_through_kills
 from pydantic import ValidationError
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.located import Located
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
     BatchClose,
     Document,
@@ -96,7 +96,7 @@ class Log:
     """The outcomes' one partition."""
 
     def __init__(self, *records: Record) -> None:
-        self.records: list[Located] = []
+        self.records: list[ConsumedRecord] = []
         for record in records:
             self.write(102, record)
 

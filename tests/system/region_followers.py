@@ -36,9 +36,9 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.delta_fetch import ChunkFetcher
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Staleness, WeightAck
 
 
@@ -104,7 +104,7 @@ async def _serve(
             topic = Topic.ACKS if isinstance(record, WeightAck) else Topic.STALENESS
             producer.send(topic, record, key=record.replica_id)
 
-        def bury(located: Located, reason: str) -> None:
+        def bury(located: ConsumedRecord, reason: str) -> None:
             raise AssertionError(f"record {located.offset} of {located.topic}: {reason}")
 
         identity = Identity(settings.replica_id, settings.region, run.run_id, run.branch, "test", os.getpid())

@@ -26,7 +26,7 @@ from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateVerdict, Interaction
 
 KEY = "a-key-that-is-long-enough"

@@ -44,13 +44,13 @@ from tests.producers.conftest import FakeReplica, byte_tokenizer
 from tidemill.compose.demo.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.schemas import records as r
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Mode, Rollout, Task
 
 CHAOS = Path(keeping.__file__).parent
@@ -135,7 +135,7 @@ def test_a_recovery_is_from_the_last_fault_to_the_first_progress_after_it():
 def test_what_was_asked_for_and_never_came_is_lost():
     tally = Tally()
     for offset, record in enumerate([a_task(0), a_task(1)]):
-        tally.observe(Located(Topic.TASKS, 0, offset, 1000, b"", b"", record, ""))
+        tally.observe(ConsumedRecord(Topic.TASKS, 0, offset, 1000, b"", b"", record, ""))
     assert len(tally.lost()) == 2 * GROUP_SIZE
 
 

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.located import Position
-from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Record
 from tidemill.trainer import sharded_anchor
 from tidemill.trainer.publication.commit import VersionMark, read_chain

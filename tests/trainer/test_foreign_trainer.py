@@ -15,10 +15,10 @@ import pytest
 
 from tests.consumers.replica_driver import make_checkpoint
 from tests.consumers.replica_support import ArrayReplica
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, Manifest, WeightAck
 
 TRAINER = Path(__file__).with_name("foreign_trainer.py")

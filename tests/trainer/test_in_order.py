@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.trainer.conftest import group_of, member_of, rollout
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import consumer_settings
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import consumer_settings
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.replayed import replay_headers
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -29,7 +30,6 @@ from tidemill.schemas.records import (
     StepPlan,
     TrainStep,
 )
-from tidemill.schemas.replayed import replay_headers
 from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.endings import Progress

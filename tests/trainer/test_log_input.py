@@ -8,15 +8,16 @@ from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
-from tidemill.schemas.client_settings import MAX_RECORD_BYTES, consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located, Position
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, consumer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.replayed import replay_headers
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -27,7 +28,6 @@ from tidemill.schemas.records import (
     StepInput,
     TrainStep,
 )
-from tidemill.schemas.replayed import replay_headers
 from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, Batch, BatchBuilder, Rules
 from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
@@ -342,12 +342,12 @@ def bare_group(name: str, kind: str, number: int) -> Group:
 def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:
     held = ReadAhead(100)
     for offset in range(4):
-        held.put(Located(Topic.ROLLOUTS, 0, offset, 0, None, bytes(40), None))
+        held.put(ConsumedRecord(Topic.ROLLOUTS, 0, offset, 0, None, bytes(40), None))
     assert held.take(0, 0) is None
     assert held.take(0, 1) is None
     assert held.take(0, 3) is not None
     assert held.take(0, 3) is None, "given out once"
-    held.put(Located(Topic.ROLLOUTS, 0, 9, 0, None, bytes(500), None))
+    held.put(ConsumedRecord(Topic.ROLLOUTS, 0, 9, 0, None, bytes(500), None))
     assert held.take(0, 9) is not None, "the newest is kept whatever its size"
 
 

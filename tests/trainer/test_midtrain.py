@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidemill.producers.config import CorpusSettings
 from tidemill.producers.corpus import corpus
 from tidemill.producers.corpus import run as write_corpus
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.trainer.midtrain import learning_rate, loss_of, midtrain, read_corpus, run
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
 from tidemill.trainer.model import build_model

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
 from tidemill.trainer.checkpoint import CheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.fenced_producer import FencedProducer
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.fenced_producer import FencedProducer
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, Staleness, TrainStep
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointStore

@@ -28,11 +28,11 @@ from tidemill.consumers.replica.lineage import Delta, Way
 from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.delta_fetch import ChunkFetcher
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest
 from tidemill.trainer.anchor import read_anchor
 from tidemill.trainer.publish import WeightPublisher

@@ -13,11 +13,11 @@ from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_interaction
-from tidemill.schemas.client_settings import groupless_settings, raise_lasting
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located, locate
-from tidemill.schemas.partitions import watermarks
+from tidemill.schemas.log.client_settings import groupless_settings, raise_lasting
+from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.partitions import watermarks
 from tidemill.schemas.records import Interaction, OnlineMember
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import Exclusion
@@ -63,7 +63,7 @@ class InteractionLog:
         """Give the connections back."""
         self._consumer.close()
 
-    def _checked(self, member: OnlineMember, located: Located | None) -> Found:
+    def _checked(self, member: OnlineMember, located: ConsumedRecord | None) -> Found:
         if member.topic != Topic.INTERACTIONS:
             return Exclusion.INVALID_INTERACTION
         if located is None or located.value is None:
@@ -84,9 +84,9 @@ class InteractionLog:
         said = (whole.version_min, whole.version_max)
         return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
 
-    def _read(self, places: set[Place]) -> dict[Place, Located]:
+    def _read(self, places: set[Place]) -> dict[Place, ConsumedRecord]:
         last = self._assign(places)
-        found: dict[Place, Located] = {}
+        found: dict[Place, ConsumedRecord] = {}
         deadline = time.monotonic() + IDLE_DEADLINE_S
         while last:
             messages = self._consumer.consume(500, 0.1)
@@ -99,7 +99,9 @@ class InteractionLog:
         self._consumer.unassign()
         return found
 
-    def _take(self, message: Message, places: set[Place], last: dict[int, int], found: dict[Place, Located]) -> None:
+    def _take(
+        self, message: Message, places: set[Place], last: dict[int, int], found: dict[Place, ConsumedRecord]
+    ) -> None:
         partition, offset, error = message.partition() or 0, message.offset() or 0, message.error()
         if error is not None:
             raise_lasting(error)

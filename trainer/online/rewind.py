@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointStore
 from tidemill.trainer.config import TrainerSettings

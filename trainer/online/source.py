@@ -13,9 +13,9 @@ from typing import Self
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, StepInput, UserRequest
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.log_input import ReferenceLog
@@ -74,7 +74,7 @@ class OnlineInput:
             self._queue.exclude(waiting, left)
         return None
 
-    def _observe(self, located: Located) -> None:
+    def _observe(self, located: ConsumedRecord) -> None:
         match located.record:
             case GateDecision():
                 self._line.observe(located.record)

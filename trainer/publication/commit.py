@@ -16,8 +16,8 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.producer import AckedWriter
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.producer import AckedWriter
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 from tidemill.schemas.tensor_table import fit_record
 from tidemill.trainer.publication.chain import VersionChain

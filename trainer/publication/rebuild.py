@@ -14,7 +14,7 @@ from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.delta_fetch import ChunkFetcher, CorruptDeltaError
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, TensorInfo
 from tidemill.schemas.stored_object import StoredObjectError
 from tidemill.trainer.anchor import AnchorError, anchor_weights

@@ -22,7 +22,7 @@ from tidemill.kernels.delta import CodecSettings, TensorChange
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import SkipDelta, TensorInfo
 from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
 from tidemill.trainer.publication.chain import ChainError, VersionChain, Way

@@ -13,12 +13,12 @@ from typing import Any
 from faust.auth import Credentials
 from yarl import URL
 
-from tidemill.schemas.access import AccessRefused, check_access
-from tidemill.schemas.admin import admin_client
 from tidemill.schemas.catalogue import Names, co_partitioned
-from tidemill.schemas.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.security import SecurityError
+from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.admin import admin_client
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
+from tidemill.schemas.log.security import SecurityError
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Processor
 from tidemill.streams.runner.faust.security import broker_credentials

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from faust.auth import Credentials, SASLCredentials, SSLCredentials
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.security import FILES, WITH_PASSWORD, Security, SecurityError, security_of, security_options
+from tidemill.schemas.log.security import FILES, WITH_PASSWORD, Security, SecurityError, security_of, security_options
 
 TAKEN = frozenset(
     {

@@ -19,7 +19,7 @@ from typing import Any
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
-from tidemill.schemas.retention import RetentionGap
+from tidemill.schemas.log.retention import RetentionGap
 
 LOG = logging.getLogger("tidemill.streams")
 

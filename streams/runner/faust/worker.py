@@ -27,10 +27,10 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.liveness import EXIT_HUNG
-from tidemill.schemas.located import Located
-from tidemill.schemas.progress import Place
-from tidemill.schemas.retention import RetentionGap
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.liveness import EXIT_HUNG
+from tidemill.schemas.log.retention import RetentionGap
+from tidemill.schemas.log.stall import Place
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Machine, Output, Processor
 from tidemill.streams.runner.faust.app import (
@@ -174,13 +174,13 @@ class StreamWorker:
                 "a transactional producer writes to this topic; start the worker again to read from its last position"
             )
 
-    def _located(self, message: Any) -> Located:  # noqa: ANN401 - a faust message
+    def _located(self, message: Any) -> ConsumedRecord:  # noqa: ANN401 - a faust message
         record, error = None, ""
         try:
             record = self._codec.decode(message.value)
         except DecodeError as failure:
             error = str(failure)
-        return Located(
+        return ConsumedRecord(
             topic=self._names.parse(message.topic),
             partition=message.partition,
             offset=message.offset,

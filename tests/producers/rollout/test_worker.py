@@ -23,15 +23,15 @@ from tidemill.producers.rollout import worker
 from tidemill.producers.rollout.intake import OffsetTracker
 from tidemill.producers.rollout.player import EXPIRED
 from tidemill.producers.sampling.anchor import anchor_of_run
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import claimed_rollout
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import DeliveryError, RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, Mode, Rollout, RolloutStatus, Task, Tick
 
 RUN = RunSettings(run_id="run")
@@ -94,7 +94,7 @@ def test_a_partition_that_comes_back_starts_afresh():
     ],
 )
 def test_what_cannot_be_played_is_refused(record, reason):
-    located = Located(Topic.TASKS, 0, 0, 0, b"", b"", record, "no schema" if record is None else "")
+    located = ConsumedRecord(Topic.TASKS, 0, 0, 0, b"", b"", record, "no schema" if record is None else "")
     assert reason in worker.refusal(located, RolloutSettings())
     assert worker.refusal(replace(located, record=task()), RolloutSettings()) is None
 

@@ -17,10 +17,10 @@ import pytest
 
 from tests.producers.rollout.test_worker import RUN, Bench, settings_for, task, whole
 from tidemill.producers.config import RolloutSettings
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Dispatch, Rollout, Turn
 
 SEED = 5

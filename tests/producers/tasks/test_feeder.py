@@ -28,13 +28,13 @@ from tidemill.producers.tasks import feeder
 from tidemill.producers.tasks.feeder_state import FeederState
 from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
 from tidemill.producers.tasks.source import TaskEnvironment, TaskSource, take_turns
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import EnvironmentEntry, KafkaSettings, RunSettings
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import (
     AckStatus,
     CloseReason,

@@ -14,10 +14,10 @@ import pytest
 import xxhash
 
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition, SkipDelta
 from tidemill.schemas.stored_object import StoredObject, read_object
 from tidemill.schemas.tensor_table import with_tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tidemill.schemas.config import CLAIM_CHECK_BYTES
-from tidemill.schemas.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import DeltaChunk, Manifest
 from tidemill.schemas.tensor_table import with_tensors
 from tidemill.trainer.anchor import read_anchor

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT
-from tidemill.schemas.progress import Place
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT
+from tidemill.schemas.log.stall import Place
 
 Answer = TypeVar("Answer")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tidemill.schemas.catalogue import Names
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
 
 HEADER_TOPIC = "tidemill-source-topic"
 HEADER_PARTITION = "tidemill-source-partition"
@@ -14,7 +14,7 @@ HEADER_REASON = "tidemill-reason"
 HEADER_APPLICATION = "tidemill-application"
 
 
-def dead_letter_headers(names: Names, located: Located, reason: str, application: str) -> dict[str, bytes]:
+def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, application: str) -> dict[str, bytes]:
     """Headers that say where a dead letter came from and why it is one."""
     return {
         HEADER_TOPIC: names.of(located.topic).encode(),
@@ -26,7 +26,9 @@ def dead_letter_headers(names: Names, located: Located, reason: str, application
     }
 
 
-def send_dead_letter(producer: RecordProducer, names: Names, located: Located, reason: str, application: str) -> None:
+def send_dead_letter(
+    producer: RecordProducer, names: Names, located: ConsumedRecord, reason: str, application: str
+) -> None:
     """Write the original bytes of `located` to its topic's dead-letter topic.
 
     It has the time of its writing: with that of a record of long ago the log would drop it at once.

@@ -17,7 +17,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.security import Security, SecurityError, security_of
+from tidemill.schemas.log.security import Security, SecurityError, security_of
 
 DEADLINE_S = 5.0
 POLL_S = 0.05

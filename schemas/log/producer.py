@@ -7,12 +7,12 @@ from typing import Any, Protocol, Self
 
 from confluent_kafka import KafkaError, Message, Producer
 
-from tidemill.schemas.access import AccessRefused, check_access
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Position
+from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Record
 
 

@@ -11,18 +11,18 @@ from contextlib import suppress
 import pytest
 
 from tests.secured_log import USER, SecuredLog
-from tidemill.schemas import group_consumer
-from tidemill.schemas.access import DEADLINE_S, AccessRefused, check_access
-from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.fenced_producer import FencedProducer
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.lookback import Lookback
-from tidemill.schemas.producer import DeliveryError, RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log import group
+from tidemill.schemas.log.access import DEADLINE_S, AccessRefused, check_access
+from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
+from tidemill.schemas.log.fenced_producer import FencedProducer
+from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.range_reader import Lookback
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.security import SecurityError, security_of
 from tidemill.schemas.records import Document
-from tidemill.schemas.security import SecurityError, security_of
 
 TEST_DEADLINE_S = 60.0
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
@@ -163,7 +163,7 @@ def test_each_client_says_that_it_is_refused(secured: SecuredLog, topic_prefix: 
         wait_for_broker(refused, 0.5)
     with pytest.raises(AccessRefused, match=said):
         LogReader(refused, [Topic.DOCUMENTS])
-    monkeypatch.setattr(group_consumer, "METADATA_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(group, "METADATA_TIMEOUT_S", 1.0)
     member = GroupConsumer(refused, "test", [Topic.DOCUMENTS], client_id="test")
     deadline = time.monotonic() + TEST_DEADLINE_S
     with pytest.raises(AccessRefused, match=said):

@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from tidemill.schemas.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
-from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.dead_letter import HEADER_OFFSET, HEADER_REASON, HEADER_TIMESTAMP, send_dead_letter
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import DeliveryError, RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
+from tidemill.schemas.log.client_settings import groupless_settings
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_REASON, HEADER_TIMESTAMP, send_dead_letter
+from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 
 DEADLINE_S = 30.0
@@ -39,7 +39,7 @@ def write(settings: KafkaSettings, numbers: range) -> None:
             producer.send(Topic.DOCUMENTS, document(number), key=f"d{number}")
 
 
-def read(reader: LogReader) -> list[Located]:
+def read(reader: LogReader) -> list[ConsumedRecord]:
     return list(reader.read_to_end(DEADLINE_S))
 
 
@@ -152,7 +152,7 @@ def test_a_group_member_goes_on_from_what_was_committed(settings: KafkaSettings)
 
 def consume(settings: KafkaSettings, count: int, *, commit: bool) -> set[str]:
     member = GroupConsumer(settings, "readers", [Topic.DOCUMENTS], client_id="test-member")
-    found: list[Located] = []
+    found: list[ConsumedRecord] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count and time.monotonic() < deadline:
         found += member.poll(0.2)

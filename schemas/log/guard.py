@@ -13,12 +13,12 @@ from collections.abc import Mapping, Set
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from tidemill.schemas.client_settings import raise_lasting
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log_ends import LogEnds
-from tidemill.schemas.partitions import watermarks
-from tidemill.schemas.progress import Place, ReadingWatch, Stall
-from tidemill.schemas.retention import RetentionGap, TopicMadeAnew
+from tidemill.schemas.log.client_settings import raise_lasting
+from tidemill.schemas.log.partitions import watermarks
+from tidemill.schemas.log.retention import RetentionGap, TopicMadeAnew
+from tidemill.schemas.log.stall import Place, ReadingWatch, Stall
+from tidemill.schemas.log.watermarks import LogEnds
 
 LOG = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 2.0

@@ -18,9 +18,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
     ResourceType,
 )
 
-from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_RETENTION_MS, Names
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.access import check_access
 
 REQUEST_TIMEOUT_S = 20.0
 POLL_S = 0.05

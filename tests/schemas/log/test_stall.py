@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tidemill.schemas.liveness import EXIT_HUNG, Deadline
-from tidemill.schemas.progress import ReadingWatch, Stillness
+from tidemill.schemas.log.liveness import EXIT_HUNG, Deadline
+from tidemill.schemas.log.stall import ReadingWatch, Stillness
 
 HERE = ("topic", 3)
 DEADLINE_S = 30.0
@@ -99,7 +99,7 @@ def test_a_process_that_slept_is_not_overdue():
 
 ROLE = """
 import sys, threading, time
-from tidemill.schemas.liveness import Liveness
+from tidemill.schemas.log.liveness import Liveness
 with Liveness("the test role", float(sys.argv[1])) as liveness:
     for n in range(10):
         liveness.beat(f"round {n}")

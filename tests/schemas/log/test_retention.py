@@ -9,16 +9,16 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.group_consumer import GroupConsumer
-from tidemill.schemas.located import Located
-from tidemill.schemas.producer import RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.retention import RetentionGap, TopicMadeAnew
 from tidemill.schemas.records import Document
-from tidemill.schemas.retention import RetentionGap, TopicMadeAnew
 
 DEADLINE_S = 30.0
 HERE = (Topic.DOCUMENTS, 0)
@@ -44,7 +44,7 @@ def delete(settings: KafkaSettings, before: int, topic: Topic = Topic.DOCUMENTS)
         future.result()
 
 
-def offsets(read: Callable[[], list[Located]], count: int) -> list[int]:
+def offsets(read: Callable[[], list[ConsumedRecord]], count: int) -> list[int]:
     found: list[int] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(found) < count:
@@ -53,7 +53,7 @@ def offsets(read: Callable[[], list[Located]], count: int) -> list[int]:
     return found
 
 
-def gap(read: Callable[[], list[Located]]) -> RetentionGap:
+def gap(read: Callable[[], list[ConsumedRecord]]) -> RetentionGap:
     with pytest.raises(RetentionGap) as told:
         offsets(read, 10**6)
     return told.value

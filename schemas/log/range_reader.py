@@ -10,11 +10,11 @@ from typing import Self
 from confluent_kafka import Consumer, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import groupless_settings, raise_lasting
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located, locate
-from tidemill.schemas.partitions import offset_since, partitions_of, watermarks
+from tidemill.schemas.log.client_settings import groupless_settings, raise_lasting
+from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.partitions import offset_since, partitions_of, watermarks
 
 POLL_S = 0.1
 BATCH = 500
@@ -35,7 +35,7 @@ class Lookback:
             self._partitions[topic] = len(partitions_of(self._consumer, self._names.of(topic)))
         return self._partitions[topic]
 
-    def read(self, topic: Topic, partition: int, since_ms: int, deadline_s: float = 60.0) -> Iterator[Located]:
+    def read(self, topic: Topic, partition: int, since_ms: int, deadline_s: float = 60.0) -> Iterator[ConsumedRecord]:
         """The records from the first one whose timestamp is `since_ms` (since the Unix epoch) or later.
 
         Raises TimeoutError when the end is not reached within `deadline_s`, KafkaException when the log refuses.
@@ -53,7 +53,7 @@ class Lookback:
         finally:
             self._consumer.unassign()
 
-    def _up_to(self, first: TopicPartition, end: int, deadline: float) -> Iterator[Located]:
+    def _up_to(self, first: TopicPartition, end: int, deadline: float) -> Iterator[ConsumedRecord]:
         seen = first.offset
         while seen < end:
             if time.monotonic() > deadline:

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
 
-from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.client_settings import METADATA_TIMEOUT_S, consumer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located, locate
-from tidemill.schemas.progress import Place
-from tidemill.schemas.reading_guard import ReadingGuard
+from tidemill.schemas.log.access import check_access
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, consumer_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.guard import ReadingGuard
+from tidemill.schemas.log.stall import Place
 
 
 class GroupConsumer:
@@ -67,7 +67,7 @@ class GroupConsumer:
             self._paused.discard((tp.topic, tp.partition))
         consumer.incremental_unassign(partitions)
 
-    def poll(self, timeout_s: float = 0.1, max_records: int = 100) -> list[Located]:
+    def poll(self, timeout_s: float = 0.1, max_records: int = 100) -> list[ConsumedRecord]:
         """The next records of the partitions assigned to this member.
 
         Raises:
@@ -89,7 +89,7 @@ class GroupConsumer:
         self._look()
         return found
 
-    def _locate(self, message: Message) -> Located | None:
+    def _locate(self, message: Message) -> ConsumedRecord | None:
         place = (message.topic() or "", message.partition() or 0)
         error = message.error()
         if error is None:

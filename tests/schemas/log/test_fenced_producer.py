@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import KafkaException
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.fenced_producer import FencedError, FencedProducer
-from tidemill.schemas.producer import DeliveryError, RecordProducer
-from tidemill.schemas.reader import LogReader
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.fenced_producer import FencedError, FencedProducer
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import StepPlan
 
 PLAN = StepPlan("run", 1, 0, [], [], 0, "hash", {}, "incarnation", "trainer", 0)
@@ -96,8 +96,8 @@ def test_what_the_replaced_one_had_under_way_is_not_read_and_holds_nobody_up(log
 
 
 def test_a_log_that_is_not_there_is_said(monkeypatch) -> None:
-    monkeypatch.setattr("tidemill.schemas.fenced_producer.START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("tidemill.schemas.fenced_producer.CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tidemill.schemas.log.fenced_producer.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("tidemill.schemas.log.fenced_producer.CALL_TIMEOUT_S", 0.2)
     with pytest.raises(DeliveryError, match="did not take what name wrote"):
         FencedProducer(KafkaSettings(bootstrap="127.0.0.1:9"), "test", "name")
 

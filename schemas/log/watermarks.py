@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from confluent_kafka import Consumer
 
-from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitions import watermarks
-from tidemill.schemas.progress import Place
+from tidemill.schemas.log.client_settings import groupless_settings
+from tidemill.schemas.log.partitions import watermarks
+from tidemill.schemas.log.stall import Place
 
 
 class LogEnds:

@@ -18,13 +18,13 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from tidemill.schemas.access import AccessRefused, check_access
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Position
-from tidemill.schemas.producer import DeliveryError
+from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
+from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import Record
 
 TRANSACTION_TIMEOUT_MS = 15_000

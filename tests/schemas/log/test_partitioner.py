@@ -9,11 +9,11 @@ from aiokafka.partitioner import murmur2 as aiokafka_murmur2
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tidemill.schemas.admin import create_topics
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.partitioner import murmur2, partition_of
-from tidemill.schemas.producer import RecordProducer
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.partitioner import murmur2, partition_of
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Document
 
 # From `UtilsTest.testMurmur2` of Apache Kafka's Java client.

@@ -13,16 +13,16 @@ from typing import Self
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaException, Message, TopicPartition
 
-from tidemill.schemas.access import check_access
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.client_settings import groupless_settings
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.located import Located, locate
-from tidemill.schemas.partitions import partitions_of, watermarks
-from tidemill.schemas.progress import Place
-from tidemill.schemas.reading_guard import ReadingGuard
-from tidemill.schemas.retention import RetentionGap
+from tidemill.schemas.log.access import check_access
+from tidemill.schemas.log.client_settings import groupless_settings
+from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.guard import ReadingGuard
+from tidemill.schemas.log.partitions import partitions_of, watermarks
+from tidemill.schemas.log.retention import RetentionGap
+from tidemill.schemas.log.stall import Place
 
 READ_WAIT_S = 0.1
 AT_ONCE = 50
@@ -94,7 +94,7 @@ class LogReader:
                 raise RetentionGap(*place, tp.offset, low)
         return anywhere
 
-    def poll(self, timeout_s: float = 0.1, max_records: int = 500) -> list[Located]:
+    def poll(self, timeout_s: float = 0.1, max_records: int = 500) -> list[ConsumedRecord]:
         """The next records, in offset order within each partition; empty when none came in `timeout_s`.
 
         Raises:
@@ -111,8 +111,8 @@ class LogReader:
         self._guard.look(self._next, self._may_have_holes)
         return found
 
-    def _collect(self, timeout_s: float, max_records: int) -> list[Located]:
-        found: list[Located] = []
+    def _collect(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
+        found: list[ConsumedRecord] = []
         n_bytes, deadline = 0, time.monotonic() + timeout_s
         while len(found) < max_records and n_bytes < self._limit_bytes:
             left_s = max(0.0, deadline - time.monotonic())
@@ -126,7 +126,7 @@ class LogReader:
                 break
         return found
 
-    def _locate(self, message: Message) -> Located | None:
+    def _locate(self, message: Message) -> ConsumedRecord | None:
         place = (message.topic() or "", message.partition() or 0)
         error = message.error()
         if error is None:
@@ -156,7 +156,7 @@ class LogReader:
         """The next offset to be read, by (topic, partition)."""
         return {(self._names.parse(topic), partition): offset for (topic, partition), offset in self._next.items()}
 
-    def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Located]:
+    def read_to_end(self, deadline_s: float = 60.0) -> Iterator[ConsumedRecord]:
         """Every record up to the end of the log as it is now. Raises TimeoutError past the deadline."""
         ends = self.end_offsets()
         deadline = time.monotonic() + deadline_s

@@ -1,7 +1,7 @@
 """A consumed record with its place in the log.
 
-A value that cannot be decoded arrives as a `Located` whose `record` is None and whose `error` says why: the caller
-decides where it goes, and the stream goes on.
+A value that cannot be decoded arrives as a `ConsumedRecord` whose `record` is None and whose `error` says why: the
+caller decides where it goes, and the stream goes on.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.log.replayed import Headers, replay_id_of
 from tidemill.schemas.records import Record
-from tidemill.schemas.replayed import Headers, replay_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class ConsumedRecord:
     """A record with its place in the log."""
 
     topic: Topic
@@ -48,14 +48,14 @@ class Located:
         return Position(self.topic, self.partition, self.offset)
 
 
-def locate(message: Message, names: Names, codec: Codec) -> Located:
-    """A consumed message as a `Located`, decoded where it can be."""
+def locate(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
+    """A consumed message as a `ConsumedRecord`, decoded where it can be."""
     record, error = None, ""
     try:
         record = codec.decode(message.value())
     except DecodeError as failure:
         error = str(failure)
-    return Located(
+    return ConsumedRecord(
         topic=names.parse(message.topic() or ""),
         partition=message.partition() or 0,
         offset=message.offset() or 0,

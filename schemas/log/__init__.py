@@ -1,0 +1,1 @@
+"""Clients of the log: one reader, group members, producers, administration."""
