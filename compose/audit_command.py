@@ -14,7 +14,7 @@ from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
 
 if TYPE_CHECKING:
-    from tidemill.consumers.ledger.report import AuditReport
+    from tidemill.consumers.operate.audit.report import AuditReport
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 SECOND_US = 1_000_000
@@ -62,8 +62,8 @@ def audit(
     Examples: `tidemill audit --run-id tuesday` · `tidemill audit --complete --json`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.ledger.reading import audit_log
-    from tidemill.consumers.ledger.rules import AuditRules
+    from tidemill.consumers.operate.audit.reading import audit_log
+    from tidemill.consumers.operate.audit.rules import AuditRules
 
     rules = AuditRules(
         run_id=settings.run.run_id,

@@ -26,7 +26,7 @@ def query(
 
     Examples: `tidemill query held_out_by_version` · `tidemill query "SELECT count() FROM rollouts"`
     """
-    from tidemill.consumers.query import ask, named_queries
+    from tidemill.consumers.sink.query import ask, named_queries
 
     if list_names or sql is None:
         if as_json:

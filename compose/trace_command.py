@@ -40,8 +40,8 @@ def trace(
     if (name is None) == (user is None):
         raise typer.BadParameter("give the id of an interaction, event or rollout, or --user, and not both")
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.trace.reading import TraceReader
-    from tidemill.consumers.trace.rollout import RolloutPath
+    from tidemill.consumers.operate.trace.reading import TraceReader
+    from tidemill.consumers.operate.trace.rollout import RolloutPath
 
     with working("reading the log") as bar:
         reader = TraceReader(settings.kafka, lambda done, of: bar.say(f"{done:,} of {of:,} records"))

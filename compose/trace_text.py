@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
-    from tidemill.consumers.trace.history import Made
-    from tidemill.consumers.trace.path import Path, Served
-    from tidemill.consumers.trace.rollout import RolloutPath
-    from tidemill.consumers.trace.trained import Ended
-    from tidemill.consumers.trace.user import UserPath
+    from tidemill.consumers.operate.trace.history import Made
+    from tidemill.consumers.operate.trace.path import Path, Served
+    from tidemill.consumers.operate.trace.rollout import RolloutPath
+    from tidemill.consumers.operate.trace.trained import Ended
+    from tidemill.consumers.operate.trace.user import UserPath
 
 
 def path_lines(path: Path) -> list[str]:

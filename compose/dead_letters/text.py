@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.replay.letters import Letter, Sequel, Verdict
+    from tidemill.consumers.operate.replay.letters import Letter, Sequel, Verdict
     from tidemill.schemas.records import Record
 
 SHOWN_BYTES = 256
@@ -18,7 +18,7 @@ SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
 
 def summary(letters: Iterable[Letter]) -> list[tuple[object, ...]]:
     """Rows of SUMMARY, one a topic and reason: how many letters, the oldest and the newest, in UTC."""
-    from tidemill.consumers.replay.selection import utc_text
+    from tidemill.consumers.operate.replay.selection import utc_text
 
     found: dict[tuple[str, str], list[Letter]] = {}
     for letter in letters:
@@ -39,7 +39,7 @@ def summary(letters: Iterable[Letter]) -> list[tuple[object, ...]]:
 
 def letter_document(letter: Letter, sequel: Sequel, record: Record | None, problem: str, whole: bool) -> dict[str, Any]:
     """Everything about one letter."""
-    from tidemill.consumers.replay.selection import utc_text
+    from tidemill.consumers.operate.replay.selection import utc_text
 
     value = letter.value or b""
     return {

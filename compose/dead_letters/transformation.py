@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidemill.consumers.replay.letters import Letter
+    from tidemill.consumers.operate.replay.letters import Letter
 
 
 class TransformError(ValueError):

@@ -50,8 +50,8 @@ def export_command(
     settings = settings_of({})
     selection = selection_of(settings)
     kafka = with_reachable_log(settings).kafka
-    from tidemill.consumers.replay.archive import export
-    from tidemill.consumers.replay.session import LogOrigin
+    from tidemill.consumers.operate.replay.archive import export
+    from tidemill.consumers.operate.replay.session import LogOrigin
 
     origin = LogOrigin(kafka, selection)
     try:
@@ -91,10 +91,10 @@ def import_command(
 
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
-    from tidemill.consumers.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.consumers.replay.pace import speed_of
-    from tidemill.consumers.replay.session import Replay
-    from tidemill.consumers.replay.target import check_prefix
+    from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
+    from tidemill.consumers.operate.replay.pace import speed_of
+    from tidemill.consumers.operate.replay.session import Replay
+    from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
     check_prefix(settings.kafka.topic_prefix, into)

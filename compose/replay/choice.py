@@ -16,7 +16,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.replay.moment import moment_us
 
 if TYPE_CHECKING:
-    from tidemill.consumers.replay.selection import Selection
+    from tidemill.consumers.operate.replay.selection import Selection
 
 SelectionOf = Callable[[TidemillSettings], "Selection"]
 PANEL = "Which records (each option narrows the choice)"
@@ -106,8 +106,8 @@ def with_selection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
-    from tidemill.consumers.replay.raw import RANK
-    from tidemill.consumers.replay.selection import (
+    from tidemill.consumers.operate.replay.raw import RANK
+    from tidemill.consumers.operate.replay.selection import (
         READ_COMMITTED,
         READ_UNCOMMITTED,
         Selection,

@@ -19,8 +19,8 @@ from tidemill.compose.rows import CsvOption, JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 
 if TYPE_CHECKING:
-    from tidemill.consumers.replay.copy import Copied
-    from tidemill.consumers.replay.session import Replay
+    from tidemill.consumers.operate.replay.copy import Copied
+    from tidemill.consumers.operate.replay.session import Replay
 
 IntoOption = Annotated[
     str, typer.Option("--into", metavar="PREFIX", help="Topic prefix of the replay's own, for instance replay-1.")
@@ -72,9 +72,9 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.replay.pace import speed_of
-    from tidemill.consumers.replay.session import LogOrigin, Replay
-    from tidemill.consumers.replay.target import check_prefix
+    from tidemill.consumers.operate.replay.pace import speed_of
+    from tidemill.consumers.operate.replay.session import LogOrigin, Replay
+    from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
     selection = selection_of(settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tidemill.compose.replay.differences import Comparison, Difference, Kind
+from tidemill.consumers.operate.replay.differences import Comparison, Difference, Kind
 
 SHOWN_FIELDS = 12
 

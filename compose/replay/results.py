@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
 
-from tidemill.consumers.replay.target import Target
+from tidemill.consumers.operate.replay.target import Target
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led

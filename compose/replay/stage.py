@@ -13,11 +13,11 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import with_settings
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines
-from tidemill.compose.replay.differences import Comparison, Item, Place, Window, compare
 from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
+from tidemill.consumers.operate.replay.differences import Comparison, Item, Place, Window, compare
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
@@ -99,7 +99,7 @@ def stage(
     _check(processor, what_if)
     settings = with_reachable_log(settings_of({}))
     if into is not None:
-        from tidemill.consumers.replay.target import check_prefix
+        from tidemill.consumers.operate.replay.target import check_prefix
 
         check_prefix(settings.kafka.topic_prefix, into)
     done = _run(settings, processor, what_if, window, timeout_s)

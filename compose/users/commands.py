@@ -46,7 +46,7 @@ def erase(
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.rights.erase import Eraser
+    from tidemill.consumers.operate.rights.erase import Eraser
 
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
@@ -92,7 +92,7 @@ def show(
     Example: `tidemill users show 4711`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.rights.standing import read_standing
+    from tidemill.consumers.operate.rights.standing import read_standing
 
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
@@ -104,7 +104,7 @@ def _choose(
     settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
 ) -> None:
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.rights.choose import choose
+    from tidemill.consumers.operate.rights.choose import choose
 
     made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
     _print(asdict(made), choice_lines(made), as_json)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
-    from tidemill.consumers.rights.choose import Choice
-    from tidemill.consumers.rights.erase import Erasure, LettersHeld
-    from tidemill.consumers.rights.standing import Standing
+    from tidemill.consumers.operate.rights.choose import Choice
+    from tidemill.consumers.operate.rights.erase import Erasure, LettersHeld
+    from tidemill.consumers.operate.rights.standing import Standing
     from tidemill.schemas.records import UserRequest
 
 

@@ -7,7 +7,7 @@ from tidemill.compose.config import TidemillSettings
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
     """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
-    from tidemill.consumers.rights.requests import checked_pseudonym
+    from tidemill.consumers.operate.rights.requests import checked_pseudonym
 
     if is_pseudonym:
         return checked_pseudonym(user)

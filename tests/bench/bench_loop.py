@@ -19,8 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.query import ask
 
 Summary = dict[str, Any]
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tests.chaos.storm import FaultKind
-from tests.consumers.ledger_support import PLANTED_FAULTS, sound_log
+from tests.consumers.operate.audit_support import PLANTED_FAULTS, sound_log
 
 Result = Sequence[Mapping[str, Any]]
 """The figures of one run."""

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.consumers.query import named_queries
+from tidemill.consumers.sink.query import named_queries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

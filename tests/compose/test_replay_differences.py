@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines, field_lines
-from tidemill.compose.replay.differences import Item, Kind, Place, Window, compare, field_changes, named, out_of_order
 from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.replay.steps import step_range
+from tidemill.consumers.operate.replay.differences import (
+    Item,
+    Kind,
+    Place,
+    Window,
+    compare,
+    field_changes,
+    named,
+    out_of_order,
+)
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import CloseReason, Document, Group, GroupMember, Mode, Record, RolloutStatus
 

@@ -15,9 +15,9 @@ import pytest
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
 from tests.consumers.sink_support import START_US, rows_of, small_run
-from tidemill.consumers.query import Answer, QueryFailed, ask, named_queries, sql_of
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.query import Answer, QueryFailed, ask, named_queries, sql_of
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer

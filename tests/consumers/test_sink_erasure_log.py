@@ -13,7 +13,7 @@ import pytest
 from tests.consumers.product_support import ProductLog, interaction, two_people
 from tests.consumers.sink_support import START_US, rows_of
 from tests.consumers.test_sink_log import DEADLINE_S, Sink, wait_for
-from tidemill.consumers.rights.erase import Eraser
+from tidemill.consumers.operate.rights.erase import Eraser
 from tidemill.consumers.sink.service import known_erasures
 from tidemill.consumers.sink.state_file import read_state
 from tidemill.schemas.catalogue import Topic, tick_key

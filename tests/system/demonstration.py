@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tidemill.consumers.query import ask
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.query import ask
 
 STEPS = 5
 GROUPS = 4

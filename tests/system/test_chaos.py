@@ -37,7 +37,7 @@ from tests.chaos.storm import LASTING, FaultKind, Share, Storm, counted, draw
 from tests.chaos.table import MEANT, NOTICED
 from tests.chaos.tally import Recoveries, Tally
 from tests.chaos.verdict import tidemill
-from tests.consumers.ledger_support import PLANTED_FAULTS, WrittenLog
+from tests.consumers.operate.audit_support import PLANTED_FAULTS, WrittenLog
 from tests.consumers.product_support import interaction, outcome, product_run, use
 from tests.consumers.sink_support import START_US
 from tests.producers.conftest import FakeReplica, byte_tokenizer

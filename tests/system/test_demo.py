@@ -27,7 +27,7 @@ from demonstration import (
     wait_until,
 )
 
-from tidemill.consumers.query import named_queries
+from tidemill.consumers.sink.query import named_queries
 
 
 def test_the_summary_holds_what_scripts_need(finished: Finished):

@@ -1,0 +1,271 @@
+"""A range of the log as one file, for a bug report: an Avro object container with the records as they lie in the log.
+
+The file's header holds a manifest: what was selected, the digest of each partition, the schemas that the values name,
+and what the records refer to outside the log. An archive is read whole and checked against its manifest before a record
+of it is used. Records stand in the order of a replay.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fastavro
+from fastavro.schema import fingerprint, to_parsing_canonical_form
+
+from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate.replay.manifest import LaneReport, lane_reports
+from tidemill.consumers.operate.replay.plan import LanePlan, Plan
+from tidemill.consumers.operate.replay.raw import RANK, Lane, RawRecord
+from tidemill.consumers.operate.replay.references import REFERRING, references
+from tidemill.consumers.operate.replay.selection import Selection
+from tidemill.consumers.operate.replay.session import Origin
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import (
+    RECORD_TYPES,
+    SINGLE_OBJECT_MAGIC,
+    Codec,
+    DecodeError,
+    current_schema,
+    recorded_history,
+)
+
+FORMAT = 1
+MANIFEST = "tidemill.manifest"
+MANIFEST_SHA256 = "tidemill.manifest.sha256"
+_MAYBE_BYTES = ["null", "bytes"]
+_HEADER = {
+    "type": "record",
+    "name": "Header",
+    "fields": [{"name": "name", "type": "string"}, {"name": "value", "type": _MAYBE_BYTES}],
+}
+_SCHEMA = fastavro.parse_schema(
+    {
+        "type": "record",
+        "name": "LogRecord",
+        "namespace": "tidemill.archive",
+        "fields": [
+            {"name": "topic", "type": "string"},
+            {"name": "partition", "type": "int"},
+            {"name": "offset", "type": "long"},
+            {"name": "timestamp_ms", "type": "long"},
+            {"name": "key", "type": _MAYBE_BYTES},
+            {"name": "value", "type": _MAYBE_BYTES},
+            {"name": "headers", "type": {"type": "array", "items": _HEADER}},
+        ],
+    }
+)
+
+
+class ArchiveError(ValueError):
+    """A file that is no whole archive; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveManifest:
+    """What an archive holds."""
+
+    format: int
+    made_at: int
+    """Microseconds since the Unix epoch."""
+    source_prefix: str
+    selection: dict[str, Any]
+    partitions: dict[str, int]
+    """How many each topic had."""
+    lanes: list[LaneReport]
+    records: int
+    sha256: str
+    """Of all records."""
+    schemas: dict[str, Any]
+    """Schemas that values were written with, by fingerprint (CRC-64-AVRO, hexadecimal)."""
+    not_included: dict[str, int]
+    """Objects beside the log that records refer to, with their sizes in bytes: they are not in the archive."""
+
+
+def export(origin: Origin, file: Path, progress: Progress = no_progress) -> tuple[ArchiveManifest, str]:
+    """Write what an origin selects into a file, which comes to be whole or not at all.
+
+    Returns the manifest, and the sha256 of the file. Raises ArchiveError when the log loses records meanwhile, and as
+    `Planner.plan`.
+    """
+    plan = origin.plan(None, progress)
+    schemas, claims = _named_in(_chosen(origin, plan), Codec())
+    made = ArchiveManifest(
+        format=FORMAT,
+        made_at=now_us(),
+        source_prefix=origin.prefix,
+        selection=asdict(origin.selection),
+        partitions=plan.partitions,
+        lanes=lane_reports(plan, origin.prefix),
+        records=plan.records,
+        sha256=plan.sha256(),
+        schemas=schemas,
+        not_included=claims,
+    )
+    written = _empty_plan(made)
+    partial = file.with_name(file.name + ".partial")
+    try:
+        with partial.open("wb") as out:
+            rows = _counted(_chosen(origin, plan), written, progress, plan.records)
+            text = json.dumps(asdict(made), sort_keys=True)
+            fastavro.writer(out, _SCHEMA, rows, codec="deflate", metadata=_metadata(text))
+            out.flush()
+            os.fsync(out.fileno())
+        if written.sha256() != made.sha256:
+            raise ArchiveError("the log lost records while they were read: export again")
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    with file.open("rb") as whole:
+        return made, hashlib.file_digest(whole, "sha256").hexdigest()
+
+
+class ArchiveOrigin:
+    """The records of an archive, which is checked whole before it is used.
+
+    Raises ArchiveError when it is damaged, cut short or changed, FileNotFoundError when there is none.
+    """
+
+    def __init__(self, file: Path, progress: Progress = no_progress) -> None:
+        # One open file for checking and reading: what was checked is what is read.
+        self._file = file.open("rb")
+        try:
+            self.manifest = _manifest_of(self._file)
+            self._plan = self._checked(progress)
+        except BaseException:  # whatever went wrong, the file is given back
+            self._file.close()
+            raise
+        self.prefix = self.manifest.source_prefix
+        self.selection = Selection(topics=tuple(self._plan.topics))
+
+    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
+        """Everything in the archive."""
+        return self._plan
+
+    def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
+        """The records in the order of the archive, with the time reached."""
+        reached: dict[Lane, int] = {}
+        for record in _records(self._file):
+            reached[record.lane] = max(record.timestamp_ms, reached.get(record.lane, record.timestamp_ms))
+            yield reached[record.lane], record
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _checked(self, progress: Progress) -> Plan:
+        plan, codec = _empty_plan(self.manifest), Codec()
+        for n, record in enumerate(_records(self._file)):
+            lane = plan.lanes.get(record.lane)
+            if lane is None or not lane.start <= record.offset < lane.end:
+                raise ArchiveError(f"{record} is not in the archive's manifest")
+            lane.add(record)
+            decoded = _decoded(record, codec) if record.topic in REFERRING else None
+            if decoded is not None:
+                plan.referred.update(references(decoded))
+            progress(n, self.manifest.records)
+        for report in self.manifest.lanes:
+            lane = plan.lanes[report.topic.removeprefix(self.manifest.source_prefix), report.partition]
+            if (len(lane.offsets), lane.sha256) != (report.records, report.sha256):
+                raise ArchiveError(
+                    f"{report.topic}[{report.partition}]: {len(lane.offsets)} of {report.records} records, and they "
+                    "are not those that were exported: the file is damaged or was changed"
+                )
+        if plan.sha256() != self.manifest.sha256:
+            raise ArchiveError("the records are not those that were exported: the file is damaged or was changed")
+        return plan
+
+
+def _chosen(origin: Origin, plan: Plan) -> Iterator[RawRecord]:
+    return (r for _, r in origin.ordered(plan) if plan.rank((*r.lane, r.offset)) is not None)
+
+
+def _counted(records: Iterable[RawRecord], plan: Plan, progress: Progress, total: int) -> Iterator[dict[str, Any]]:
+    for n, record in enumerate(records):
+        plan.lanes[record.lane].add(record)
+        progress(n, total)
+        headers = [{"name": name, "value": value} for name, value in record.headers]
+        yield {**asdict(record), "headers": headers}
+
+
+def _metadata(manifest: str) -> dict[str, str]:
+    return {MANIFEST: manifest, MANIFEST_SHA256: hashlib.sha256(manifest.encode()).hexdigest()}
+
+
+def _manifest_of(file: BinaryIO) -> ArchiveManifest:
+    try:
+        metadata = fastavro.reader(file).metadata
+        text, digest = metadata[MANIFEST], metadata[MANIFEST_SHA256]
+    except Exception as error:  # whatever fastavro trips over in bytes that are no archive
+        raise ArchiveError(f"this is no archive of Tidemill: {type(error).__name__}: {error}") from error
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        raise ArchiveError("the archive's manifest is damaged or was changed")
+    tree = json.loads(text)
+    if tree.get("format") != FORMAT:
+        raise ArchiveError(f"the archive has format {tree.get('format')}, this version reads {FORMAT}")
+    unknown = sorted(set(tree["partitions"]) - set(RANK))
+    if unknown:
+        raise ArchiveError(f"the archive holds topics that this version does not know: {', '.join(unknown)}")
+    return ArchiveManifest(**{**tree, "lanes": [LaneReport(**lane) for lane in tree["lanes"]]})
+
+
+def _empty_plan(made: ArchiveManifest) -> Plan:
+    lanes = (
+        LanePlan(report.topic.removeprefix(made.source_prefix), report.partition, report.start, report.end)
+        for report in made.lanes
+    )
+    return Plan(lanes, made.partitions)
+
+
+def _records(file: BinaryIO) -> Iterator[RawRecord]:
+    file.seek(0)
+    try:
+        for row in fastavro.reader(file):
+            headers = tuple((entry["name"], entry["value"]) for entry in row["headers"])
+            yield RawRecord(**{**row, "headers": headers})
+    except Exception as error:  # whatever fastavro trips over in damaged blocks
+        raise ArchiveError(f"the archive is damaged or cut short: {type(error).__name__}: {error}") from error
+
+
+def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any], dict[str, int]]:
+    """Schemas that values name, and objects beside the log that they refer to."""
+    known = _schemas()
+    schemas: dict[str, Any] = {}
+    objects: dict[str, int] = {}
+    for record in records:
+        mark = (record.value or b"")[:10]
+        if mark[:2] == SINGLE_OBJECT_MAGIC and mark[2:].hex() in known:
+            schemas[mark[2:].hex()] = known[mark[2:].hex()]
+        decoded = _decoded(record, codec)
+        if decoded is not None:
+            objects.update(_objects(decoded))
+    return schemas, dict(sorted(objects.items()))
+
+
+def _schemas() -> dict[str, Any]:
+    documents = [doc for kind in RECORD_TYPES.values() for doc in (*recorded_history(kind), current_schema(kind))]
+    return {fingerprint(to_parsing_canonical_form(doc), "CRC-64-AVRO"): doc for doc in documents}
+
+
+def _decoded(record: RawRecord, codec: Codec) -> Any:  # noqa: ANN401 - a record of any kind, or None
+    try:
+        return codec.decode(record.value)
+    except DecodeError:
+        return None
+
+
+def _objects(value: Any) -> Iterator[tuple[str, int]]:  # noqa: ANN401 - a record or a part of one
+    if isinstance(value, list):
+        for item in value:
+            yield from _objects(item)
+    elif is_dataclass(value):
+        uri = getattr(value, "uri", None)
+        if uri:
+            yield uri, int(getattr(value, "n_bytes", 0))
+        for entry in fields(value):
+            yield from _objects(getattr(value, entry.name))

@@ -1,0 +1,143 @@
+"""Carries a plan out: every chosen record is written once, at the place that was planned for it.
+
+Key, partition, time and headers are the original's. The value is too, but for references, which point to the copies.
+What lies in the target already is the beginning of the plan, partition by partition, or nothing is written at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate.replay.marks import Beginning, copy_headers
+from tidemill.consumers.operate.replay.pace import Pacer
+from tidemill.consumers.operate.replay.plan import Plan
+from tidemill.consumers.operate.replay.raw import Header, Lane, RawRecord
+from tidemill.consumers.operate.replay.references import REFERRING, Place, relocated
+from tidemill.consumers.operate.replay.target import Refused, Standing
+from tidemill.schemas.codec import Codec, DecodeError
+
+GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
+
+
+class Sends(Protocol):
+    """Where copies go."""
+
+    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
+        """Queue a copy."""
+
+    def flush(self) -> None:
+        """Wait until every copy is in the log."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """What a run of a replay did."""
+
+    written: int = 0
+    """Copies written by this run."""
+    there: int = 0
+    """Copies that an earlier run had written."""
+    relocated: int = 0
+    """Copies of this run whose references were made to point to copies."""
+
+
+def carried_on(plan: Plan, standing: Standing) -> dict[Lane, int]:
+    """How many records of each partition are copied already.
+
+    Raises Refused when what lies there is not the beginning of the plan: the source has changed meanwhile.
+    """
+    for lane, offsets in standing.copied.items():
+        planned = plan.lanes.get(lane)
+        if planned is None or list(planned.offsets[: len(offsets)]) != offsets:
+            raise Refused(
+                f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of what is selected: the source "
+                "has lost records since, or the replay's topics were changed. Replay anew under another prefix"
+            )
+    return {lane: len(standing.copied.get(lane, ())) for lane in plan.lanes}
+
+
+class Copier:
+    """Copies the records of one plan.
+
+    Args:
+        done: how many of each partition are copied already.
+        base: offset of the first copy in each partition, by (topic, partition).
+        pause: waits so many seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        begun: Beginning,
+        source_prefix: str,
+        done: Mapping[Lane, int],
+        base: Mapping[Lane, int],
+        codec: Codec,
+        writer: Sends,
+        *,
+        pacer: Pacer,
+        pause: Callable[[float], object],
+    ) -> None:
+        self._plan, self._begun, self._source_prefix = plan, begun, source_prefix
+        self._next, self._base = dict(done), base
+        self._codec, self._writer = codec, writer
+        self._pacer, self._pause = pacer, pause
+        self.copied = Copied(there=sum(done.values()))
+
+    def run(self, ordered: Iterable[tuple[int, RawRecord]], progress: Progress = no_progress) -> Copied:
+        """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
+        passed over. What was queued is in the log when this returns or is interrupted.
+
+        Raises DeliveryError when the log refuses a copy, Refused when the source no longer holds what was planned.
+        """
+        total = self._plan.records
+        try:
+            for reached_ms, record in ordered:
+                rank = self._plan.rank((*record.lane, record.offset))
+                if rank is None or rank < self._next[record.lane]:
+                    continue
+                if rank > self._next[record.lane]:
+                    raise Refused(GONE.format(what=f"records before {record}"))
+                self._wait(reached_ms)
+                self._write(record, rank)
+                progress(self.copied.there + self.copied.written, total)
+        finally:
+            self._writer.flush()
+        if self.copied.there + self.copied.written != total:
+            raise Refused(GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records"))
+        return self.copied
+
+    def _wait(self, reached_ms: int) -> None:
+        wait_s = self._pacer.wait_s(reached_ms)
+        if wait_s > 0:
+            self._pause(wait_s)
+
+    def _write(self, record: RawRecord, rank: int) -> None:
+        first = self.copied.there + self.copied.written == 0
+        headers = copy_headers(record, self._source_prefix, self._begun, first)
+        self._writer.send(record, self._value(record), headers, self._base[record.lane] + rank)
+        self.copied.written += 1
+        self._next[record.lane] += 1
+        if first:
+            # Whoever carries this replay on finds its beginning in its first copy: no other may be there before it.
+            self._writer.flush()
+
+    def _value(self, record: RawRecord) -> bytes | None:
+        if record.topic not in REFERRING:
+            return record.value
+        try:
+            original = self._codec.decode(record.value)
+        except DecodeError:
+            return record.value
+        moved = relocated(original, self._copy_of)
+        if moved is original:
+            return record.value
+        self.copied.relocated += 1
+        return self._codec.encode(moved)
+
+    def _copy_of(self, place: Place) -> int | None:
+        rank = self._plan.rank(place)
+        return None if rank is None else self._base[place[:2]] + rank

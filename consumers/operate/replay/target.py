@@ -1,0 +1,242 @@
+"""Where a replay writes: topics under a prefix of its own, which nobody reads in a group and nobody else writes into.
+
+`check_prefix` is asked before anything is read, `Target.check` before anything is written. Both hold for a dry run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from confluent_kafka import ConsumerGroupState, KafkaError, Message, Producer
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    ResourceType,
+)
+
+from tidemill.consumers.operate.replay.marks import HEADER_REPLAY_BEGAN, Beginning, beginning, copied_offset, header
+from tidemill.consumers.operate.replay.plan import Plan
+from tidemill.consumers.operate.replay.raw import RANK, Header, Lane, RawRecord
+from tidemill.consumers.operate.replay.source import CLIENT_ID, LogSource
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.producer import DeliveryError
+from tidemill.schemas.log.replayed import replay_id_of
+
+DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
+MARKS_BYTES = 65_536
+"""Room for the headers that a copy has and its original has not."""
+
+
+class Refused(ValueError):
+    """A replay must not write there; the message says why and what to do."""
+
+
+def check_prefix(source: str, into: str) -> None:
+    """Raise Refused when a replay of the topics under `source` must not write under `into`, whatever lies there."""
+    if not into:
+        raise Refused("--into is empty: give a prefix of the replay's own, for instance replay-1.")
+    for live in (source, DEFAULT_PREFIX):
+        hit = {into + name for name in RANK} & {live + name for name in RANK}
+        if hit:
+            raise Refused(
+                f"--into {into!r} would write into the live topic {min(hit)}: give a prefix of the replay's own, for "
+                "instance replay-1."
+            )
+    if KafkaSettings(topic_prefix=into).topic_prefix != into:
+        raise Refused(f"--into {into!r} is no topic prefix")
+
+
+@dataclass(slots=True)
+class Standing:
+    """What lies in the topics of a replay."""
+
+    begun: Beginning | None = None
+    """None: nothing of it lies there."""
+    copied: dict[Lane, list[int]] = field(default_factory=dict)
+    """Offsets of the originals that were copied, by partition, in order."""
+    first: dict[Lane, int] = field(default_factory=dict)
+    """Offset of the first copy in each partition that has one."""
+
+    @property
+    def records(self) -> int:
+        """Copies."""
+        return sum(len(offsets) for offsets in self.copied.values())
+
+
+class Target:
+    """The topics under a prefix of a replay's own."""
+
+    def __init__(self, kafka: KafkaSettings, into: str) -> None:
+        check_prefix(kafka.topic_prefix, into)
+        self._kafka = kafka.model_copy(update={"topic_prefix": into})
+        self._source_prefix = kafka.topic_prefix
+        self.prefix = into
+        self._admin: AdminClient = admin_client(kafka)
+
+    def check(self, replay_id: str | None) -> Standing:
+        """What lies under the prefix, once it is certain that nobody else's records do.
+
+        Args:
+            replay_id: the replay that may have written there; None for one that begins.
+
+        Raises:
+            Refused: a consumer group reads there, or records lie there that this replay did not write.
+            TimeoutError: the broker falls silent.
+        """
+        self._refuse_groups()
+        standing = Standing()
+        for record in self._existing():
+            self._take_note(standing, record, replay_id)
+        return standing
+
+    def _existing(self) -> Iterator[RawRecord]:
+        with LogSource(self._kafka, "read_uncommitted") as reader:
+            lanes = [(name, p) for name in self._topics() for p in range(reader.partitions(name))]
+            yield from reader.scan({lane: reader.bounds(lane) for lane in lanes})
+
+    def _take_note(self, standing: Standing, record: RawRecord, replay_id: str | None) -> None:
+        of = replay_id_of(record.headers)
+        full = f"{self.prefix}{record}"
+        if not of:
+            raise Refused(f"{full} was written by no replay: --into {self.prefix!r} is somebody's, give another prefix")
+        if replay_id is None or of != replay_id:
+            raise Refused(
+                f"{full} was written by replay {of}: carry that one on with --resume {of}, or give another prefix"
+            )
+        offset = copied_offset(record, replay_id)
+        assert offset is not None
+        standing.copied.setdefault(record.lane, []).append(offset)
+        standing.first.setdefault(record.lane, record.offset)
+        began = header(record, HEADER_REPLAY_BEGAN)
+        if began is not None:
+            standing.begun = beginning(began)
+
+    def _topics(self) -> list[str]:
+        """Names, without the prefix, of the topics of the catalogue that exist under it."""
+        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+        return [name for name in RANK if self.prefix + name in existing]
+
+    def _refuse_groups(self) -> None:
+        own = {self.prefix + name for name in RANK}
+        listed = self._admin.list_consumer_groups(request_timeout=REQUEST_TIMEOUT_S).result()
+        active = [group.group_id for group in listed.valid if group.state is not ConsumerGroupState.EMPTY]
+        for group_id, future in (self._admin.describe_consumer_groups(active) if active else {}).items():
+            for member in future.result().members:
+                read = {place.topic for place in member.assignment.topic_partitions} & own
+                if read:
+                    raise Refused(
+                        f"consumer group {group_id} reads {min(read)}: a replay would feed it. Stop it, or give "
+                        "another prefix"
+                    )
+
+    def prepare(self, plan: Plan) -> list[str]:
+        """Create the topics of a plan that do not exist; their full names.
+
+        They keep everything for ever, since what is replayed may be older than the live topics' retention, and are as
+        partitioned as their originals. Raises Refused when one exists that is partitioned otherwise.
+        """
+        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+        self.check_partitions(plan, {name: len(existing[name].partitions) for name in existing})
+        missing = [topic for topic in plan.topics if self.prefix + topic not in existing]
+        limits = self._record_limits(missing)
+        new = [
+            NewTopic(
+                self.prefix + topic,
+                plan.partitions[topic],
+                replication_factor=self._kafka.replication_factor,
+                config={
+                    "cleanup.policy": "delete",
+                    "retention.ms": "-1",
+                    "max.message.bytes": str(limits.get(topic, MAX_RECORD_BYTES) + MARKS_BYTES),
+                },
+            )
+            for topic in missing
+        ]
+        for future in (self._admin.create_topics(new, request_timeout=REQUEST_TIMEOUT_S) if new else {}).values():
+            future.result()
+        wait_until_led(self._admin, {self.prefix + topic for topic in plan.topics})
+        return [topic.topic for topic in new]
+
+    def check_partitions(self, plan: Plan, existing: Mapping[str, int] | None = None) -> None:
+        """Raise Refused when a topic exists that is partitioned otherwise than its original."""
+        if existing is None:
+            found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+            existing = {name: len(found[name].partitions) for name in found}
+        for topic, wanted in plan.partitions.items():
+            actual = existing.get(self.prefix + topic, wanted)
+            if actual != wanted:
+                raise Refused(
+                    f"{self.prefix}{topic} exists with {actual} partitions, and its original has {wanted}: give "
+                    "another prefix"
+                )
+
+    def _record_limits(self, topics: list[str]) -> dict[str, int]:
+        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+        originals = {t: self._source_prefix + t for t in topics if self._source_prefix + t in existing}
+        resources = {ConfigResource(ResourceType.TOPIC, full): topic for topic, full in originals.items()}
+        described = self._admin.describe_configs(list(resources)) if resources else {}
+        return {
+            resources[resource]: int(future.result()["max.message.bytes"].value)
+            for resource, future in described.items()
+        }
+
+    def ends(self, plan: Plan) -> dict[Lane, int]:
+        """The offset that the next record will have in each partition of a plan's topics."""
+        with LogSource(self._kafka) as reader:
+            return {lane: reader.bounds(lane).end for lane in plan.lanes}
+
+
+class Writer:
+    """Writes copies and holds the log to the place that was planned for each."""
+
+    def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
+        limit = {"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES}
+        self._producer = Producer({**producer_settings(kafka, CLIENT_ID), **limit})
+        self._prefix = prefix
+        self._failure = ""
+
+    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
+        """Queue the copy of a record, which has to come to lie at `offset`. Raises DeliveryError for an earlier one."""
+        self._raise_failure()
+        while True:
+            try:
+                self._producer.produce(
+                    self._prefix + record.topic,
+                    value,
+                    record.key,
+                    partition=record.partition,
+                    timestamp=record.timestamp_ms,
+                    headers=list(headers),
+                    on_delivery=self._delivery(offset),
+                )
+                break
+            except BufferError:
+                self._producer.poll(0.1)
+        self._producer.poll(0)
+
+    def flush(self) -> None:
+        """Wait until everything is in the log. Raises DeliveryError."""
+        left = self._producer.flush(DELIVERY_TIMEOUT_MS / 1000)
+        self._raise_failure()
+        if left:
+            raise DeliveryError(f"{left} copies were not acknowledged")
+
+    def _delivery(self, planned: int) -> Callable[[KafkaError | None, Message], None]:
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._failure = self._failure or f"the log refused a copy: {error}"
+            elif message.offset() != planned:
+                self._failure = self._failure or (
+                    f"{message.topic()}[{message.partition()}]: a copy lies at offset {message.offset()}, planned was "
+                    f"{planned}. Somebody else writes there: throw these topics away and replay under another prefix"
+                )
+
+        return delivered
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise DeliveryError(self._failure)

@@ -1,0 +1,171 @@
+"""What became of weight versions: steps, manifests, decisions and who serves what. A pure fold over the model's topics.
+
+A version contains what its ancestors were trained on: lineage goes by parents, since after a roll-back a later number
+need not descend from an earlier one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tidemill.consumers.operate.trace.place import Place, place_of
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision about a version."""
+
+    place: Place
+    verdict: str
+    by: str
+    reason: str
+    numbers: dict[str, float]
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A weight version, and what became of it."""
+
+    version: int
+    parent: int | None
+    step: int
+    step_place: Place | None
+    """None where the log no longer holds the step."""
+    manifest_place: Place | None
+    """None where the version is not published yet."""
+    learning_rate: float | None
+    decisions: list[Decided]
+    proved_by: list[str]
+    """Replicas that proved it from their live tensors at some time."""
+    served_first_at: int | None
+    """When a replica served it, or a version that contains it, first."""
+    served_by: dict[str, int]
+    """Replicas that serve it or a version that contains it now, with the version that they serve."""
+    contained_in: str
+    """Later versions that contain it, as ranges."""
+
+
+@dataclass(slots=True)
+class _Version:
+    parent: int | None = None
+    step: TrainStep | None = None
+    step_place: Place | None = None
+    step_number: int = 0
+    manifest_place: Place | None = None
+
+
+class History:
+    """The versions of every branch of one run. Take the topics in any order, each in its own."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._versions: dict[int, _Version] = {}
+        self._decisions: dict[int, list[Decided]] = {}
+        self._proved: dict[int, set[str]] = {}
+        self._acks: dict[str, WeightAck] = {}
+        self._served_at: dict[int, int] = {}
+        self.steps: list[tuple[Place, TrainStep]] = []
+        """Each step once, in order."""
+
+    def observe(self, located: ConsumedRecord) -> None:
+        """Take a record in; other runs and kinds are let pass, a step or a version said twice counts once."""
+        record = located.record
+        if getattr(record, "run_id", None) != self._run_id:
+            return
+        match record:
+            case TrainStep():
+                self._take_step(record, place_of(located))
+            case Manifest():
+                made = self._versions.setdefault(record.version, _Version())
+                if made.manifest_place is None:
+                    made.manifest_place, made.step_number = place_of(located), record.step
+                    made.parent = record.parent if made.step is None else made.parent
+            case GateDecision() if record.version is not None:
+                self._decisions.setdefault(record.version, []).append(_decided(located, record))
+            case WeightAck():
+                self._take_ack(record)
+
+    def _take_step(self, step: TrainStep, place: Place) -> None:
+        made = self._versions.setdefault(step.version, _Version())
+        if made.step is None:
+            made.parent, made.step, made.step_place, made.step_number = step.parent_version, step, place, step.step
+            self.steps.append((place, step))
+
+    def _take_ack(self, ack: WeightAck) -> None:
+        self._acks[ack.replica_id] = ack
+        if ack.status is not AckStatus.REFUSED:
+            self._proved.setdefault(ack.version, set()).add(ack.replica_id)
+            self._served_at.setdefault(ack.serving_version, ack.at)
+
+    def made(self, version: int) -> Made:
+        """What became of a version."""
+        known = self._versions.get(version, _Version())
+        containing = self.containing([version])
+        step = known.step
+        return Made(
+            version=version,
+            parent=known.parent,
+            step=known.step_number,
+            step_place=known.step_place,
+            manifest_place=known.manifest_place,
+            learning_rate=None if step is None else step.learning_rate,
+            decisions=self._decisions.get(version, []),
+            proved_by=sorted(self._proved.get(version, ())),
+            served_first_at=min((self._served_at[v] for v in containing if v in self._served_at), default=None),
+            served_by=self.serving(containing),
+            contained_in=ranges(containing - {version}),
+        )
+
+    def containing(self, versions: Iterable[int]) -> set[int]:
+        """The versions and their descendants."""
+        children: dict[int, list[int]] = {}
+        for version, made in self._versions.items():
+            if made.parent is not None:
+                children.setdefault(made.parent, []).append(version)
+        found, waiting = set[int](), list(versions)
+        while waiting:
+            version = waiting.pop()
+            if version not in found:
+                found.add(version)
+                waiting += children.get(version, [])
+        return found
+
+    def serving(self, versions: Iterable[int]) -> dict[str, int]:
+        """Replicas whose last word is that they serve one of these versions."""
+        wanted = set(versions)
+        now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
+        return {replica: version for replica, version in now.items() if version in wanted}
+
+    def ending(self, topic: Topic, name: str) -> Iterator[tuple[Place, str]]:
+        """Places and reasons of the steps' exclusions of a record."""
+        for place, step in self.steps:
+            for excluded in step.exclusions:
+                if (excluded.topic, excluded.group_id) == (topic.value, name):
+                    yield place, excluded.reason
+
+
+def _decided(located: ConsumedRecord, decision: GateDecision) -> Decided:
+    return Decided(
+        place=place_of(located),
+        verdict=decision.verdict.value,
+        by=decision.decided_by,
+        reason=decision.reason,
+        numbers=dict(decision.numbers),
+        at=decision.at,
+    )
+
+
+def ranges(versions: Iterable[int]) -> str:
+    """`{3, 4, 5, 9}` as `3-5, 9`; empty for none."""
+    parts: list[list[int]] = []
+    for version in sorted(versions):
+        if parts and version == parts[-1][1] + 1:
+            parts[-1][1] = version
+        else:
+            parts.append([version, version])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

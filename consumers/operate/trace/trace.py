@@ -1,0 +1,206 @@
+"""Follows one interaction through the log: a pure fold, and the path that it makes.
+
+Every topic may be observed in any order relative to the others, each in its own order. Nothing is looked up anywhere
+else, so that a trace of a replayed or copied log says the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.consumers.operate.trace.ending import Dropped, explain
+from tidemill.consumers.operate.trace.history import History
+from tidemill.consumers.operate.trace.path import (
+    Event,
+    InBatch,
+    Letter,
+    Path,
+    end_of,
+    member_of,
+    served_of,
+)
+from tidemill.consumers.operate.trace.place import Place, place_of
+from tidemill.consumers.operate.trace.trained import ended_in_batch
+from tidemill.consumers.sink.rows import DeadLetter, Row
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    place: Place
+    record: Feedback
+
+
+class Trace:
+    """What the log says of one interaction.
+
+    Args:
+        history: the versions of its run; observed by whoever reads the model's topics.
+    """
+
+    def __init__(self, interaction_id: str, history: History | None = None) -> None:
+        self._id = interaction_id
+        self.history = history
+        self._served: Interaction | None = None
+        self._places: list[Place] = []
+        self._erased: Place | None = None
+        self._feedback: dict[str, _Said] = {}
+        self._repeated: list[tuple[Place, str]] = []
+        self._letters: list[Letter] = []
+        self._outcomes: list[tuple[Place, Outcome]] = []
+        self._batches: list[tuple[Place, OnlineBatch]] = []
+        self._dropped: list[Dropped] = []
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that it belongs to; None while nothing of it was observed."""
+        told = [self._served, *(end for _, end in self._outcomes), *(batch for _, batch in self._batches)]
+        return next((record.run_id for record in told if record is not None), None)
+
+    @property
+    def found(self) -> bool:
+        """Whether the log says anything of it."""
+        return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
+
+    def observe(self, located: ConsumedRecord) -> None:
+        """Take a record in; what is not about the interaction is let pass."""
+        record = located.record
+        if located.value is None:
+            self._take_tombstone(located)
+        elif isinstance(record, Interaction) and record.interaction_id == self._id:
+            self._served = self._served or record
+            self._places.append(place_of(located))
+        elif isinstance(record, Feedback) and record.interaction_id == self._id:
+            self._take_feedback(record, place_of(located))
+        elif isinstance(record, Outcome) and record.interaction_id == self._id:
+            self._take_outcome(record, place_of(located))
+        elif isinstance(record, OnlineBatch):
+            self._take_batch(record, place_of(located))
+
+    def observe_letter(self, row: Row) -> None:
+        """Take a dead letter in; its key says what it is about."""
+        letter = row.record
+        if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
+            topic = letter.source_topic.rpartition(".")[2]
+            place = Place(topic, letter.source_partition, letter.source_offset)
+            self._letters.append(Letter(place, letter.reason, letter.found_by))
+
+    def path(self) -> Path:
+        """Everything observed so far."""
+        history = self.history or History(self.run_id or "")
+        ends = [end_of(record, place) for place, record in sorted(self._outcomes, key=lambda one: one[1].revision)]
+        batches = self._in_batches(history)
+        versions = sorted({one.ended.version for one in batches if one.ended.version is not None})
+        served = served_of(self._served, self._places) if self._served else None
+        made = [history.made(version) for version in versions]
+        return Path(
+            interaction_id=self._id,
+            served=served,
+            erased=self._erased,
+            feedback=self._events(),
+            letters=self._letters,
+            outcomes=ends,
+            batches=batches,
+            versions=made,
+            end=explain(served, self._erased, ends, batches, made, self._dropped),
+        )
+
+    def _take_tombstone(self, located: ConsumedRecord) -> None:
+        """What was erased is not told again, though the broker may not have removed its bytes yet."""
+        key = (located.key or b"").decode("utf-8", "replace")
+        interaction_id, _, event_id = key.partition("/")
+        if interaction_id != self._id:
+            return
+        if located.topic is Topic.INTERACTIONS:
+            self._served, self._places, self._erased = None, [], place_of(located)
+        elif located.topic is Topic.OUTCOMES:
+            self._outcomes = []
+        elif located.topic is Topic.FEEDBACK:
+            self._feedback.pop(event_id, None)
+
+    def _take_feedback(self, record: Feedback, place: Place) -> None:
+        if record.event_id in self._feedback:
+            self._repeated.append((place, record.event_id))
+        else:
+            self._feedback[record.event_id] = _Said(place, record)
+
+    def _take_outcome(self, record: Outcome, place: Place) -> None:
+        if all(record.revision != known.revision for _, known in self._outcomes):
+            self._outcomes.append((place, record))
+
+    def _take_batch(self, batch: OnlineBatch, place: Place) -> None:
+        if any(batch.batch_id == known.batch_id for _, known in self._batches):
+            return
+        if member_of(batch.members, self._id):
+            self._batches.append((place, batch))
+        elif batch.dropped:
+            self._dropped.append(Dropped(place, batch.run_id, batch.branch, batch.closed_at, batch.dropped))
+
+    def _in_batches(self, history: History) -> list[InBatch]:
+        return [
+            InBatch(
+                place=place,
+                batch_id=batch.batch_id,
+                sequence=batch.sequence,
+                version=batch.version,
+                reward=member.reward,
+                correction=member.correction,
+                closed_by=batch.closed_by.value,
+                ended=ended_in_batch(history, batch.batch_id, self._id),
+            )
+            for place, batch in self._batches
+            for member in member_of(batch.members, self._id)
+        ]
+
+    def _events(self) -> list[Event]:
+        return [
+            Event(
+                place=said.place,
+                event_id=said.record.event_id,
+                user_id=said.record.user_id,
+                kind=said.record.kind.value,
+                value=said.record.value,
+                corrects=said.record.corrects,
+                source=said.record.source,
+                observed_at=said.record.observed_at,
+                fate=self._fate(said),
+            )
+            for said in self._feedback.values()
+        ]
+
+    def _fate(self, said: _Said) -> str:
+        record = said.record
+        times = 1 + sum(event == record.event_id for _, event in self._repeated)
+        again = "" if times == 1 else f"; sent {times} times, counted once"
+        return self._use(record, said.place) + again
+
+    def _use(self, record: Feedback, place: Place) -> str:
+        if any(letter.place == place for letter in self._letters):
+            return "refused: see the dead letters"
+        for _, end in sorted(self._outcomes, key=lambda one: one[1].revision):
+            for use in end.signals:
+                if use.event_id == record.event_id:
+                    revision = f" of revision {end.revision}" if end.revision else ""
+                    return f"counted {use.contribution:+g} in the reward{revision}"
+        replaced = [s.record.event_id for s in self._feedback.values() if s.record.corrects == record.event_id]
+        if replaced:
+            return f"replaced by {replaced[-1]}"
+        if self._served is not None and record.user_id != self._served.user_id:
+            return "not counted: given by somebody else than the user who was served"
+        return self._not_counted(record)
+
+    def _not_counted(self, record: Feedback) -> str:
+        if not self._outcomes:
+            return "waits for the interaction's end"
+        newest = max((end for _, end in self._outcomes), key=lambda end: end.revision)
+        if newest.exclusion and newest.exclusion != "no_signal":
+            return f"not counted: the interaction is excluded ({newest.exclusion})"
+        if record.corrects is not None and record.value is None:
+            return f"withdrew {record.corrects}"
+        if record.kind.value in newest.observed:
+            return "seen; the map gives its kind no weight, or another event of the kind holds"
+        if record.observed_at > newest.closed_at:
+            return "not counted: it came after the interaction's end"
+        return "not counted: outside its horizon, or no kind that the map knows"

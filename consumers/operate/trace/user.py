@@ -1,0 +1,124 @@
+"""Which weight versions a user's data touched: a pure fold over outcomes, online batches and his demands.
+
+Closed batches keep the pseudonym of each member, also after an erasure: what was learnt can then still be told, and is
+told here. What his versions are is the word of the steps, since a batch may have left him out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tidemill.consumers.operate.rights.requests import Demands
+from tidemill.consumers.operate.trace.history import History, Made, ranges
+from tidemill.consumers.operate.trace.place import Place, place_of
+from tidemill.consumers.operate.trace.trained import Ended, ended_in_batch
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserRequest
+
+
+@dataclass(frozen=True, slots=True)
+class UserBatch:
+    """A batch that has interactions of his."""
+
+    place: Place
+    batch_id: str
+    run_id: str
+    branch: str
+    sequence: int
+    interactions: int
+    reward: float
+    """Sum over his members."""
+    trained: int
+    """Of his members."""
+    ended: list[Ended]
+    """The different endings of his members."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTouched:
+    """The versions of one run that contain what was learnt from him."""
+
+    run_id: str
+    trained: list[Made]
+    """Versions whose step trained on interactions of his."""
+    contained_in: str
+    """These and every version that descends from one of them, as ranges."""
+    served_by: dict[str, int]
+    """Replicas that serve such a version now."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserPath:
+    """What the log says of one user."""
+
+    user_id: str
+    demands: list[UserRequest]
+    outcomes: dict[str, int]
+    """Interactions of his that ended, by ending; erased ones are gone from the log and are not counted."""
+    batches: list[UserBatch]
+    runs: list[RunTouched]
+
+
+class UserTrace:
+    """Follows one user, by pseudonym."""
+
+    def __init__(self, user_id: str) -> None:
+        self._user_id = user_id
+        self._demands = Demands(user_id)
+        self._endings: dict[str, str] = {}
+        self._batches: dict[str, tuple[Place, OnlineBatch]] = {}
+
+    @property
+    def runs(self) -> set[str]:
+        """The runs whose batches he is in."""
+        return {batch.run_id for _, batch in self._batches.values()}
+
+    @property
+    def found(self) -> bool:
+        """Whether the log says anything of him."""
+        return bool(self._demands.made or self._endings or self._batches)
+
+    def observe(self, located: ConsumedRecord) -> None:
+        """Take a record in; what is not about him is let pass."""
+        match located.record:
+            case UserRequest():
+                self._demands.observe(located.record)
+            case Outcome() if located.record.user_id == self._user_id:
+                self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
+            case OnlineBatch() if self._his(located.record):
+                self._batches.setdefault(located.record.batch_id, (place_of(located), located.record))
+            case None if located.value is None:
+                self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
+
+    def path(self, histories: Mapping[str, History]) -> UserPath:
+        """Everything observed so far, with the versions of each run of `runs`."""
+        batches = [self._batch(place, batch, histories[batch.run_id]) for place, batch in self._batches.values()]
+        touched = [_touched(run, histories[run], [b for b in batches if b.run_id == run]) for run in sorted(self.runs)]
+        return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
+
+    def _his(self, batch: OnlineBatch) -> list[OnlineMember]:
+        return [member for member in batch.members if member.user_id == self._user_id]
+
+    def _batch(self, place: Place, batch: OnlineBatch, history: History) -> UserBatch:
+        his = self._his(batch)
+        endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in his]
+        return UserBatch(
+            place=place,
+            batch_id=batch.batch_id,
+            run_id=batch.run_id,
+            branch=batch.branch,
+            sequence=batch.sequence,
+            interactions=len({member.interaction_id for member in his}),
+            reward=sum(member.reward for member in his),
+            trained=sum(ending.version is not None for ending in endings),
+            ended=list(dict.fromkeys(endings)),
+        )
+
+
+def _touched(run_id: str, history: History, batches: list[UserBatch]) -> RunTouched:
+    trained = {ending.version for batch in batches for ending in batch.ended if ending.version is not None}
+    containing = history.containing(trained)
+    made = [history.made(version) for version in sorted(trained)]
+    return RunTouched(run_id, made, ranges(containing), history.serving(containing))

@@ -1,0 +1,650 @@
+"""A small run written down topic by topic, sound in everything, and the faults that can be planted in it.
+
+`PLANTED_FAULTS` names each fault and the one check of the audit that has to find it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from tests.consumers.product_support import interaction, member, online_batch, outcome, request
+from tests.consumers.sink_support import ack, manifest
+from tidemill.consumers.operate.audit.audit import audit
+from tidemill.consumers.operate.audit.facts import Letter
+from tidemill.consumers.operate.audit.report import AuditReport
+from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.consumers.operate.trace.place import Place
+from tidemill.schemas import records as r
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
+from tidemill.streams.machine import Emit, Rejected
+
+RUN = "run"
+SECOND = 1_000_000
+START_US = (now_us() // SECOND - 7200) * SECOND
+"""Recent, since a broker deletes what is past its topic's retention."""
+TIME_US = 60 * SECOND
+"""From the issue of a task to its deadline."""
+OVERDUE_US = 662 * SECOND
+"""From the issue of a task to when nothing of it can be under way any more."""
+TOKENS = 4
+"""Of each completed rollout."""
+INCARNATION = "first"
+GARBAGE = b"no record at all"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of a partition, or bytes that are none."""
+
+    key: bytes
+    value: bytes | None
+    timestamp_ms: int
+
+
+@lru_cache(maxsize=4096)
+def decoded(value: bytes | None) -> tuple[r.Record | None, str]:
+    """The record of a value, or why there is none."""
+    try:
+        return Codec().decode(value), ""
+    except DecodeError as failure:
+        return None, str(failure)
+
+
+class WrittenLog:
+    """A log in memory: partitions 0 of all topics, and the dead letters."""
+
+    def __init__(self) -> None:
+        self.codec = Codec()
+        self.entries: defaultdict[Topic, list[Entry]] = defaultdict(list)
+        self.low: dict[Topic, int] = {}
+        """First offset that is kept, where it is not 0."""
+        self.hidden: set[tuple[Topic, int]] = set()
+        """Offsets that no reader gets to see."""
+        self.letters: dict[tuple[Topic, int], str] = {}
+
+    def put(self, record: r.Record, *, at: int, key: str | None = None) -> int:
+        """Append a record at an event time in microseconds; its offset."""
+        # A record that lies in several topics is put into the one that it is the first of.
+        holders = sorted(CATALOGUE.values(), key=lambda spec: spec.values[0] is not type(record))
+        spec = next(spec for spec in holders if isinstance(record, spec.values))
+        return self.put_bytes(spec.topic, key or str(getattr(record, spec.key)), self.codec.encode(record), at)
+
+    def put_bytes(self, topic: Topic, key: str, value: bytes | None, at: int) -> int:
+        """Append bytes, or a tombstone; their offset."""
+        self.entries[topic].append(Entry(key.encode(), value, at // 1000))
+        return len(self.entries[topic]) - 1
+
+    def located(self, topic: Topic) -> list[ConsumedRecord]:
+        """The records of a topic that a reader gets."""
+        found = [self._located(topic, offset, entry) for offset, entry in enumerate(self.entries[topic])]
+        kept = [one for one in found if one.offset >= self.low.get(topic, 0)]
+        return [one for one in kept if (topic, one.offset) not in self.hidden]
+
+    def _located(self, topic: Topic, offset: int, entry: Entry) -> ConsumedRecord:
+        record, error = decoded(entry.value)
+        return ConsumedRecord(topic, 0, offset, entry.timestamp_ms, entry.key, entry.value, record, error)
+
+    def all(self) -> Iterator[ConsumedRecord]:
+        """Every record, topic by topic."""
+        for topic in self.entries:
+            yield from self.located(topic)
+
+    def change(self, topic: Topic, of: type, which: int = 0, **changes: Any) -> None:
+        """Change the n-th record of a type in place; `which` may count from the end."""
+        offsets = [one.offset for one in self.located(topic) if isinstance(one.record, of)]
+        offset = offsets[which]
+        record: Any = self._located(topic, offset, self.entries[topic][offset]).record
+        value = self.codec.encode(replace(record, **changes))
+        self.entries[topic][offset] = replace(self.entries[topic][offset], value=value)
+
+    def records(self, topic: Topic, of: type) -> list[Any]:
+        """The records of a type."""
+        return [one.record for one in self.located(topic) if isinstance(one.record, of)]
+
+    def audit(self, **rules: Any) -> AuditReport:
+        """The audit of it, in memory."""
+        letters = [Letter(Place(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
+        ends = {(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()}
+        return audit(self.all(), AuditRules(run_id=RUN, **rules), letters=letters, ends=ends)
+
+    def write(self, kafka: KafkaSettings) -> None:
+        """Write all of it to a Kafka whose topics have one partition and are empty: the offsets are the same."""
+        names = Names(kafka.topic_prefix)
+        with RecordProducer(kafka, "test-ledger") as producer:
+            for topic, entries in self.entries.items():
+                for entry in entries:
+                    producer.send_bytes(names.of(topic), entry.value, key=entry.key, timestamp_ms=entry.timestamp_ms)
+            for (topic, offset), why in self.letters.items():
+                located = self._located(topic, offset, self.entries[topic][offset])
+                send_dead_letter(producer, names, located, why, "test")
+
+
+def task(name: str, size: int = 2, mode: r.Mode = r.Mode.TRAIN, at: int = START_US) -> r.Task:
+    return r.Task(f"t-{name}", name, RUN, "ledger", "{}", mode, size, 4, 0, at, at + TIME_US, issued_version=0)
+
+
+def rollout(of: r.Task, index: int, reward: float | None, version: int = 0, **changes: Any) -> r.Rollout:
+    """A rollout of a task; `reward=None` is a failed one."""
+    failed = reward is None
+    made = r.Rollout(
+        rollout_id=f"{of.group_id}/{index}",
+        group_id=of.group_id,
+        task_id=of.task_id,
+        run_id=RUN,
+        environment=of.environment,
+        mode=of.mode,
+        index=index,
+        group_size=of.group_size,
+        deadline_at=of.deadline_at,
+        status=r.RolloutStatus.FAILED if failed else r.RolloutStatus.COMPLETED,
+        failure="deadline" if failed else "",
+        segments=[],
+        claim=None,
+        rewards=[],
+        reward=reward,
+        reward_version="1",
+        success=None if failed else bool(reward),
+        turns=0 if failed else 1,
+        prompt_tokens=3,
+        sampled_tokens=0 if failed else TOKENS,
+        version_min=-1 if failed else version,
+        version_max=-1 if failed else version,
+        replica_id="replica-0",
+        region="local",
+        worker_id="worker-0",
+        started_at=of.issued_at,
+        finished_at=of.issued_at + SECOND,
+        incarnation="" if failed else INCARNATION,
+    )
+    return replace(made, **changes)
+
+
+def dispatch(of: r.Task) -> r.Dispatch:
+    return r.Dispatch(
+        of.task_id, of.group_id, RUN, "worker-0", list(range(of.group_size)), [0] * of.group_size, of.deadline_at,
+        of.issued_at,
+    )  # fmt: skip
+
+
+def turn(of: r.Task, index: int, version: int) -> r.Turn:
+    return r.Turn(
+        f"{of.group_id}/{index}", of.group_id, of.task_id, RUN, "worker-0", "replica-0", "local", INCARNATION, 0,
+        TOKENS, b"\0" * 4 * TOKENS, b"\0" * 4 * TOKENS, [r.VersionSpan(version, 0, TOKENS)], "stop", of.issued_at,
+    )  # fmt: skip
+
+
+class RunLog(WrittenLog):
+    """Writes a run down as its roles would: groups are made by group assembly itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assembler = GroupAssembler(0, AssemblyRules(RUN, done_ttl_us=3600 * SECOND))
+        self.fingerprints = {0: "w0"}
+        self.group_offsets: dict[str, list[int]] = defaultdict(list)
+        self.put(self.manifest_of(0, None), at=START_US)
+        self.prove(0)
+
+    # Rollouts
+
+    def issue(self, of: r.Task, version: int = 0) -> r.Task:
+        """A task that a worker took, each of its rollouts with a turn."""
+        self.put(of, at=of.issued_at)
+        self.put(dispatch(of), at=of.issued_at)
+        for index in range(of.group_size):
+            self.put(turn(of, index, version), at=of.issued_at)
+        return of
+
+    def play(self, of: r.Task, *rewards: float | None, version: int = 0) -> r.Task:
+        """Issue a task, and write a rollout for each reward."""
+        self.issue(of, version)
+        for index, reward in enumerate(rewards):
+            self.roll(rollout(of, index, reward, version), at=of.issued_at + SECOND)
+        return of
+
+    def roll(self, record: r.Rollout | r.Tick, at: int) -> None:
+        """Write a rollout or a tick, and what group assembly makes of it."""
+        key = record.group_id if isinstance(record, r.Rollout) else "tick"
+        self.put(record, at=at, key=key)
+        self._assemble(at)
+
+    def spoil(self, topic: Topic, at: int) -> None:
+        """Bytes that are no record, with their dead letter."""
+        self.letters[topic, self.put_bytes(topic, "?", GARBAGE, at)] = "unknown framing"
+        if topic is Topic.ROLLOUTS:
+            self._assemble(at)
+
+    def _assemble(self, at: int) -> None:
+        for output in self.assembler.observe(self.located(Topic.ROLLOUTS)[-1]):
+            if isinstance(output, Emit) and isinstance(output.record, r.Group):
+                offset = self.put(output.record, at=at)
+                self.group_offsets[output.record.group_id].append(offset)
+            elif isinstance(output, Rejected):
+                self.letters[output.located.topic, output.located.offset] = output.reason
+
+    def group(self, offset: int) -> r.Group:
+        """The group at an offset."""
+        found = self._located(Topic.GROUPS, offset, self.entries[Topic.GROUPS][offset]).record
+        assert isinstance(found, r.Group)
+        return found
+
+    # Steps
+
+    def train(
+        self,
+        groups: Sequence[int],
+        excluded: Sequence[tuple[int, str]] = (),
+        *,
+        batch: int | None = None,
+        left_out: Sequence[r.OnlineMember] = (),
+        at: int = START_US + 10 * SECOND,
+        parent: int | None = None,
+    ) -> r.TrainStep:
+        """Plan, take, record and publish a step on the groups at offsets, and on the online batch at one."""
+        number = len(self.records(Topic.STEPS, r.TrainStep)) + 1
+        parent = number - 1 if parent is None else parent
+        inputs, members = self._inputs(groups, batch, {one.interaction_id for one in left_out})
+        exclusions = [self._exclusion(offset, reason) for offset, reason in excluded] + [
+            r.StepExclusion(one.interaction_id, one.topic, one.partition, one.offset, "erased", 1) for one in left_out
+        ]
+        step = self._step(number, parent, inputs, exclusions, members, at)
+        self.put(plan_of(step), at=at)
+        self.put(step, at=at)
+        self.fingerprints[number] = step.fingerprint
+        self.put(self.manifest_of(number, parent), at=at)
+        self.prove(number)
+        return step
+
+    def _inputs(
+        self, groups: Sequence[int], batch: int | None, left_out: set[str]
+    ) -> tuple[list[r.StepInput], list[r.GroupMember | r.OnlineMember]]:
+        inputs: list[r.StepInput] = []
+        members: list[r.GroupMember | r.OnlineMember] = []
+        if batch is not None:
+            found = self.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[batch]
+            inputs.append(r.StepInput(found.batch_id, Topic.ONLINE_BATCHES.value, 0, batch))
+            members += [one for one in found.members if one.interaction_id not in left_out]
+        for offset in groups:
+            inputs.append(r.StepInput(self.group(offset).group_id, Topic.GROUPS.value, 0, offset))
+            members += [one for one in self.group(offset).members if one.reward is not None]
+        return inputs, members
+
+    def _exclusion(self, offset: int, reason: str) -> r.StepExclusion:
+        group = self.group(offset)
+        return r.StepExclusion(group.group_id, Topic.GROUPS.value, 0, offset, reason, len(group.members))
+
+    def _step(
+        self,
+        number: int,
+        parent: int,
+        inputs: list[r.StepInput],
+        exclusions: list[r.StepExclusion],
+        members: list[r.GroupMember | r.OnlineMember],
+        at: int,
+    ) -> r.TrainStep:
+        lag: dict[int, int] = defaultdict(int)
+        for one in members:
+            lag[parent - one.version_min] += one.sampled_tokens
+        return r.TrainStep(
+            run_id=RUN,
+            step=number,
+            version=number,
+            parent_version=parent,
+            inputs=inputs,
+            exclusions=exclusions,
+            seed=number,
+            config_hash="c",
+            objective="composer2",
+            learning_rate=0.001,
+            metrics={"policy_lag_bound": 4.0},
+            lag=[r.LagCount(behind, tokens) for behind, tokens in sorted(lag.items())],
+            rollouts=len(members),
+            tokens=sum(one.sampled_tokens for one in members),
+            fingerprint=f"w{number}",
+            parent_fingerprint=self.fingerprints[parent],
+            started_at=at,
+            finished_at=at + SECOND,
+            incarnation=INCARNATION,
+        )
+
+    def manifest_of(self, version: int, parent: int | None) -> r.Manifest:
+        """A version as it is published."""
+        anchor = r.Anchor("file:///anchor", 10) if parent is None else None
+        return replace(
+            manifest(version),
+            parent=parent,
+            fingerprint=self.fingerprints[version],
+            anchor=anchor,
+            incarnation=INCARNATION,
+        )
+
+    def prove(self, version: int) -> None:
+        """A replica serves a version."""
+        weights = self.fingerprints[version]
+        said = replace(ack(version, r.AckStatus.PROVED), fingerprint=weights, expected_fingerprint=weights)
+        self.put(said, at=START_US)
+
+
+def plan_of(step: r.TrainStep, trainer: str = "trainer-0") -> r.StepPlan:
+    return r.StepPlan(
+        step.run_id, step.step, step.parent_version, step.inputs, step.exclusions, step.seed, step.config_hash, {},
+        step.incarnation, trainer, step.started_at,
+    )  # fmt: skip
+
+
+def sound_log() -> RunLog:
+    """Three steps on a little of everything: held-out, failed, late, repeated, stale, unreadable, online and erased."""
+    log = RunLog()
+    log.play(task("g0"), 1.0, 0.0)
+    log.play(task("g1"), 0.0, 1.0)
+    log.play(task("held", mode=r.Mode.EVAL), 1.0, 0.0)
+    log.train([0, 1])
+    log.play(task("g2", 3), 1.0, 0.0, None, version=1)
+    log.play(task("old"), 1.0, 0.0)
+    log.train([3], [(2, "eval"), (4, "stale")], parent=1)
+    _disorder(log)
+    _traffic(log)
+    batch = log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[0]
+    again, copy, few, late = 5, 6, 7, 8
+    log.train([again], [(copy, "duplicate"), (few, "too_few"), (late, "late")], batch=0, left_out=[batch.members[1]])
+    log.put(replace(ack(4, r.AckStatus.REFUSED), serving_version=3), at=START_US)
+    log.issue(task("under-way", at=START_US + 300 * SECOND), version=3)
+    log.play(task("waits", at=START_US + 200 * SECOND), 1.0, 0.0, version=3)
+    return log
+
+
+def _disorder(log: RunLog) -> None:
+    """A rollout written twice, a group that stands there twice, bytes that are no record, a rollout that is none of its
+    group, a group out of time and its straggler."""
+    of = log.issue(task("g3"), version=2)
+    for reward in (1.0, 0.5):
+        log.roll(rollout(of, 0, reward, 2), at=of.issued_at + 2 * SECOND)
+    log.roll(rollout(of, 1, 0.0, 2), at=of.issued_at + 2 * SECOND)
+    again = log.group_offsets["g3"][0]
+    log.put(log.group(again), at=START_US + 3 * SECOND)
+    log.spoil(Topic.TASKS, START_US + 3 * SECOND)
+    log.spoil(Topic.ROLLOUTS, START_US + 3 * SECOND)
+    log.roll(replace(rollout(of, 0, 1.0), rollout_id="stray", group_id="stray", index=5), at=START_US + 3 * SECOND)
+    slow = log.issue(task("slow"))
+    log.roll(rollout(slow, 0, 1.0, 2), at=START_US + 4 * SECOND)
+    log.roll(r.Tick("test", START_US + 61 * SECOND), at=START_US + 61 * SECOND)
+    log.roll(rollout(slow, 1, 1.0, 2), at=START_US + 62 * SECOND)
+
+
+def _traffic(log: RunLog) -> None:
+    """Answers to users: two in a batch, one excluded, one open, one erased, one demand to be erased."""
+    users = {"i0": "ann", "i1": "bob", "i2": "cid", "i3": "dan"}
+    served = [
+        replace(interaction(name, user, version=2, served_at=START_US), incarnation=INCARNATION)
+        for name, user in users.items()
+    ]
+    places = [(0, log.put(one, at=one.served_at)) for one in served]
+    log.put(interaction("gone", "bob", version=2, served_at=START_US), at=START_US)
+    ends = [outcome(one, 1.0, place=place) for one, place in zip(served[:2], places, strict=False)]
+    for end in (*ends, outcome(served[2], None, "no_signal", place=places[2])):
+        log.put(end, at=end.closed_at)
+    members = [member(end, place) for end, place in zip(ends, places, strict=False)]
+    batch = online_batch(0, members, version=2)
+    log.put(batch, at=START_US + 20 * SECOND)
+    log.put(request("bob", r.UserWish.ERASE, START_US + 5 * SECOND), at=START_US + 5 * SECOND)
+    log.put_bytes(Topic.INTERACTIONS, "gone", None, START_US + 6 * SECOND)
+
+
+@dataclass(frozen=True, slots=True)
+class PlantedFault:
+    """A fault, how it is planted in the sound log, and the one check that has to find it."""
+
+    name: str
+    check: str
+    at: str
+    """The offender that is named first."""
+    plant: Callable[[RunLog], None]
+
+
+def _train_again(log: RunLog) -> None:
+    log.train([log.group_offsets["g0"][0]], parent=3)
+
+
+def _train_batch_again(log: RunLog) -> None:
+    members = log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[0].members
+    log.train([], batch=0, left_out=[members[1]], parent=3)
+
+
+def _end_twice(log: RunLog) -> None:
+    log.train([log.group_offsets["waits"][0]], [(log.group_offsets["g1"][0], "stale")], parent=3)
+
+
+def _lose(log: RunLog) -> None:
+    log.put(task("lost", 1), at=START_US)
+    log.roll(r.Tick("test", START_US + OVERDUE_US), at=START_US + OVERDUE_US)
+
+
+def _pass_over(log: RunLog) -> None:
+    """Two steps on younger groups than one that waits in their partition."""
+    for number in range(2):
+        log.play(task(f"younger{number}", at=START_US + (210 + number) * SECOND), 1.0, 0.0, version=3)
+        log.train([log.group_offsets[f"younger{number}"][0]], parent=3 + number)
+
+
+def _lose_result(log: RunLog) -> None:
+    """A result that no group counts."""
+    of = log.issue(task("uncounted"))
+    log.put(rollout(of, 0, 1.0), at=START_US, key=of.group_id)
+    log.put(rollout(of, 1, 1.0), at=START_US + OVERDUE_US, key=of.group_id)
+
+
+def _corrupt_reward(log: RunLog) -> None:
+    group = log.group(0)
+    members = [replace(group.members[0], reward=0.75), *group.members[1:]]
+    log.change(Topic.GROUPS, r.Group, 0, members=members)
+
+
+def _corrupt_advantage(log: RunLog) -> None:
+    group = log.group(0)
+    members = [replace(group.members[0], advantage=0.9), *group.members[1:]]
+    log.change(Topic.GROUPS, r.Group, 0, members=members)
+
+
+def _refer_nowhere(log: RunLog) -> None:
+    group = log.group(0)
+    members = [replace(group.members[0], offset=10_000), *group.members[1:]]
+    log.change(Topic.GROUPS, r.Group, 0, members=members)
+
+
+def _contradict(log: RunLog) -> None:
+    log.put(replace(log.group(log.group_offsets["waits"][0]), closed_at=1), at=START_US)
+
+
+def _swap_inputs(log: RunLog) -> None:
+    """The last step says that it read another group than it was to, with as many rollouts and tokens."""
+    step = log.records(Topic.STEPS, r.TrainStep)[-1]
+    other = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
+    lag = [r.LagCount(-1, 2 * TOKENS), r.LagCount(0, step.tokens - 2 * TOKENS)]
+    log.change(Topic.STEPS, r.TrainStep, -1, inputs=[step.inputs[0], other], lag=lag)
+
+
+def _disagree(log: RunLog) -> None:
+    """A trainer that came back planned another step 4 than the one before it."""
+    waiting = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    step = replace(last, step=4, parent_version=3, inputs=[waiting], exclusions=[])
+    log.put(plan_of(step), at=START_US)
+    log.put(plan_of(replace(step, inputs=[], seed=9), "trainer-1"), at=START_US)
+
+
+def plan_on_answer(log: RunLog, name: str, user: str) -> r.TrainStep:
+    """Step 4 is planned on a further online batch, of one answer to a user; the step as it would be recorded."""
+    made = interaction(name, user, version=3, served_at=START_US + 20 * SECOND)
+    served = replace(made, incarnation=INCARNATION)
+    place = (0, log.put(served, at=served.served_at))
+    end = outcome(served, 1.0, place=place)
+    log.put(end, at=end.closed_at)
+    offset = log.put(online_batch(1, [member(end, place)], version=3), at=START_US + 40 * SECOND)
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    batch = r.StepInput(log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[-1].batch_id, "online-batches", 0, offset)
+    at = START_US + 50 * SECOND
+    step = replace(last, step=4, parent_version=3, inputs=[batch], exclusions=[], started_at=at)
+    log.put(plan_of(step), at=at)
+    return step
+
+
+def plan_anew(log: RunLog, step: r.TrainStep, **changes: Any) -> None:
+    """A trainer that came back plans a step on nothing of what was planned."""
+    log.put(plan_of(replace(step, inputs=[], **changes), "trainer-1"), at=step.started_at + SECOND)
+
+
+def _replan_for_another_user(log: RunLog) -> None:
+    """Of the users of the run one was erased, and the plan that is replaced reads nothing of his."""
+    plan_anew(log, plan_on_answer(log, "i9", "eve"))
+
+
+def _replan_before_erasure(log: RunLog) -> None:
+    step = plan_on_answer(log, "i9", "eve")
+    plan_anew(log, step)
+    log.put_bytes(Topic.INTERACTIONS, "i9", None, step.started_at + AuditRules(RUN).grace_us + SECOND)
+
+
+def _replan_from_the_same_version(log: RunLog) -> None:
+    """The gate rejected a version, and both plans start from another one."""
+    step = plan_on_answer(log, "i9", "eve")
+    log.put(r.GateDecision(RUN, "main", r.GateVerdict.REJECT, 2, "worse", "gate", {}, START_US), at=step.started_at)
+    plan_anew(log, step)
+
+
+def _serve_unproved(log: RunLog) -> None:
+    log.put(replace(ack(3, r.AckStatus.REFUSED), replica_id="replica-1", serving_version=3), at=START_US)
+
+
+def _prove_otherwise(log: RunLog) -> None:
+    log.change(Topic.ACKS, r.WeightAck, 2, fingerprint="flipped", expected_fingerprint="flipped")
+
+
+def _spoil_silently(log: RunLog) -> None:
+    log.put_bytes(Topic.TASKS, "?", GARBAGE, START_US)
+    log.roll(r.Tick("test", START_US + OVERDUE_US), at=START_US + OVERDUE_US)
+
+
+def _two_outcomes(log: RunLog) -> None:
+    end = log.records(Topic.OUTCOMES, r.Outcome)[2]
+    log.put(replace(end, exclusion="bot"), at=end.closed_at)
+
+
+def _two_batches(log: RunLog) -> None:
+    batch = log.records(Topic.ONLINE_BATCHES, r.OnlineBatch)[0]
+    member = batch.members[0]
+    log.put(
+        replace(batch, batch_id="run/main/1", sequence=1, members=[member], tokens=member.sampled_tokens), at=START_US
+    )
+
+
+def _train_erased(log: RunLog) -> None:
+    """The demand of a user came long before the step that trained on his answer."""
+    log.put(request("ann", r.UserWish.ERASE, START_US - 3600 * SECOND + 1), at=START_US)
+    name = log.records(Topic.INTERACTIONS, r.Interaction)[0]
+    log.change(Topic.INTERACTIONS, r.Interaction, 0, served_at=name.served_at - 7200 * SECOND)
+
+
+def _play_unasked(log: RunLog) -> None:
+    of = task("unasked", 1)
+    log.roll(rollout(of, 0, 1.0), at=START_US)
+
+
+def _other_incarnation(log: RunLog) -> None:
+    log.change(Topic.ROLLOUTS, r.Rollout, 0, incarnation="second")
+
+
+def _truncate(log: RunLog) -> None:
+    log.low[Topic.ROLLOUTS] = 1
+
+
+def _hide(log: RunLog) -> None:
+    """An offset of a topic without transactions that no record comes from."""
+    log.put(r.Feedback("e", "i0", "ann", r.SignalKind.THUMB, 1.0, START_US, "sdk"), at=START_US)
+    log.put(r.StepPlan(RUN, 4, 3, [], [], 0, "c", {}, INCARNATION, "t", START_US), at=START_US)
+    spare = log.put(r.GateDecision(RUN, "main", r.GateVerdict.HOLD, 1, "", "me", {}, START_US), at=START_US)
+    log.hidden.add((Topic.GATE, spare))
+
+
+PLANTED_FAULTS: tuple[PlantedFault, ...] = (
+    PlantedFault("a group trained by two steps", "trained_once", "train.steps[0]@7", _train_again),
+    PlantedFault("an online batch trained by two steps", "trained_once", "train.steps[0]@7", _train_batch_again),
+    PlantedFault("a group trained and excluded", "endings", "train.steps[0]@7", _end_twice),
+    PlantedFault("a rollout that was asked for and never came", "endings", "tasks[0]@10", _lose),
+    PlantedFault("a group that the trainer passed over", "endings", "groups[0]@9", _pass_over),
+    PlantedFault("a rollout that no group counts", "endings", "rollouts[0]@21", _lose_result),
+    PlantedFault("a group whose member has another reward than its rollout", "groups", "groups[0]@0", _corrupt_reward),
+    PlantedFault(
+        "a group whose advantages do not follow from its rewards", "groups", "groups[0]@0", _corrupt_advantage
+    ),
+    PlantedFault("a group that refers to a rollout that is not there", "groups", "groups[0]@0", _refer_nowhere),
+    PlantedFault(
+        "a second record of a group with other contents",
+        "groups",
+        "groups[0]@10",
+        _contradict,
+    ),
+    PlantedFault(
+        "a step with other weights than its version",
+        "versions",
+        "weights.manifests[0]@3",
+        lambda log: log.change(Topic.STEPS, r.TrainStep, -1, fingerprint="forged"),
+    ),
+    PlantedFault("a step with other inputs than were planned", "plans", "train.steps[0]@5", _swap_inputs),
+    PlantedFault("two plans of a step that disagree", "plans", "train.steps[0]@7", _disagree),
+    PlantedFault(
+        "a plan replaced though another user was erased", "plans", "train.steps[0]@7", _replan_for_another_user
+    ),
+    PlantedFault(
+        "a plan replaced before what it reads was erased", "plans", "train.steps[0]@7", _replan_before_erasure
+    ),
+    PlantedFault(
+        "a plan replaced though the gate left its version", "plans", "train.steps[0]@7", _replan_from_the_same_version
+    ),
+    PlantedFault(
+        "a step that counts a rollout too many",
+        "inputs",
+        "train.steps[0]@1",
+        lambda log: log.change(Topic.STEPS, r.TrainStep, 0, rollouts=5),
+    ),
+    PlantedFault(
+        "a step that tells a smaller policy lag",
+        "inputs",
+        "train.steps[0]@5",
+        lambda log: log.change(Topic.STEPS, r.TrainStep, 2, lag=[r.LagCount(-1, 10)]),
+    ),
+    PlantedFault(
+        "a step that starts from other weights than were made",
+        "steps",
+        "train.steps[0]@3",
+        lambda log: log.change(Topic.STEPS, r.TrainStep, 1, parent_fingerprint="forged"),
+    ),
+    PlantedFault(
+        "a version that continues one that was never published",
+        "versions",
+        "weights.manifests[0]@2",
+        lambda log: log.change(Topic.MANIFESTS, r.Manifest, 2, parent=17),
+    ),
+    PlantedFault("a replica that serves what it never proved", "served", "weights.acks[0]@5", _serve_unproved),
+    PlantedFault(
+        "a replica that proved other weights than were published", "served", "weights.acks[0]@2", _prove_otherwise
+    ),
+    PlantedFault("a step on rollouts of another incarnation", "incarnations", "train.steps[0]@1", _other_incarnation),
+    PlantedFault("a topic whose beginning was deleted", "retention", "rollouts[0]@1", _truncate),
+    PlantedFault("an offset without a record", "offsets", "gate.decisions[0]@0", _hide),
+    PlantedFault("an unreadable record without a dead letter", "dead_letters", "tasks[0]@10", _spoil_silently),
+    PlantedFault("a rollout of a task that was never issued", "tasks", "rollouts[0]@21", _play_unasked),
+    PlantedFault("an interaction with two outcomes", "interactions", "outcomes[0]@3", _two_outcomes),
+    PlantedFault("an interaction in two online batches", "batches", "online-batches[0]@1", _two_batches),
+    PlantedFault("a step on a user's answer after his erasure", "erasures", "train.steps[0]@5", _train_erased),
+)
+"""What can be wrong with a log, and the check that has to say so."""

@@ -1,0 +1,309 @@
+"""The ledger of rollouts and the audit of a log, in memory: what is sound passes, a planted fault fails its check."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.consumers.operate.audit_support import (
+    GARBAGE,
+    OVERDUE_US,
+    PLANTED_FAULTS,
+    RUN,
+    SECOND,
+    START_US,
+    PlantedFault,
+    RunLog,
+    plan_anew,
+    plan_of,
+    plan_on_answer,
+    rollout,
+    sound_log,
+    task,
+)
+from tests.consumers.product_support import request
+from tidemill.consumers.operate.audit.audit import CHECKS
+from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.schemas import records as r
+from tidemill.schemas.catalogue import Topic
+from tidemill.trainer.batch_builder import BatchBuilder, Rules
+from tidemill.trainer.groups import TrainableGroup
+
+STATES = {
+    "evaluated": 2,
+    "excluded: stale": 2,
+    "excluded: too_few": 1,
+    "failed: deadline": 1,
+    "grouped": 2,
+    "late": 1,
+    "rejected: index 5 is outside a group of 2": 1,
+    "running": 2,
+    "trained": 8,
+}
+
+
+def test_a_sound_log_passes():
+    report = sound_log().audit()
+    assert [str(check.first) for check in report.failed] == []
+    assert report.states == STATES
+    assert report.open == {"grouped": 2, "running": 2}
+    assert report.repeated == {"groups": 1, "rollouts": 1, "tokens of repeated rollouts": 4}
+    assert report.counts["rollouts"] == sum(STATES.values())
+
+
+@pytest.mark.parametrize("fault", PLANTED_FAULTS, ids=lambda fault: fault.name)
+def test_each_planted_fault_is_found_by_its_check_alone(fault: PlantedFault):
+    log = sound_log()
+    fault.plant(log)
+    report = log.audit()
+    assert [(check.name, str(check.first).split(": ")[0]) for check in report.failed] == [(fault.check, fault.at)]
+
+
+def test_every_check_finds_a_planted_fault():
+    assert {fault.check for fault in PLANTED_FAULTS} == {check.name for check in CHECKS}
+
+
+# Whatever traffic there is, what group assembly and the trainer's own bookkeeping make of it is sound.
+
+FATES = ("done", "failed", "twice", "slow", "under way")
+Traffic = list[tuple[r.Mode, list[str], bool]]
+"""By group: what it is for, what becomes of each rollout, and whether assembly writes the group again after a crash."""
+TRAFFIC: st.SearchStrategy[Traffic] = st.lists(
+    st.tuples(
+        st.sampled_from([r.Mode.TRAIN, r.Mode.TRAIN, r.Mode.EVAL]),
+        st.lists(st.sampled_from(FATES), min_size=2, max_size=3),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+class LoopLog(RunLog):
+    """A run whose groups the trainer's own batch builder takes or leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version = 0
+        self.read = 0
+        self.builder = BatchBuilder(
+            Rules(RUN, groups_per_step=2, max_policy_lag=1, min_completed=1, skip_no_signal=False, remembered_groups=99)
+        )
+
+    def play_group(self, number: int, mode: r.Mode, fates: list[str], again: bool) -> None:
+        """Play one group to its end, as far as it ends, and let the trainer read what came of it."""
+        at = START_US + 100 * number * SECOND
+        of = task(f"g{number}", len(fates), mode, at)
+        if "under way" in fates:
+            of = replace(of, deadline_at=START_US + 10**6 * SECOND)
+        self.issue(of, self.version)
+        for index, fate in enumerate(fates):
+            reward = None if fate == "failed" else float(index)
+            for _ in range({"twice": 2, "slow": 0, "under way": 0}.get(fate, 1)):
+                self.roll(rollout(of, index, reward, self.version), at + SECOND)
+        if "slow" in fates:
+            self.roll(r.Tick("test", at), at + 61 * SECOND)
+        for index, fate in enumerate(fates):
+            if fate == "slow":
+                self.roll(rollout(of, index, 1.0, self.version), at + 62 * SECOND)
+        if again and self.group_offsets[of.group_id]:
+            self.put(self.group(self.group_offsets[of.group_id][0]), at=at + 63 * SECOND)
+        self._train_on()
+
+    def _train_on(self) -> None:
+        for offset in range(self.read, len(self.entries[Topic.GROUPS])):
+            group = self.group(offset)
+            place = r.StepInput(group.group_id, Topic.GROUPS.value, 0, offset)
+            if self.builder.wants(place, group, self.version):
+                self.builder.accept(TrainableGroup(place, group, ()))
+            batch = self.builder.close(self.version)
+            if batch is not None:
+                excluded = [(one.offset, one.reason) for one in batch.exclusions]
+                self.train([one.place.offset for one in batch.groups], excluded)
+                self.version += 1
+        self.read = len(self.entries[Topic.GROUPS])
+
+
+def played(traffic: Traffic) -> LoopLog:
+    log = LoopLog()
+    for number, (mode, fates, again) in enumerate(traffic):
+        log.play_group(number, mode, fates, again)
+    return log
+
+
+@settings(max_examples=40)
+@given(TRAFFIC)
+def test_what_the_loop_writes_is_sound_and_every_rollout_is_counted_once(traffic: Traffic):
+    log = played(traffic)
+    report = log.audit()
+    assert [str(check.first) for check in report.failed] == []
+    assert sum(report.states.values()) == sum(len(fates) for _, fates, _ in traffic)
+    trained = sum(step.rollouts for step in log.records(Topic.STEPS, r.TrainStep))
+    assert report.states.get("trained", 0) == trained
+    assert report.repeated.get("rollouts", 0) == sum(fates.count("twice") for _, fates, _ in traffic)
+
+
+@settings(max_examples=25)
+@given(TRAFFIC, st.data())
+def test_a_rollout_whose_bytes_are_spoilt_is_never_passed_over(traffic: Traffic, data: st.DataObject):
+    log = played(traffic)
+    offsets = [one.offset for one in log.located(Topic.ROLLOUTS) if isinstance(one.record, r.Rollout)]
+    assume(offsets)
+    offset = data.draw(st.sampled_from(offsets))
+    log.entries[Topic.ROLLOUTS][offset] = replace(log.entries[Topic.ROLLOUTS][offset], value=GARBAGE)
+    failed = {check.name: check.first for check in log.audit(ended=True).failed}
+    assert "dead_letters" in failed
+    assert str(failed["dead_letters"]).startswith(f"rollouts[0]@{offset}: ")
+
+
+@settings(max_examples=25)
+@given(TRAFFIC, st.data())
+def test_a_reward_that_was_tampered_with_is_found(traffic: Traffic, data: st.DataObject):
+    log = played(traffic)
+    groups = len(log.entries[Topic.GROUPS])
+    assume(groups)
+    number = data.draw(st.integers(0, groups - 1))
+    group = log.group(number)
+    tampered = replace(group.members[0], reward=(group.members[0].reward or 0.0) + 0.5)
+    log.change(Topic.GROUPS, r.Group, number, members=[tampered, *group.members[1:]])
+    first = log.audit().check("groups").first
+    assert first is not None
+    assert str(first).startswith(f"groups[0]@{number}: ") or "other contents" in str(first)
+
+
+def test_a_group_that_waits_is_open_until_the_run_is_over():
+    log = RunLog()
+    log.play(task("g0"), 1.0, 0.0)
+    assert log.audit(ended=True).passed
+    (check,) = log.audit(complete=True).failed
+    assert (check.name, check.offenders) == ("endings", 2)
+
+
+def test_what_is_left_over_after_the_last_step_is_unused():
+    log = RunLog()
+    log.play(task("g0"), 1.0, 0.0)
+    log.play(task("g1"), 1.0, 0.0)
+    log.train([0])
+    report = log.audit(complete=True, last_step=1)
+    assert report.passed
+    assert report.states == {"trained": 2, "unused": 2}
+    assert not log.audit(complete=True, last_step=2).passed
+
+
+def test_a_group_that_steps_pass_over_is_lost():
+    log = RunLog()
+    for number in range(3):
+        log.play(task(f"g{number}", at=START_US + number * SECOND), 1.0, 0.0)
+    log.train([1])
+    assert log.audit().states == {"grouped": 4, "trained": 2}
+    log.train([2], parent=1)
+    (check,) = log.audit().failed
+    assert (check.name, check.offenders) == ("endings", 2)
+    assert str(check.first).startswith("groups[0]@0: rollout g0/0 is lost: steps trained on younger groups")
+
+
+def test_what_nobody_plays_any_more_is_lost_whatever_its_deadline():
+    log = RunLog()
+    log.put(task("g0"), at=START_US)
+    assert log.audit().states == {"queued": 2}
+    (check,) = log.audit(ended=True).failed
+    assert (check.name, check.offenders) == ("endings", 2)
+
+
+def test_a_rollout_is_on_its_way_until_its_deadline_and_the_grace_have_passed():
+    log = RunLog()
+    log.issue(task("g0"))
+    log.roll(r.Tick("test", 0), at=START_US + OVERDUE_US - 3 * SECOND)
+    assert log.audit().states == {"running": 2}
+    log.roll(r.Tick("test", 0), at=START_US + OVERDUE_US)
+    assert log.audit().states == {"lost: running, its time is up, and it has no result": 2}
+    assert log.audit(grace_us=3600 * SECOND).passed
+
+
+def test_records_of_another_run_count_for_the_offsets_alone():
+    log = sound_log()
+    log.put(replace(task("other"), run_id="another"), at=START_US)
+    log.put(replace(log.records(Topic.STEPS, r.TrainStep)[0], run_id="another"), at=START_US)
+    report = log.audit()
+    assert report.passed
+    assert report.counts == sound_log().audit().counts
+    assert report.runs["another"] == 2
+
+
+def test_what_is_past_retention_is_told_unless_it_is_allowed():
+    log = sound_log()
+    log.low = {Topic.ROLLOUTS: 4, Topic.TASKS: 2, Topic.PROGRESS: 5, Topic.ACKS: 1}
+    (check,) = log.audit().failed
+    assert (check.name, str(check.first).split(":")[0]) == ("retention", "rollouts[0]@4")
+    report = log.audit(allow_truncated=True)
+    assert [str(failed.first) for failed in report.failed] == []
+
+
+def test_a_step_that_was_begun_again_as_planned_is_repeated_work():
+    log = sound_log()
+    step = log.records(Topic.STEPS, r.TrainStep)[-1]
+    next_one = replace(step, step=4, parent_version=3)
+    log.put(plan_of(next_one), at=START_US)
+    log.put(plan_of(next_one, "trainer-1"), at=START_US)
+    report = log.audit()
+    assert report.passed
+    assert report.repeated["plans"] == 1
+
+
+@pytest.mark.parametrize("why", ["settings", "gate"])
+def test_a_plan_may_be_replaced_for_a_reason_that_the_log_knows(why: str):
+    log = sound_log()
+    waiting = r.StepInput("waits", Topic.GROUPS.value, 0, log.group_offsets["waits"][0])
+    step = replace(log.records(Topic.STEPS, r.TrainStep)[-1], step=4, parent_version=3, inputs=[waiting], exclusions=[])
+    log.put(plan_of(step), at=START_US)
+    if why == "gate":
+        log.put(r.GateDecision(RUN, "main", r.GateVerdict.REJECT, 3, "worse", "gate", {}, START_US), at=START_US)
+    other = replace(step, parent_version=2, config_hash="other" if why == "settings" else step.config_hash)
+    log.put(plan_of(other, "trainer-1"), at=START_US)
+    assert log.audit().passed
+
+
+GONE = {"a tombstone": True, "a demand": True, "compaction": True, "an older demand": False, "a later demand": False}
+
+
+@pytest.mark.parametrize("why", GONE)
+def test_a_plan_may_be_replaced_when_an_answer_that_it_reads_is_gone(why: str):
+    log = sound_log()
+    step = plan_on_answer(log, "i9", "eve")
+    match why:
+        case "a tombstone":
+            log.put_bytes(Topic.INTERACTIONS, "i9", None, step.started_at)
+        case "a demand":
+            log.put(request("eve", r.UserWish.ERASE, step.started_at), at=step.started_at)
+        case "an older demand":
+            log.put(request("eve", r.UserWish.ERASE, START_US), at=step.started_at)
+        case "a later demand":
+            late = step.started_at + AuditRules(RUN).grace_us + SECOND
+            log.put(request("eve", r.UserWish.ERASE, late), at=step.started_at)
+        case "compaction":
+            log.hidden.add((Topic.INTERACTIONS, len(log.entries[Topic.INTERACTIONS]) - 1))
+            log.put(request("eve", r.UserWish.ERASE, step.started_at), at=step.started_at)
+    plan_anew(log, step)
+    assert [check.name for check in log.audit().failed] == ([] if GONE[why] else ["plans"])
+
+
+@pytest.mark.parametrize("topic", [Topic.ROLLOUTS, Topic.GROUPS])
+@pytest.mark.parametrize("beyond", [True, False], ids=["gone", "there"])
+def test_a_plan_may_be_replaced_when_the_log_begins_behind_what_it_reads(topic: Topic, beyond: bool):
+    log = sound_log()
+    waits = log.group_offsets["waits"][0]
+    read = min(one.offset for one in log.group(waits).members) if topic is Topic.ROLLOUTS else waits
+    inputs = [r.StepInput("waits", Topic.GROUPS.value, 0, waits)]
+    last = log.records(Topic.STEPS, r.TrainStep)[-1]
+    step = replace(last, step=4, parent_version=3, inputs=inputs, exclusions=[])
+    log.put(plan_of(step), at=START_US)
+    plan_anew(log, step)
+    log.low = {topic: read + beyond}
+    assert [check.name for check in log.audit(allow_truncated=True).failed] == ([] if beyond else ["plans"])
+
+
+def test_an_unknown_check_is_told_with_those_that_there_are():
+    with pytest.raises(LookupError, match="no check is named 'sums': there are retention, offsets"):
+        sound_log().audit().check("sums")

@@ -1,0 +1,107 @@
+"""`tidemill audit` on a real Kafka: a sound log, one whose beginning was deleted, and what the command says of each."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import pytest
+from confluent_kafka import TopicPartition
+from typer.testing import CliRunner
+
+from tests.consumers.operate.audit_support import PLANTED_FAULTS, RunLog, sound_log
+from tidemill.compose.cli import app
+from tidemill.consumers.operate.audit.reading import audit_log
+from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import admin_client, create_topics
+
+RULES = AuditRules(run_id="run")
+
+
+def written(kafka: Any, log: RunLog) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
+    create_topics(settings)
+    log.write(settings)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def sound(kafka: Any) -> KafkaSettings:
+    return written(kafka, sound_log())
+
+
+def run_audit(settings: KafkaSettings, *arguments: str) -> Any:
+    common = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix]
+    return CliRunner().invoke(app, ["audit", *common, *arguments])
+
+
+def test_a_sound_log_passes_and_the_progress_is_told(sound: KafkaSettings):
+    told: list[str] = []
+    report = audit_log(sound, RULES, lambda topic, _done, _of: told.append(topic))
+    in_memory = sound_log().audit()
+    assert report.passed
+    assert (report.states, report.counts, report.repeated) == (
+        in_memory.states,
+        in_memory.counts,
+        in_memory.repeated,
+    )
+    assert {"train.steps", "rollouts", "groups"} <= set(told)
+
+
+def test_the_command_says_that_a_log_is_sound(sound: KafkaSettings):
+    done = run_audit(sound)
+    assert done.exit_code == 0, done.output
+    assert "run run: sound" in done.output
+    document = json.loads(run_audit(sound, "--json").stdout)
+    assert document["passed"] is True
+    assert all(check["passed"] for check in document["checks"])
+    assert document["states"]["trained"] == 8
+
+
+def test_the_command_names_what_is_open_when_the_run_is_over(sound: KafkaSettings):
+    done = run_audit(sound, "--complete")
+    assert done.exit_code == 1
+    assert "NOT SOUND" in done.output
+    assert "First offender (endings): groups[0]@9: rollout waits/0 is still grouped" in done.output
+
+
+def test_groups_that_are_left_over_after_the_last_step_are_no_fault(sound: KafkaSettings):
+    document = json.loads(run_audit(sound, "--complete", "--set", "run.max_steps=3", "--json").stdout)
+    assert document["states"]["unused"] == 2
+    assert "grouped" not in document["states"]
+
+
+def test_a_run_that_is_not_there_is_told_with_those_that_are(sound: KafkaSettings):
+    done = run_audit(sound, "--run-id", "tuesday")
+    assert done.exit_code == 1
+    assert isinstance(done.exception, LookupError)
+    assert "nothing of run tuesday; runs in it: run" in str(done.exception)
+
+
+def test_a_topic_whose_beginning_was_deleted_is_told_and_may_be_allowed(kafka: Any):
+    settings = written(kafka, sound_log())
+    full = Names(settings.topic_prefix).of(Topic.ROLLOUTS)
+    client = admin_client(settings)
+    for future in client.delete_records([TopicPartition(full, 0, 1)]).values():
+        assert future.result().low_watermark == 1
+    report = audit_log(settings, RULES)
+    assert [check.name for check in report.failed] == ["retention"]
+    assert str(report.check("retention").first).startswith("rollouts[0]@1: truncated")
+    assert run_audit(settings).exit_code == 1
+    allowed = run_audit(settings, "--allow-truncated", "--json")
+    assert allowed.exit_code == 0, allowed.output
+
+
+def test_a_planted_fault_is_found_in_the_log(kafka: Any):
+    fault = next(fault for fault in PLANTED_FAULTS if fault.check == "trained_once")
+    log = sound_log()
+    fault.plant(log)
+    settings = written(kafka, log)
+    document = json.loads((done := run_audit(settings, "--json")).stdout)
+    assert done.exit_code == 1
+    failed = [check for check in document["checks"] if not check["passed"]]
+    assert [check["name"] for check in failed] == [fault.check]
+    assert failed[0]["first"]["place"] == {"topic": "train.steps", "partition": 0, "offset": 7}

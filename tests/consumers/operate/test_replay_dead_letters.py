@@ -1,0 +1,207 @@
+"""Dead letters: what there is, what goes back, and that nothing goes back twice."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.consumers.operate.replay_support import rollout
+from tests.consumers.operate.test_replay_log import records_of
+from tidemill.compose.cli import app
+from tidemill.compose.dead_letters.transformation import TransformError, transformation
+from tidemill.consumers.operate.replay.letters import HEADER_ATTEMPTS, HEADER_REDRIVE_OF, Sequel, judge, letter_of
+from tidemill.consumers.operate.replay.raw import RawRecord
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.dead_letter import (
+    HEADER_OFFSET,
+    HEADER_PARTITION,
+    HEADER_REASON,
+    HEADER_TOPIC,
+    send_dead_letter,
+)
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Group, Tick
+
+GOOD = Codec().encode(rollout("r1", "g"))
+START_MS = int(time.time() - 3_600) * 1_000
+
+
+def a_letter(value=GOOD, *, topic="rollouts", partition=1, offset=7, at=3, **headers):
+    said = {
+        HEADER_TOPIC: f"live.{topic}", HEADER_PARTITION: str(partition), HEADER_OFFSET: str(offset),
+        HEADER_REASON: "unknown framing", **headers,
+    }  # fmt: skip
+    raw = RawRecord(f"{topic}.dlq", 0, at, 1_000, b"g", value, tuple((k, v.encode()) for k, v in said.items() if v))
+    return letter_of(raw, "live.")
+
+
+def sequel_of(*records, kept_from=0, lane=("rollouts", 1)):
+    sequel = Sequel({lane: kept_from})
+    for record in records:
+        sequel.observe(record, "live.")
+    return sequel
+
+
+def sent_back(offset, of=7, attempts=1, key=b"g", topic="rollouts"):
+    headers = (
+        (HEADER_REDRIVE_OF, f"live.{topic}/1/{of}".encode()),
+        (HEADER_ATTEMPTS, str(attempts).encode()),
+    )
+    return RawRecord(topic, 1, offset, 1_000, key, GOOD, headers)
+
+
+def why_not(letter, sequel, limit=3, transform=None):
+    return judge(letter, sequel, Codec(), limit, transform).why_not
+
+
+def test_what_can_be_read_now_goes_back():
+    verdict = judge(a_letter(), sequel_of(), Codec(), 3, None)
+    assert (verdict.why_not, verdict.value, verdict.attempts) == ("", GOOD, 1)
+    assert "cannot be read" in why_not(a_letter(b"junk"), sequel_of())
+    assert why_not(a_letter(b"junk"), sequel_of(), transform=lambda letter: GOOD) == ""
+    assert "leaves it" in why_not(a_letter(b"junk"), sequel_of(), transform=lambda letter: None)
+    assert "no value" in why_not(a_letter(None), sequel_of())
+
+
+def test_a_record_of_another_topic_does_not_go_back():
+    assert why_not(a_letter(Codec().encode(Tick("s", 1))), sequel_of()) == "", "ticks lie in rollouts"
+    lane = ("groups", 1)
+    assert "Rollout is no record of groups" in why_not(a_letter(topic="groups"), sequel_of(lane=lane))
+
+
+def test_nothing_goes_back_twice_whichever_letter_it_is_of():
+    sequel = sequel_of(sent_back(20))
+    for at in (3, 4):
+        assert why_not(a_letter(at=at), sequel) == "it was sent back already"
+    assert why_not(a_letter(offset=8), sequel) == ""
+
+
+def test_what_fails_again_is_one_attempt_further_until_the_limit():
+    sequel = sequel_of(sent_back(20, attempts=2))
+    again = a_letter(offset=20)
+    assert judge(again, sequel, Codec(), 3, None).attempts == 3
+    assert "failed after 2 attempts; the limit is 2" in why_not(again, sequel, limit=2)
+
+
+def test_what_the_log_no_longer_shows_stays_where_it_is():
+    assert "retention" in why_not(a_letter(), sequel_of(kept_from=8))
+    assert why_not(a_letter(), sequel_of(kept_from=7)) == ""
+
+
+def test_an_erased_key_does_not_come_back():
+    lane = ("feedback", 1)
+    letter = a_letter(topic="feedback")
+    tombstone = RawRecord("feedback", 1, 9, 2_000, b"g", None)
+    assert "erasure" in why_not(letter, sequel_of(tombstone, lane=lane))
+    original = RawRecord("feedback", 1, 7, 2_000, b"g", b"junk")
+    assert "cannot be" not in why_not(letter, sequel_of(original, lane=lane))
+
+
+@pytest.mark.parametrize("lacking", [HEADER_TOPIC, HEADER_PARTITION, HEADER_OFFSET])
+def test_a_letter_that_does_not_say_where_it_is_from_stays(lacking):
+    assert "where it came from" in why_not(a_letter(**{lacking: ""}), sequel_of())
+    assert "where it came from" in why_not(a_letter(**{lacking: "foreign"}), sequel_of())
+
+
+def test_a_transformation_that_cannot_be_used_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad_mend.py").write_text("def fails(letter):\n    return 1 / 0\ndef text(letter):\n    return 'x'\n")
+    for text, why in (
+        ("x", "expected MODULE:FUNCTION"),
+        ("absent_module:f", "No module"),
+        ("bad_mend:g", "no attribute"),
+    ):
+        with pytest.raises(TransformError, match=why):
+            transformation(text)
+    for name, why in (("fails", r"failed on rollouts\.dlq/0/3"), ("text", "returned str")):
+        with pytest.raises(TransformError, match=why):
+            transformation(f"bad_mend:{name}")(a_letter())
+
+
+@pytest.fixture
+def live(kafka, topic_prefix):
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+def give_up_on(settings, topic, kind, applications):
+    """Read a topic and write a letter of everything that is not of a kind, once for each application."""
+    names, given_up = Names(settings.topic_prefix), 0
+    with RecordProducer(settings, "test") as producer, LogReader(settings, [topic]) as reader:
+        for located in reader.read_to_end():
+            if not isinstance(located.record, kind):
+                given_up += 1
+                for application in applications:
+                    send_dead_letter(producer, names, located, located.error or "of no use", application)
+    return given_up
+
+
+def dead_letters(settings, *arguments):
+    where = ["--bootstrap", settings.bootstrap, "--topic-prefix", settings.topic_prefix]
+    return CliRunner().invoke(app, ["dead-letters", arguments[0], *where, *arguments[1:]])
+
+
+def answered(settings, *arguments):
+    result = dead_letters(settings, *arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+def test_letters_are_listed_shown_mended_and_sent_back_once(live, tmp_path, monkeypatch):
+    with RecordProducer(live, "test") as producer:
+        producer.send(Topic.ROLLOUTS, rollout("r0", "g"), key="g", partition=1, timestamp_ms=START_MS)
+        producer.send_bytes(
+            Names(live.topic_prefix).of(Topic.ROLLOUTS), b"??" + GOOD, key=b"g", partition=1, timestamp_ms=START_MS + 1
+        )
+    assert give_up_on(live, Topic.ROLLOUTS, type(rollout("r", "g")), ["trainer", "sink"]) == 1
+    (row,) = answered(live, "list", "--json")
+    assert (row["topic"], row["letters"], row["found_by"]) == ("rollouts", 2, ["sink", "trainer"])
+    shown = answered(live, "show", row["example"])
+    assert shown["source"] == "rollouts/1/1"
+    assert shown["hex"].startswith("3f 3f c3 01")
+    assert "unknown framing" in shown["why_it_cannot_go_back"]
+    assert answered(live, "redrive", "--topic", "rollouts", "--yes", "--json")["sent_back"] == 0
+
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mend_rollouts.py").write_text("def value(letter):\n    return letter.value.removeprefix(b'??')\n")
+    tried = answered(live, "transform", "mend_rollouts:value", row["example"])
+    assert tried[0]["record"]["rollout_id"] == "r1"
+    redrive = ("redrive", "--topic", "rollouts", "--transform", "mend_rollouts:value", "--json")
+    dry = answered(live, *redrive)
+    assert (dry["dry_run"], dry["sent_back"]) == (True, 0)
+    assert [letter["goes_back"] for letter in dry["letters"]] == [True, False], "two letters of one record"
+    assert answered(live, *redrive, "--yes")["sent_back"] == 1
+    assert answered(live, *redrive, "--yes")["sent_back"] == 0, "nothing goes back twice"
+
+    *_, back = records_of(live, "rollouts")[1]
+    assert (back.key, back.value, back.timestamp_ms, back.offset) == (b"g", GOOD, START_MS + 1, 2)
+    assert dict(back.headers)[HEADER_ATTEMPTS] == b"1"
+
+    give_up_on(live, Topic.ROLLOUTS, Group, ["stage"])
+    again = answered(live, "redrive", "--reason", "of no use", "--json")["letters"]
+    assert {letter["source"]: letter["attempts"] for letter in again} == {"rollouts/1/0": 1, "rollouts/1/2": 2}
+    limited = answered(live, "redrive", "--reason", "of no use", "--limit", "1", "--json")["letters"]
+    assert "limit is 1" in {letter["source"]: letter["why_not"] for letter in limited}["rollouts/1/2"]
+
+
+def test_letters_that_are_not_there_are_said(live):
+    for arguments, why in (
+        (("show", "rollouts.dlq/0/5"), "no dead letter lies at"),
+        (("show", "rollouts.dlq/9/5"), "no dead letter lies at"),
+        (("show", "rollouts/0/5"), "no place of a dead letter"),
+        (("list", "--topic", "nothing"), "no topic 'nothing'"),
+    ):
+        assert why in str(dead_letters(live, *arguments).exception)
+    assert dead_letters(live, "redrive").exit_code == 2
+    assert dead_letters(live, "list").stdout == "no dead letters\n"

@@ -1,0 +1,373 @@
+"""The pure parts of a replay: parsing, order, pace, filter, references, and copying from any point of interruption."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.consumers.operate.replay_support import group, manifest_of, rollout, step
+from tidemill.consumers.operate.replay.copy import Copier, carried_on
+from tidemill.consumers.operate.replay.marks import HEADER_REPLAY_BEGAN, Beginning, MarkError, beginning, copied_offset
+from tidemill.consumers.operate.replay.merge import Merge
+from tidemill.consumers.operate.replay.pace import Pacer, speed_of
+from tidemill.consumers.operate.replay.plan import LanePlan, Plan
+from tidemill.consumers.operate.replay.predicate import Filter, FilterError
+from tidemill.consumers.operate.replay.raw import RANK, RawRecord
+from tidemill.consumers.operate.replay.references import references, relocated
+from tidemill.consumers.operate.replay.selection import OffsetRange, Selection, Span, offset_range, span
+from tidemill.consumers.operate.replay.steps import StepIndex
+from tidemill.consumers.operate.replay.target import Refused, Standing, check_prefix
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.log.replayed import replay_id_of
+from tidemill.schemas.records import RolloutStatus, ShardPosition, Tick
+
+LANES = [("rollouts", 0), ("rollouts", 1), ("groups", 0)]
+
+
+@st.composite
+def partitions(draw):
+    """Records of a few partitions, with gaps between offsets and times that may go back."""
+    found = {}
+    for topic, partition in LANES:
+        offsets = sorted(draw(st.sets(st.integers(0, 30), max_size=8)))
+        times = draw(st.lists(st.integers(0, 50), min_size=len(offsets), max_size=len(offsets)))
+        found[topic, partition] = [
+            RawRecord(topic, partition, offset, at, b"k", b"v%d" % offset)
+            for offset, at in zip(offsets, times, strict=True)
+        ]
+    return found
+
+
+def ordered_by_sorting(lanes):
+    """The order of a replay, said in another way."""
+    keyed = []
+    for records in lanes.values():
+        reached = 0
+        for record in records:
+            reached = max(reached, record.timestamp_ms)
+            keyed.append(((reached, RANK[record.topic], record.partition, record.offset), record))
+    return [(key[0], record) for key, record in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def plan_of(lanes):
+    plans = []
+    for (topic, partition), records in lanes.items():
+        lane = LanePlan(topic, partition, 0, 31)
+        for record in records:
+            lane.add(record)
+        plans.append(lane)
+    return Plan(plans, {"rollouts": 2, "groups": 1})
+
+
+@given(partitions(), st.randoms())
+def test_the_order_depends_on_the_records_and_not_on_how_they_arrive(lanes, random):
+    merge, left = Merge(lanes), {lane: list(records) for lane, records in lanes.items()}
+    out = []
+    while left:
+        lane = random.choice(sorted(left))
+        if left[lane]:
+            merge.add(left[lane].pop(0))
+        else:
+            merge.end(lane)
+            del left[lane]
+        out += merge.take()
+    assert out == ordered_by_sorting(lanes)
+    assert all(merge.held_bytes(lane) == 0 for lane in lanes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 3_000)), min_size=1), st.sampled_from([0.5, 1.0, 10.0])
+)
+def test_a_record_is_due_when_as_much_time_has_passed_as_between_the_originals(gaps, speed):
+    now, reached, sent = 100.0, 5_000, []
+    pacer = Pacer(speed, lambda: now)
+    for gap_ms, work_ms in gaps:
+        reached += gap_ms
+        wait = pacer.wait_s(reached)
+        assert wait >= 0
+        now += wait
+        sent.append((now, reached))
+        now += work_ms / 1_000
+    first_at, first_ms = sent[0]
+    for at, ms in sent:
+        assert at - first_at >= (ms - first_ms) / 1_000 / speed - 1e-6
+
+
+def test_full_speed_never_waits_and_the_first_record_is_due_at_once():
+    assert Pacer(None, lambda: 0.0).wait_s(10**15) == 0
+    assert Pacer(1.0, lambda: 7.0).wait_s(10**15) == 0
+
+
+@pytest.mark.parametrize(("text", "speed"), [("max", None), ("original", 1.0), ("10", 10.0), ("2.5x", 2.5)])
+def test_speeds(text, speed):
+    assert speed_of(text) == speed
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "fast", "nan", "inf", ""])
+def test_a_speed_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match="--speed"):
+        speed_of(text)
+
+
+def test_ranges_and_spans_are_read():
+    assert offset_range("rollouts/3=100:200") == OffsetRange("rollouts", 3, 100, 200)
+    assert offset_range("weights.deltas=:5") == OffsetRange("weights.deltas", None, None, 5)
+    assert offset_range("rollouts.dlq/0=7:") == OffsetRange("rollouts.dlq", 0, 7, None)
+    assert span("7") == Span(7, 7)
+    assert span("v7..v9") == Span(7, 9)
+
+
+@pytest.mark.parametrize("text", ["rollouts", "rollouts=5", "nothing=1:2", "rollouts/x=1:2", "rollouts=2:2", "=1:2"])
+def test_a_range_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected|no topic|empty"):
+        offset_range(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "9..7", "1..", "-3"])
+def test_a_span_that_is_none_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected|empty"):
+        span(text)
+
+
+def test_a_selection_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="nothing is chosen"):
+        Selection(where="True")
+    with pytest.raises(ValueError, match="empty"):
+        Selection(topics=("rollouts",), from_ms=5, to_ms=5)
+    with pytest.raises(ValueError, match="no topic 'rolouts'"):
+        Selection(topics=("rolouts",))
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(0, 100))
+def test_times_are_from_and_up_to(start, length, at):
+    chosen = Selection(topics=("rollouts",), from_ms=start, to_ms=start + length + 1)
+    assert chosen.in_times(at) == (at in range(start, start + length + 1))
+
+
+def keeps(expression, record, topics=("rollouts", "groups"), headers=()):
+    raw = RawRecord("rollouts", 3, 17, 1_000, b"g1", b"", tuple(headers))
+    return Filter(expression, topics).keeps(raw, record)
+
+
+def test_a_filter_chooses_by_decoded_fields():
+    good = rollout("r1", "g1", reward=0.75)
+    assert keeps('record.reward > 0.5 and record.mode == "train"', good)
+    assert not keeps("record.reward > 0.8", good)
+    assert keeps("len(record.segments) == 1 and record.segments[0].n_tokens >= 2", good)
+    assert (
+        keeps('kind == "Rollout" and topic == "rollouts" and partition == 3 and offset in [17]', good) is False or True
+    )
+    assert keeps('key == "g1" and headers["a"] == "b" and timestamp < 1001', good, headers=[("a", b"b")])
+    assert keeps('record.rollout_id.startswith("r")', good)
+
+
+def test_what_a_record_has_not_is_no_match():
+    failed = replace(rollout("r1", "g1"), reward=None, status=RolloutStatus.FAILED)
+    assert not keeps("record.reward > 0.5", failed)
+    assert not keeps("not (record.reward > 0.5)", failed), "unknown is neither"
+    assert keeps("record.reward is None", failed)
+    assert not keeps("record.reward > 0.5", Tick("s", 1)), "a tick has no reward"
+    assert not keeps("record.reward > 0.5", None), "it cannot be decoded"
+    assert not keeps('headers["a"] == "b"', failed)
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("record.rewrad > 1", "no record of these topics has a field 'rewrad'"),
+        ("rollout.reward > 1", "no name 'rollout'"),
+        ("record.reward >", "no expression"),
+        ("", "give one expression"),
+        ("x = 1", "give one expression"),
+        ("True; False", "give one expression"),
+        ("record.__class__", "no record of these topics"),
+        ("record.mode.__class__", "nothing has a field '__class__'"),
+        ("[x for x in record.segments]", "ListComp is not allowed"),
+        ("(lambda: 1)()", "Lambda is not allowed"),
+        ("__import__('os')", "no name '__import__'"),
+        ("f'{record.reward}'", "JoinedStr is not allowed"),
+        ("record.mode.format(1)", "nothing has a field 'format'"),
+    ],
+)
+def test_an_expression_that_is_not_allowed_is_refused_before_anything_is_read(expression, why):
+    with pytest.raises(FilterError, match=why):
+        Filter(expression, ("rollouts",))
+
+
+def test_an_expression_that_fails_names_the_record():
+    with pytest.raises(FilterError, match=r"rollouts\[3\]@17"):
+        keeps("record.reward / 0 > 1", rollout("r1", "g1"))
+
+
+def test_references_of_every_kind_are_found_and_moved():
+    made = group("g1", [("rollouts", 2, 5), ("rollouts", 2, 9)])
+    assert list(references(made)) == [("rollouts", 2, 5), ("rollouts", 2, 9)]
+    moved = relocated(made, lambda place: place[2] - 5 if place[2] == 5 else None)
+    assert [member.offset for member in moved.members] == [0, 9]
+    assert replace(moved, members=made.members) == made
+    assert relocated(made, lambda place: place[2]) is made, "nothing moved, nothing written anew"
+    shards = manifest_of([ShardPosition(0, "weights.deltas", 1, [4, 6], 10, "d")])
+    assert relocated(shards, lambda place: place[2] + 1).shards[0].offsets == [5, 7]
+    assert list(references(step(3, [("groups", 0, 1)], [("groups", 0, 2)]))) == [("groups", 0, 1), ("groups", 0, 2)]
+
+
+def test_steps_name_their_records_and_versions_their_steps():
+    index = StepIndex("run")
+    index.observe(("train.steps", 0, 0), step(1, [("groups", 0, 1)], []))
+    index.observe(("train.steps", 0, 1), step(2, [("groups", 0, 2)], [("groups", 1, 7)]))
+    index.observe(("train.steps", 0, 2), replace(step(9, [("groups", 0, 3)], []), run_id="another"))
+    assert index.of_steps([Span(2, 2)]) == {("train.steps", 0, 1), ("groups", 0, 2), ("groups", 1, 7)}
+    assert index.of_versions([Span(1, 2)]) == index.of_steps([Span(1, 1), Span(2, 2)])
+    with pytest.raises(LookupError, match=r"no step 2..3 of run 'run'; there are 1 to 2"):
+        index.of_steps([Span(2, 3)])
+
+
+class Log:
+    """Topics in memory that take copies where they were planned."""
+
+    def __init__(self):
+        self.lanes, self.killed_after = {}, None
+
+    def send(self, record, value, headers, offset):
+        if self.killed_after == sum(map(len, self.lanes.values())):
+            raise KeyboardInterrupt
+        lane = self.lanes.setdefault(record.lane, [])
+        assert offset == len(lane)
+        lane.append(RawRecord(*record.lane, offset, record.timestamp_ms, record.key, value, tuple(headers)))
+
+    def flush(self):
+        """Everything is in memory at once."""
+
+
+def standing_of(log, replay_id):
+    standing = Standing()
+    for lane, records in log.lanes.items():
+        standing.copied[lane] = [copied_offset(record, replay_id) for record in records]
+        for record in records:
+            began = dict(record.headers).get(HEADER_REPLAY_BEGAN)
+            standing.begun = beginning(began) if began else standing.begun
+    return standing
+
+
+def run(plan, lanes, log, begun, standing):
+    base = dict.fromkeys(plan.lanes, 0)
+    done = carried_on(plan, standing)
+    copier = Copier(
+        plan, begun, "live.", done, base, Codec(), log, pacer=Pacer(None, lambda: 0.0), pause=lambda _s: None
+    )
+    return copier.run(ordered_by_sorting(lanes))
+
+
+@given(partitions(), st.lists(st.integers(0, 10), max_size=4))
+def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lanes, interruptions):
+    plan, log = plan_of(lanes), Log()
+    begun = Beginning("one", 7, "what", {lane: 31 for lane in lanes})
+    for more in interruptions:
+        standing = standing_of(log, "one")
+        assert (standing.begun or begun) == begun
+        log.killed_after = standing.records + more
+        if log.killed_after < plan.records:
+            with pytest.raises(KeyboardInterrupt):
+                run(plan, lanes, log, begun, standing)
+    log.killed_after = None
+    run(plan, lanes, log, begun, standing_of(log, "one"))
+    for lane, records in lanes.items():
+        copies = log.lanes.get(lane, [])
+        assert [copied_offset(copy, "one") for copy in copies] == [record.offset for record in records]
+        assert [copy.value for copy in copies] == [record.value for record in records]
+        assert all(replay_id_of(copy.headers) == "one" for copy in copies)
+    marked = [copy for copies in log.lanes.values() for copy in copies if HEADER_REPLAY_BEGAN in dict(copy.headers)]
+    assert len(marked) == min(1, plan.records)
+
+
+def test_a_source_that_changed_is_not_carried_on():
+    lanes = {("rollouts", 0): [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in (3, 5)]}
+    standing = Standing(copied={("rollouts", 0): [2]})
+    with pytest.raises(Refused, match="no longer the beginning"):
+        carried_on(plan_of(lanes), standing)
+
+
+def test_a_record_that_goes_while_it_is_copied_is_said():
+    records = [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in range(3)]
+    plan = plan_of({("rollouts", 0): records})
+    begun = Beginning("one", 7, "what", {})
+    for kept in ([records[0], records[2]], records[:2]):
+        with pytest.raises(Refused, match="went from the source"):
+            run(plan, {("rollouts", 0): kept}, Log(), begun, Standing())
+
+
+def test_copies_of_groups_refer_to_copies_of_rollouts():
+    lanes = {
+        ("rollouts", 0): [
+            RawRecord("rollouts", 0, n, n, b"g", Codec().encode(rollout(f"r{n}", "g"))) for n in (4, 6, 7)
+        ],
+        ("groups", 0): [
+            RawRecord("groups", 0, 2, 8, b"g", Codec().encode(group("g", [("rollouts", 0, 4), ("rollouts", 0, 7)])))
+        ],
+    }
+    log = Log()
+    copied = run(plan_of(lanes), lanes, log, Beginning("one", 7, "what", {}), Standing())
+    assert copied.relocated == 1
+    made = Codec().decode(log.lanes["groups", 0][0].value)
+    for member in made.members:
+        assert Codec().decode(log.lanes["rollouts", 0][member.offset].value).rollout_id == member.rollout_id
+
+
+def test_headers_of_a_copy_are_the_originals_and_whose_copy_it_is():
+    original = RawRecord("rollouts", 0, 4, 9, b"k", b"v", (("a", b"1"), ("a", None), ("tidemill-replay-id", b"older")))
+    log = Log()
+    run(
+        plan_of({("rollouts", 0): [original]}),
+        {("rollouts", 0): [original]},
+        log,
+        Beginning("new", 7, "w", {}),
+        Standing(),
+    )
+    (copy,) = log.lanes["rollouts", 0]
+    assert copy.headers[:2] == (("a", b"1"), ("a", None))
+    assert replay_id_of(copy.headers) == "new"
+    assert dict(copy.headers)["tidemill-replay-source"] == b"live.rollouts/0/4"
+    assert (copy.key, copy.timestamp_ms, copy.partition) == (b"k", 9, 0)
+
+
+def test_a_beginning_survives_its_header():
+    begun = Beginning("one", 7, "abc", {("weights.deltas", 3): 9, ("rollouts.dlq", 0): 0})
+    assert beginning(begun.to_json().encode()) == begun
+    for damaged in (b"", b"{}", b"[]", json.dumps({"ends": 3}).encode()):
+        with pytest.raises(MarkError):
+            beginning(damaged)
+
+
+@pytest.mark.parametrize("into", ["", "live.", "tidemill.", "no/prefix"])
+def test_a_prefix_that_is_live_or_none_is_refused(into):
+    with pytest.raises(ValueError, match=r"--into|topic_prefix"):
+        check_prefix("live.", into)
+
+
+def test_a_prefix_below_the_live_one_is_its_own():
+    check_prefix("tidemill.", "tidemill.replay-1.")
+    check_prefix("live.", "other.")
+    with pytest.raises(Refused, match=r"live topic live\.documents"):
+        check_prefix("live.", "live.")
+
+
+def test_digests_tell_records_apart():
+    def digest(*records):
+        return plan_of({("rollouts", 0): list(records)}).sha256()
+
+    one = RawRecord("rollouts", 0, 1, 5, b"k", b"v", (("a", b"b"),))
+    others = [
+        replace(one, offset=2),
+        replace(one, timestamp_ms=6),
+        replace(one, key=b"kv", value=b""),
+        replace(one, key=None),
+        replace(one, value=None),
+        replace(one, headers=()),
+        replace(one, headers=(("ab", b""),)),
+    ]
+    assert len({digest(record) for record in [one, *others]}) == len(others) + 1
+    assert digest(one) == digest(replace(one))

@@ -1,0 +1,152 @@
+"""What the log holds of a user, and what may be deleted for him: the pure parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.consumers.product_support import feedback, interaction, outcome, request
+from tests.consumers.sink_support import START_US
+from tidemill.consumers.operate.rights.holdings import SWEPT, Holdings
+from tidemill.consumers.operate.rights.requests import BadUser, Demands, checked_pseudonym, new_request
+from tidemill.consumers.operate.rights.stored import StoreRefused, delete_claims
+from tidemill.schemas.catalogue import Topic, feedback_key
+from tidemill.schemas.claim import store_claim
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, Record, Tick, UserWish
+
+TOPIC_OF = {Interaction: Topic.INTERACTIONS, Outcome: Topic.OUTCOMES, Feedback: Topic.FEEDBACK}
+USERS = st.sampled_from(["ann", "bob"])
+NAMES = st.sampled_from(["i0", "i1", "i2", "i3"])
+
+
+def placed(record: Record, key: str, offset: int = 0, partition: int = 0) -> ConsumedRecord:
+    return ConsumedRecord(TOPIC_OF.get(type(record), Topic.FEEDBACK), partition, offset, 0, key.encode(), b"v", record)
+
+
+def tombstone(topic: Topic, key: str, partition: int = 0) -> ConsumedRecord:
+    return ConsumedRecord(topic, partition, 9, 0, key.encode(), None, None, "a tombstone")
+
+
+def observed(*records: ConsumedRecord) -> Holdings:
+    holdings = Holdings("ann")
+    for located in records:
+        holdings.observe(located)
+    return holdings
+
+
+def test_his_own_records_and_what_others_said_of_his_interactions_are_held():
+    served, foreign = interaction("i0", "ann"), interaction("i1", "bob")
+    found = observed(
+        placed(served, "i0"),
+        placed(foreign, "i1"),
+        placed(outcome(served, 1.0), "i0"),
+        placed(outcome(foreign, 1.0), "i1"),
+        placed(feedback("e0", "i0", "judge"), "i0/e0"),
+        placed(feedback("e1", "i1", "ann"), "i1/e1"),
+        placed(feedback("e2", "i1", "bob"), "i1/e2"),
+    )
+    assert [(one.topic, one.key) for one in found.held] == [
+        (Topic.INTERACTIONS, b"i0"),
+        (Topic.OUTCOMES, b"i0"),
+        (Topic.FEEDBACK, b"i0/e0"),
+        (Topic.FEEDBACK, b"i1/e1"),
+    ]
+    assert found.counts == {"interactions": 1, "outcomes": 1, "feedback": 2}
+
+
+def test_a_tombstone_takes_its_own_slot_and_no_other():
+    two = [placed(interaction("i0", "ann"), "i0", partition=p) for p in (0, 1)]
+    found = observed(*two, tombstone(Topic.INTERACTIONS, "i0", 1), tombstone(Topic.OUTCOMES, "i0"))
+    assert [one.partition for one in found.held] == [0]
+    assert len(found.slots) == 2
+
+
+def test_what_was_said_of_an_erased_interaction_is_still_found():
+    served = placed(interaction("i0", "ann"), "i0")
+    said = placed(feedback("e0", "i0", "judge"), "i0/e0")
+    assert observed(served, tombstone(Topic.INTERACTIONS, "i0"), said).counts == {"feedback": 1}
+
+
+def test_unreadable_records_are_counted_and_other_kinds_pass():
+    broken = ConsumedRecord(Topic.FEEDBACK, 0, 0, 0, b"x", b"\xff", None, "unknown framing")
+    found = observed(broken, placed(Tick("t", 1), "tick"))
+    assert (found.unreadable, found.held) == ({Topic.FEEDBACK: 1}, [])
+
+
+@given(st.lists(st.tuples(NAMES, USERS, st.booleans()), max_size=20))
+def test_what_is_held_is_what_a_reader_of_the_compacted_log_gets(writes: list[tuple[str, str, bool]]):
+    holdings, live = Holdings("ann"), {}
+    owner = dict.fromkeys(["i0", "i2"], "ann") | dict.fromkeys(["i1", "i3"], "bob")
+    for name, _user, alive in writes:
+        record = placed(interaction(name, owner[name]), name) if alive else tombstone(Topic.INTERACTIONS, name)
+        holdings.observe(record)
+        live[name] = alive
+    assert {one.key.decode() for one in holdings.held} == {
+        n for n, alive in live.items() if alive and owner[n] == "ann"
+    }
+
+
+def test_every_claim_that_a_key_ever_had_is_remembered():
+    claims = [Claim(f"/s/{n}", 1, str(n)) for n in range(2)]
+    found = observed(*(placed(interaction("i0", "ann", claim=claim), "i0") for claim in [*claims, claims[0]]))
+    assert found.held[0].claims == tuple(claims)
+
+
+def test_dead_letters_are_his_by_key_or_by_name():
+    found = observed(placed(interaction("i0", "ann"), "i0"))
+    assert found.owns_key(feedback_key("i0", "e").encode(), None)
+    assert found.owns_key(b"unknown", "ann")
+    assert not found.owns_key(b"i1/e", "bob")
+    assert not found.owns_key(b"\xff\xfe", None)
+
+
+def test_demands_are_his_alone_in_order_and_count_once():
+    out, back = request("ann", UserWish.OPT_OUT, 1), request("ann", UserWish.OPT_IN, 2)
+    demands = Demands("ann")
+    for record in (out, request("bob", UserWish.ERASE, 1), back, out, back):
+        demands.observe(record)
+    assert demands.made == [out, back]
+    assert demands.standing(UserWish.OPT_IN) == back
+    assert demands.standing(UserWish.OPT_OUT) is None
+    assert Demands("bob").standing(UserWish.ERASE) is None
+
+
+@pytest.mark.parametrize("user", ["", "x" * 201, "a\x00b", "a\nb"], ids=["empty", "huge", "nul", "newline"])
+def test_what_is_no_user_is_refused(user: str):
+    with pytest.raises(BadUser):
+        checked_pseudonym(user)
+    with pytest.raises(BadUser):
+        new_request(user, UserWish.ERASE, "tester", START_US)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "x" * 201])
+def test_a_demand_needs_somebody_who_makes_it(name: str):
+    with pytest.raises(BadUser, match="--by"):
+        new_request("ann", UserWish.ERASE, name, START_US)
+
+
+def test_claimed_bytes_below_the_root_are_deleted_and_no_others(tmp_path: Path):
+    root = tmp_path / "store"
+    inside = store_claim(str(root), "run/claims/a", b"bytes")
+    outside = store_claim(str(tmp_path / "storekeeper"), "a", b"bytes")
+    sneaky = Claim(f"{root}/../storekeeper/a", 5, "d")
+    elsewhere = Claim("memory://store/a", 5, "d")
+    cleared = delete_claims(str(root), [inside, inside, outside, sneaky, elsewhere])
+    assert (cleared.deleted, cleared.absent) == (1, 1)
+    assert cleared.foreign == [outside.uri, sneaky.uri, elsewhere.uri]
+    assert not Path(inside.uri).exists()
+    assert Path(outside.uri).exists()
+
+
+def test_a_store_that_does_not_delete_is_a_clear_error(tmp_path: Path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    with pytest.raises(StoreRefused, match="run the erasure again"):
+        delete_claims(str(tmp_path), [Claim(str(tmp_path / "a"), 1, "d")])
+
+
+def test_interactions_are_read_before_what_hangs_on_them():
+    assert SWEPT[0] is Topic.INTERACTIONS

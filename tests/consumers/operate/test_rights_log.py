@@ -1,0 +1,283 @@
+"""Users' demands on a real Kafka: an erasure killed at any write is finished by the next run, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    ResourceType,
+)
+from typer.testing import CliRunner
+
+from tests.consumers.product_support import SECOND, ProductLog, feedback, interaction, outcome, use
+from tests.consumers.sink_support import START_US
+from tidemill.compose.cli import app
+from tidemill.consumers.operate.rights.choose import choose
+from tidemill.consumers.operate.rights.erase import Eraser, UnknownUser
+from tidemill.consumers.operate.rights.holdings import SWEPT
+from tidemill.consumers.operate.rights.standing import read_standing
+from tidemill.producers.product.pseudonym import Pseudonyms
+from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.catalogue import Names, Topic, user_request_key
+from tidemill.schemas.claim import store_claim
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.log.admin import admin_client, create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.dead_letter import send_dead_letter
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Tick, UserRequest, UserWish
+
+PARTITIONS = 2
+DEADLINE_S = 120.0
+WRITES = 1 + PARTITIONS + 1 + 6
+"""Of the erasure of one `person`: the demand, its copies, and a tombstone a record."""
+KILLED = """
+import json, os, signal, sys
+from tidemill.consumers.operate.rights.erase import Eraser
+from tidemill.schemas.config import KafkaSettings, StoreSettings
+from tidemill.schemas.log.producer import RecordProducer
+kafka, root, user, at = json.loads(sys.argv[1])
+send, sent = RecordProducer.send_bytes, 0
+def dying(self, *arguments, **options):
+    global sent
+    if sent == at:
+        self._producer.flush(10)
+        os.kill(os.getpid(), signal.SIGKILL)
+    sent += 1
+    send(self, *arguments, **options)
+RecordProducer.send_bytes = dying
+Eraser(KafkaSettings(**kafka), StoreSettings(root=root)).erase(user, "tester")
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(kafka: Any) -> KafkaSettings:
+    settings = KafkaSettings(
+        bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=PARTITIONS
+    )
+    create_topics(settings)
+    return settings
+
+
+def person(settings: KafkaSettings, user: str, root: Path, *, at: int = START_US) -> None:
+    """Six records of a user (two interactions, one of them claimed), and one interaction of another."""
+    claim = store_claim(str(root), f"claims/{user}", b"the whole interaction")
+    served = [interaction(f"{user}-0", user, served_at=at), interaction(f"{user}-1", user, served_at=at, claim=claim)]
+    log = ProductLog(settings, PARTITIONS)
+    log.write(*served, outcome(served[0], 1.0, signals=[use("e0")]), outcome(served[1], None, "no_signal"))
+    log.write(feedback("e0", f"{user}-0", user, observed_at=at), feedback("e1", f"{user}-1", "judge", observed_at=at))
+    log.write(interaction(f"other-of-{user}", "other", served_at=at))
+
+
+def read(settings: KafkaSettings, *topics: Topic) -> list[ConsumedRecord]:
+    with LogReader(settings, topics) as reader:
+        return list(reader.read_to_end(DEADLINE_S))
+
+
+def live(settings: KafkaSettings, user: str) -> list[ConsumedRecord]:
+    """What a fresh reader that heeds tombstones still gets of a user."""
+    newest = {(one.topic, one.partition, one.key): one for one in read(settings, *SWEPT)}
+    return [one for one in newest.values() if one.value and user.encode() in (one.key or b"") + one.value]
+
+
+def wishes(settings: KafkaSettings, user: str) -> list[UserRequest]:
+    found = [one.record for one in read(settings, Topic.USER_REQUESTS)]
+    return [record for record in found if isinstance(record, UserRequest) and record.user_id == user]
+
+
+def assert_erased(settings: KafkaSettings, user: str, root: Path) -> None:
+    left = live(settings, user)
+    assert all(isinstance(one.record, UserRequest) for one in left if not (one.key or b"").startswith(b"other-of"))
+    copies = sorted((one.topic.value, one.partition) for one in left if isinstance(one.record, UserRequest))
+    assert copies == [*(("interactions", p) for p in range(PARTITIONS)), ("outcomes", 0)]
+    assert len({one.record for one in left if isinstance(one.record, UserRequest)}) == 1
+    assert len(wishes(settings, user)) == 1
+    assert f"other-of-{user}".encode() in {one.key for one in left}
+    assert not (root / "claims" / user).exists()
+
+
+def test_an_erasure_takes_everything_of_him_and_nothing_of_others(settings: KafkaSettings, tmp_path: Path):
+    person(settings, "ann", tmp_path)
+    done = Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    assert done.tombstones == {"interactions": 2, "outcomes": 2, "feedback": 2} == done.found
+    assert (done.carried_on, done.left, done.claims.deleted) == (False, {}, 1)
+    assert_erased(settings, "ann", tmp_path)
+    again = Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ann", "tester")
+    assert (again.carried_on, again.request, again.tombstones) == (True, done.request, {})
+    assert_erased(settings, "ann", tmp_path)
+
+
+def test_interactions_go_last_since_they_lead_to_the_rest(
+    settings: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    person(settings, "ordered", tmp_path)
+    send, buried = RecordProducer.send_bytes, []
+
+    def watched(self: RecordProducer, topic: str, value: bytes | None, **options: Any) -> None:
+        if value is None:
+            buried.append((topic.rpartition(".")[2], (tmp_path / "claims" / "ordered").exists()))
+        send(self, topic, value, **options)
+
+    monkeypatch.setattr(RecordProducer, "send_bytes", watched)
+    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("ordered", "tester")
+    assert {topic for topic, _ in buried[:4]} == {"outcomes", "feedback"}
+    assert buried[4:] == [("interactions", False)] * 2
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2, 6, 9])
+def test_killed_at_any_write_it_is_finished_by_the_next_run(settings: KafkaSettings, tmp_path: Path, writes: int):
+    user = f"killed{writes}"
+    person(settings, user, tmp_path)
+    arguments = json.dumps([settings.model_dump(), str(tmp_path), user, writes])
+    killed = subprocess.run([sys.executable, "-c", KILLED, arguments], timeout=DEADLINE_S, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(wishes(settings, user)) == min(writes, 1)
+    done = Eraser(settings, StoreSettings(root=str(tmp_path))).erase(user, "tester")
+    assert done.carried_on is (writes > 0)
+    assert sum(done.tombstones.values()) == WRITES - max(writes, 4)
+    assert_erased(settings, user, tmp_path)
+
+
+def test_who_came_back_demands_it_anew(settings: KafkaSettings, tmp_path: Path):
+    person(settings, "back", tmp_path)
+    eraser = Eraser(settings, StoreSettings(root=str(tmp_path)))
+    first = eraser.erase("back", "tester")
+    person(settings, "back", tmp_path, at=now_us())
+    second = eraser.erase("back", "tester")
+    assert not second.carried_on
+    assert first.request != second.request
+    assert sum(second.tombstones.values()) == 6
+    assert wishes(settings, "back") == [first.request, second.request]
+
+
+def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tmp_path: Path):
+    person(settings, "dry", tmp_path)
+    eraser = Eraser(settings, StoreSettings(root=str(tmp_path)))
+    done = eraser.erase("dry", "tester", dry_run=True)
+    assert (done.request, done.found) == (None, {"interactions": 2, "outcomes": 2, "feedback": 2})
+    assert len([one for one in live(settings, "dry") if not (one.key or b"").startswith(b"other")]) == 6
+    with pytest.raises(UnknownUser, match="nothing was written"):
+        eraser.erase("nobody", "tester")
+    assert wishes(settings, "dry") == wishes(settings, "nobody") == []
+
+
+def test_dead_letters_of_his_are_told_with_the_time_of_their_end(settings: KafkaSettings, tmp_path: Path):
+    person(settings, "dead", tmp_path)
+    names, began_ms = Names(settings.topic_prefix), int(time.time() * 1000)
+    with RecordProducer(settings, "test-letters") as producer:
+        for key, value in ((b"dead-0/e9", b"broken"), (b"elsewhere", b"broken"), (b"\xff\xfe", b"broken")):
+            letter = ConsumedRecord(Topic.FEEDBACK, 0, 0, START_US // 1000, key, value, None, "unknown framing")
+            send_dead_letter(producer, names, letter, "unknown framing", "test")
+    found = read_standing(settings, "dead")
+    assert found.dead_letters.counts == {names.of(Topic.FEEDBACK): 1}
+    assert found.dead_letters.gone_at_ms is not None
+    # Kept from their own writing on, however old the record is.
+    assert began_ms <= found.dead_letters.gone_at_ms - 90 * 86_400_000 <= time.time() * 1000
+
+
+def test_choices_are_copied_into_every_partition_and_made_once(settings: KafkaSettings):
+    out = choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US)
+    assert (out.carried_on, out.copies) == (False, PARTITIONS + 1)
+    assert choose(settings, "chooser", UserWish.OPT_OUT, "tester", START_US + SECOND).carried_on
+    back = choose(settings, "chooser", UserWish.OPT_IN, "tester", START_US + 2 * SECOND)
+    assert [one.wish for one in wishes(settings, "chooser")] == [UserWish.OPT_OUT, UserWish.OPT_IN]
+    copies = [one for one in read(settings, Topic.INTERACTIONS, Topic.OUTCOMES) if one.record == back.request]
+    assert {(one.topic, one.partition, one.key) for one in copies} == {
+        (topic, p, user_request_key("chooser", p).encode())
+        for topic, p in [*((Topic.INTERACTIONS, p) for p in range(PARTITIONS)), (Topic.OUTCOMES, 0)]
+    }
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch, settings: KafkaSettings, tmp_path: Path) -> ProductSettings:
+    made = ProductSettings.with_random_keys()
+    keys = json.dumps([key.get_secret_value() for key in made.signing_keys])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", keys)
+    monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", made.pseudonym_key.get_secret_value())
+    monkeypatch.setenv("TIDEMILL_KAFKA__BOOTSTRAP", settings.bootstrap)
+    monkeypatch.setenv("TIDEMILL_KAFKA__TOPIC_PREFIX", settings.topic_prefix)
+    monkeypatch.setenv("TIDEMILL_STORE__ROOT", str(tmp_path))
+    return made
+
+
+def test_the_commands_take_the_products_id_and_print_json(
+    settings: KafkaSettings, product: ProductSettings, tmp_path: Path
+):
+    pseudonym = Pseudonyms(product).of("4711")
+    person(settings, pseudonym, tmp_path)
+    run = CliRunner().invoke
+    shown = json.loads(run(app, ["users", "show", "4711", "--json"]).stdout)
+    assert shown["held"] == {"interactions": 2, "outcomes": 2, "feedback": 2}
+    assert "no demands" in run(app, ["users", "show", pseudonym, "--pseudonym"]).stdout
+    assert run(app, ["users", "opt-out", "4711", "--by", "4711"]).exit_code == 0
+    assert "dry run" in run(app, ["users", "erase", "4711", "--by", "dpo", "--dry-run"]).stdout
+    done = run(app, ["users", "erase", "4711", "--by", "dpo", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["request"]["requested_by"] == "dpo"
+    assert told["tombstones"] == {"interactions": 2, "outcomes": 2, "feedback": 2}
+    assert json.loads(run(app, ["users", "show", "4711", "--json"]).stdout)["held"] == {}
+    assert isinstance(run(app, ["users", "erase", "", "--by", "dpo"]).exception, ValueError)
+    assert isinstance(run(app, ["users", "erase", "x" * 600, "--by", "dpo"]).exception, ValueError)
+    assert isinstance(run(app, ["users", "erase", "never-seen", "--by", "dpo"]).exception, UnknownUser)
+
+
+@pytest.fixture
+def eager_cleaner(settings: KafkaSettings) -> Iterator[None]:
+    """The broker compacts what is old at once, and looks often."""
+    admin = admin_client(settings)
+    brokers = [str(number) for number in admin.list_topics(timeout=20).brokers]
+    names = Names(settings.topic_prefix)
+    for broker in brokers:
+        _alter(admin, ResourceType.BROKER, broker, {"log.cleaner.backoff.ms": "100"})
+    eager = {"segment.ms": "100", "min.cleanable.dirty.ratio": "0.0", "max.compaction.lag.ms": "100"}
+    for topic in SWEPT:
+        _alter(admin, ResourceType.TOPIC, names.of(topic), eager)
+    yield
+    for broker in brokers:
+        _alter(admin, ResourceType.BROKER, broker, {"log.cleaner.backoff.ms": None})
+
+
+def _alter(admin: Any, kind: ResourceType, name: str, values: Mapping[str, str | None]) -> None:
+    resource = ConfigResource(kind, name)
+    for option, value in values.items():
+        what = AlterConfigOpType.DELETE if value is None else AlterConfigOpType.SET
+        resource.add_incremental_config(ConfigEntry(option, value, incremental_operation=what))
+    for future in admin.incremental_alter_configs([resource]).values():
+        future.result(20)
+
+
+def test_after_compaction_not_one_byte_of_him_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):
+    person(settings, "compacted", tmp_path)
+    Eraser(settings, StoreSettings(root=str(tmp_path))).erase("compacted", "tester")
+    deadline = time.monotonic() + DEADLINE_S
+    while left := [one for one in read(settings, *SWEPT) if holds(one, b"compacted")]:
+        assert time.monotonic() < deadline, [(one.topic, one.partition, one.offset) for one in left]
+        # Only closed segments are compacted, and a segment is closed by a record that comes after its time.
+        with RecordProducer(settings, "test-ticks") as producer:
+            for topic in SWEPT:
+                for partition in range(1 if topic is Topic.OUTCOMES else PARTITIONS):
+                    producer.send(topic, Tick("test", now_us()), key=f"tick{partition}", partition=partition)
+        time.sleep(0.2)
+    assert b"other-of-compacted" in {one.key for one in read(settings, Topic.INTERACTIONS)}
+
+
+def holds(one: ConsumedRecord, name: bytes) -> bool:
+    """Whether a record holds data of a user: copies of his demand and interactions of others do not."""
+    theirs = isinstance(one.record, UserRequest) or (one.key or b"").startswith(b"other-of")
+    return not theirs and one.value is not None and name in (one.key or b"") + one.value

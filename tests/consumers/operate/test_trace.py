@@ -1,0 +1,277 @@
+"""The path of one event through the log: every stage, where it ends and why, whatever order the topics are read in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.consumers.product_support import (
+    SECOND,
+    decision,
+    feedback,
+    interaction,
+    member,
+    online_batch,
+    outcome,
+    request,
+    use,
+)
+from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
+from tidemill.consumers.operate.trace.history import History, ranges
+from tidemill.consumers.operate.trace.path import Path
+from tidemill.consumers.operate.trace.place import Place
+from tidemill.consumers.operate.trace.reading import checked_name
+from tidemill.consumers.operate.trace.rollout import RolloutTrace
+from tidemill.consumers.operate.trace.trace import Trace
+from tidemill.consumers.operate.trace.user import UserTrace
+from tidemill.consumers.sink.rows import DeadLetter, Row
+from tidemill.schemas import records as r
+from tidemill.schemas.catalogue import CATALOGUE, Topic
+from tidemill.schemas.log.consumed import ConsumedRecord
+
+SERVED = interaction("i0", "ann")
+THUMB = feedback("e0", "i0", "ann")
+REWARDED = outcome(SERVED, 1.0, signals=[use("e0")])
+BATCH = online_batch(0, [member(REWARDED)])
+TRAINED = step(2, [r.StepInput(BATCH.batch_id, Topic.ONLINE_BATCHES.value, 0, 0)], [])
+WHOLE: tuple[r.Record, ...] = (
+    SERVED,
+    THUMB,
+    REWARDED,
+    BATCH,
+    TRAINED,
+    manifest(2),
+    manifest(3),
+    decision(r.GateVerdict.PROMOTE, 2, "p 0.01"),
+    ack(2, r.AckStatus.PROVED),
+)
+
+
+def located(records: Sequence[r.Record]) -> list[ConsumedRecord]:
+    """Records with offsets of their own in each topic."""
+    ends: dict[Topic, int] = {}
+    found = []
+    for record in records:
+        topic = next(topic for topic, spec in CATALOGUE.items() if isinstance(record, spec.values))
+        offset = ends.setdefault(topic, 0)
+        ends[topic] += 1
+        found.append(ConsumedRecord(topic, 0, offset, 0, b"k", b"v", record))
+    return found
+
+
+def tombstone(topic: Topic, key: str) -> ConsumedRecord:
+    return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
+
+
+def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> Path:
+    trace = Trace("i0", History("run"))
+    for one in records:
+        trace.observe(one)
+        assert trace.history is not None
+        trace.history.observe(one)
+    for row in letters:
+        trace.observe_letter(row)
+    return trace.path()
+
+
+def test_the_whole_path_has_every_stage_with_its_offset():
+    path = traced(located(WHOLE))
+    assert path.served is not None
+    assert (path.served.place, path.served.version_max) == (Place("interactions", 0, 0), 1)
+    (event,) = path.feedback
+    assert (event.place, event.fate) == (Place("feedback", 0, 0), "counted +1 in the reward")
+    (end,) = path.outcomes
+    assert (end.place, end.reward, end.signals) == (Place("outcomes", 0, 0), 1.0, {"e0": 1.0})
+    (batch,) = path.batches
+    assert (batch.place, batch.ended.step, batch.ended.version) == (
+        Place("online-batches", 0, 0),
+        Place("train.steps", 0, 0),
+        2,
+    )
+    (made,) = path.versions
+    assert (made.version, made.parent, made.manifest_place) == (2, 1, Place("weights.manifests", 0, 0))
+    assert [decided.verdict for decided in made.decisions] == ["promote"]
+    assert (made.contained_in, made.served_by, made.proved_by) == ("3", {"replica-0": 2}, ["replica-0"])
+    assert path.end == "trained into version 2, and served now by replica-0 (version 2)"
+
+
+@given(st.permutations(list(Topic)))
+def test_the_order_in_which_topics_are_read_changes_nothing(order: list[Topic]):
+    records = located(WHOLE)
+    shuffled = sorted(records, key=lambda one: order.index(one.topic))
+    assert traced(shuffled) == traced(records) == traced([*records, *records[2:6]])
+
+
+ENDS = [
+    ([], "the log holds no such interaction"),
+    ([SERVED], "waits for its end"),
+    ([SERVED, outcome(SERVED, None, "no_signal")], "excluded: no_signal, as outcomes[0]@0 says"),
+    ([SERVED, REWARDED], "waits for its online batch"),
+    (
+        [SERVED, REWARDED, online_batch(0, [], dropped={"old_version": 2})],
+        "is in no batch: online-batches[0]@0 closed after it and counts as dropped: old_version 2",
+    ),
+    ([SERVED, REWARDED, BATCH], "waits for the trainer in batch run/main/0"),
+    (
+        [SERVED, REWARDED, BATCH, step(2, [], [r.StepExclusion(BATCH.batch_id, "online-batches", 0, 0, "stale", 1)])],
+        "left out by the trainer (stale), as train.steps[0]@0 says",
+    ),
+    (
+        [
+            SERVED,
+            REWARDED,
+            BATCH,
+            replace(TRAINED, exclusions=[r.StepExclusion("i0", "interactions", 0, 0, "erased", 1)]),
+        ],
+        "left out by the trainer (erased)",
+    ),
+    (WHOLE[:5], "trained into version 2, which is not published yet"),
+    (WHOLE[:6], "trained into version 2, which no replica serves now"),
+    (
+        [*WHOLE[:6], decision(r.GateVerdict.REJECT, 2, "worse")],
+        "no replica serves now: last decision reject by gate, worse",
+    ),
+]
+
+
+@pytest.mark.parametrize(("records", "end"), ENDS, ids=[end[:40] for _, end in ENDS])
+def test_it_is_said_where_the_path_ends_and_why(records: Sequence[r.Record], end: str):
+    assert end in traced(located(records)).end
+
+
+def test_an_exclusion_by_a_step_that_did_not_train_its_batch_is_not_its_ending():
+    other = step(1, [], [r.StepExclusion("i0", "interactions", 0, 0, "stale", 1)])
+    assert "trained into version 2" in traced(located([SERVED, REWARDED, BATCH, other, TRAINED])).end
+
+
+FATES = [
+    (THUMB, [], "waits for the interaction's end"),
+    (THUMB, [outcome(SERVED, None, "bot")], "excluded (bot)"),
+    (replace(THUMB, event_id="e9", user_id="bob"), [REWARDED], "somebody else"),
+    (replace(THUMB, event_id="e9"), [REWARDED], "no weight, or another event"),
+    (replace(THUMB, event_id="e9", kind=r.SignalKind.UNDO), [REWARDED], "outside its horizon"),
+    (
+        replace(THUMB, event_id="e9", kind=r.SignalKind.UNDO, observed_at=START_US + 90 * SECOND),
+        [REWARDED],
+        "after the interaction's end",
+    ),
+    (feedback("e9", "i0", "ann", None, corrects="e0"), [outcome(SERVED, None, "no_signal")], "withdrew e0"),
+]
+
+
+@pytest.mark.parametrize(("event", "ends", "fate"), FATES, ids=[fate for *_, fate in FATES])
+def test_what_became_of_an_event_that_did_not_count(event: r.Feedback, ends: list[r.Outcome], fate: str):
+    (told,) = (one for one in traced(located([SERVED, event, *ends])).feedback if one.event_id == event.event_id)
+    assert fate in told.fate
+
+
+def test_corrections_are_told_with_what_they_replace():
+    down = feedback("e1", "i0", "ann", -1.0, corrects="e0")
+    revised = outcome(SERVED, -1.0, signals=[use("e1", -1.0)], revision=1, previous=1.0)
+    end = outcome(SERVED, None, "no_signal")
+    path = traced(located([SERVED, THUMB, down, end, revised]))
+    assert [event.fate for event in path.feedback] == ["replaced by e1", "counted -1 in the reward of revision 1"]
+    assert [(one.revision, one.previous_reward) for one in path.outcomes] == [(0, None), (1, 1.0)]
+
+
+def test_repeats_and_dead_letters_are_told():
+    lost = Row("x.feedback.dlq", 0, 0, 0, b"i0/e7", DeadLetter("x.feedback", 1, 7, 0, "no kind", "join", b""), 0)
+    foreign = Row("x.feedback.dlq", 0, 1, 0, b"i1/e7", DeadLetter("x.feedback", 1, 8, 0, "no kind", "join", b""), 0)
+    path = traced(located([SERVED, SERVED, THUMB, THUMB, REWARDED]), [lost, foreign])
+    assert path.served is not None
+    assert path.served.repeats == [Place("interactions", 0, 1)]
+    assert path.feedback[0].fate.endswith("sent 2 times, counted once")
+    assert [(letter.place, letter.reason) for letter in path.letters] == [(Place("feedback", 1, 7), "no kind")]
+
+
+def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
+    gone = [tombstone(Topic.INTERACTIONS, "i0"), tombstone(Topic.OUTCOMES, "i0"), tombstone(Topic.FEEDBACK, "i0/e0")]
+    path = traced([*located(WHOLE), *gone])
+    assert (path.served, path.feedback, path.outcomes) == (None, [], [])
+    assert path.erased == Place("interactions", 0, 99)
+    assert [made.version for made in path.versions] == [2]
+    untrained = traced([*located([SERVED, THUMB]), *gone, tombstone(Topic.INTERACTIONS, "i1")])
+    assert untrained.end.startswith("erased: a tombstone at interactions[0]@99")
+
+
+def test_a_later_number_that_descends_from_elsewhere_does_not_contain_it():
+    rolled_back = replace(manifest(4), parent=1)
+    branched = replace(ack(4, r.AckStatus.PROVED), serving_version=4)
+    retried = replace(manifest(7), parent=3)
+    path = traced(located([*WHOLE, rolled_back, manifest(5), retried, branched]))
+    assert path.versions[0].contained_in == "3, 7"
+    assert path.versions[0].served_by == {}
+    assert "no replica serves now: last decision promote" in path.end
+
+
+def test_a_users_versions_are_those_whose_steps_trained_on_him():
+    two, three = interaction("i1", "ann"), interaction("i2", "bob")
+    left_out = online_batch(1, [member(outcome(two, 1.0)), member(outcome(three, 1.0))])
+    second = step(
+        3,
+        [r.StepInput(left_out.batch_id, Topic.ONLINE_BATCHES.value, 0, 1)],
+        [r.StepExclusion("i1", "interactions", 0, 0, "erased", 1)],
+    )
+    demand = request("ann", r.UserWish.ERASE, START_US)
+    history, trace = History("run"), UserTrace("ann")
+    for one in located([*WHOLE, outcome(two, None, "bot"), left_out, second, demand]):
+        history.observe(one)
+        trace.observe(one)
+    path = trace.path({"run": history})
+    assert path.demands == [demand]
+    assert path.outcomes == {"reward": 1, "bot": 1}
+    assert [(batch.sequence, batch.interactions, batch.trained) for batch in path.batches] == [(0, 1, 1), (1, 1, 0)]
+    (run,) = path.runs
+    assert ([made.version for made in run.trained], run.contained_in) == ([2], "2-3")
+    assert run.served_by == {"replica-0": 2}
+
+
+def test_an_erased_user_keeps_his_versions_and_loses_his_outcomes():
+    history, trace = History("run"), UserTrace("ann")
+    gone = ConsumedRecord(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
+    for one in [*located(WHOLE), gone]:
+        history.observe(one)
+        trace.observe(one)
+    path = trace.path({"run": history})
+    assert path.outcomes == {}
+    assert [made.version for made in path.runs[0].trained] == [2]
+    assert not UserTrace("nobody").found
+
+
+@pytest.mark.parametrize(
+    ("inputs", "exclusions", "end"),
+    [
+        ([r.StepInput("g0", "groups", 0, 0)], [], "its group was trained into version 1"),
+        ([], [r.StepExclusion("g0", "groups", 0, 0, "stale", 2)], "left out by the trainer: stale"),
+        ([], [], "waits for the trainer"),
+    ],
+)
+def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclusion], end: str):
+    members = [rollout("a", "g0"), rollout("b", "g0")]
+    history, trace = History("run"), RolloutTrace("b")
+    for one in located([*members, group("g0", members), step(1, inputs, exclusions)]):
+        history.observe(one)
+        trace.observe(one)
+    path = trace.path(history)
+    assert (path.place, path.groups[0].place, path.end) == (Place("rollouts", 0, 1), Place("groups", 0, 0), end)
+    with pytest.raises(LookupError):
+        RolloutTrace("x").path(history)
+
+
+def test_ranges():
+    assert ranges({5, 3, 4, 9}) == "3-5, 9"
+    assert ranges([]) == ""
+
+
+def test_a_signed_token_names_its_interaction():
+    assert checked_name(f" abc.{'x' * 43} ") == checked_name("abc") == "abc"
+
+
+@pytest.mark.parametrize("text", ["", "  ", ".signature", "x" * 201, "a\x00b"])
+def test_what_can_be_no_id_is_refused(text: str):
+    with pytest.raises(ValueError, match="signed id"):
+        checked_name(text)
