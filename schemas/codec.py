@@ -1,7 +1,7 @@
 """Records to bytes and back: Avro single-object encoding, or the Confluent wire format where a registry is configured.
 
 Invariants: a value names its writer's schema (by CRC-64-AVRO fingerprint or registry id), so a reader never guesses;
-any schema in the recorded history is readable; bytes that cannot be read raise `DecodeError` and nothing else.
+every recorded schema is readable; bytes that cannot be read raise `DecodeError` and nothing else.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import cattrs
 import fastavro
@@ -56,39 +55,35 @@ def schema_file_name(record_type: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", record_type.__name__).lower()
 
 
-def _directory() -> Traversable:
-    return files("tidemill.schemas") / "avro"
+@lru_cache(maxsize=1)
+def _recorded() -> dict[type, tuple[_Schema, ...]]:
+    """Every schema of each record type, oldest first: `avro/<record>/000n.avsc`."""
+    avro = files("tidemill.schemas") / "avro"
+    entries = {
+        cls: sorted((avro / schema_file_name(cls)).iterdir(), key=lambda entry: entry.name)
+        for cls in RECORD_TYPES.values()
+    }
+    return {cls: tuple(_Schema(json.loads(entry.read_text("utf-8"))) for entry in entries[cls]) for cls in entries}
+
+
+def recorded_schemas(record_type: type) -> list[dict[str, Any]]:
+    """Every schema that records of this type were ever written with, oldest first, as JSON."""
+    return [schema.document for schema in _recorded()[record_type]]
 
 
 def current_schema(record_type: type) -> dict[str, Any]:
-    """The schema that records of this type are written with, as JSON."""
-    return cast(
-        "dict[str, Any]", json.loads((_directory() / f"{schema_file_name(record_type)}.avsc").read_text("utf-8"))
-    )
-
-
-def recorded_history(record_type: type) -> list[dict[str, Any]]:
-    """Every schema this type was ever written with, oldest first, as JSON."""
-    folder = _directory() / "history" / schema_file_name(record_type)
-    if not folder.is_dir():
-        return []
-    return [json.loads(entry.read_text("utf-8")) for entry in sorted(folder.iterdir(), key=lambda e: e.name)]
-
-
-@lru_cache(maxsize=1)
-def _writers() -> dict[type, _Schema]:
-    return {cls: _Schema(current_schema(cls)) for cls in RECORD_TYPES.values()}
+    """The schema that records of this type are written with, the newest of them, as JSON."""
+    return recorded_schemas(record_type)[-1]
 
 
 @lru_cache(maxsize=1)
 def _by_fingerprint() -> dict[bytes, _Schema]:
-    past = (_Schema(doc) for cls in RECORD_TYPES.values() for doc in recorded_history(cls))
-    return {schema.fingerprint: schema for schema in [*past, *_writers().values()]}
+    return {schema.fingerprint: schema for schemas in _recorded().values() for schema in schemas}
 
 
 def _write(record: Record) -> bytes:
     buffer = io.BytesIO()
-    schema = _writers()[type(record)]
+    schema = _recorded()[type(record)][-1]
     fastavro.schemaless_writer(buffer, schema.parsed, _CONVERTER.unstructure(record))
     return buffer.getvalue()
 
@@ -99,7 +94,7 @@ def read_body(body: bytes, writer: dict[str, Any]) -> Record:
 
 
 def _read(body: memoryview, writer: _Schema) -> Record:
-    reader = _writers()[writer.record_type]
+    reader = _recorded()[writer.record_type][-1]
     buffer = io.BytesIO(body)
     try:
         fields = fastavro.schemaless_reader(buffer, writer.parsed, reader.parsed)
@@ -129,7 +124,7 @@ class Codec:
         except Exception as error:  # fastavro raises many types for a misfit value; callers get one
             raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
         if self._registry is None:
-            return SINGLE_OBJECT_MAGIC + _writers()[type(record)].fingerprint + body
+            return SINGLE_OBJECT_MAGIC + _recorded()[type(record)][-1].fingerprint + body
         return CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big") + body
 
     def decode(self, data: bytes | None) -> Record:
@@ -147,7 +142,7 @@ class Codec:
     def _known(mark: bytes) -> _Schema:
         schema = _by_fingerprint().get(mark)
         if schema is None:
-            raise DecodeError(f"no schema with fingerprint {mark.hex()} in the catalogue or its history")
+            raise DecodeError(f"no schema with fingerprint {mark.hex()} among the recorded schemas")
         return schema
 
 

@@ -1,6 +1,6 @@
 """The records of the log, as frozen dataclasses.
 
-One dataclass per Avro schema in `avro/`; field names, order and meaning are the schema's. Invariants:
+One dataclass per record of `avro/`; field names, order and meaning are those of its newest schema. Invariants:
 
 - times are integers, microseconds since the Unix epoch, UTC (`*_at`);
 - token arrays are packed little-endian bytes (`u4` ids, `f4` logprobs, `u1` masks), never lists;

@@ -31,8 +31,7 @@ from tidemill.schemas.codec import (
     SINGLE_OBJECT_MAGIC,
     Codec,
     DecodeError,
-    current_schema,
-    recorded_history,
+    recorded_schemas,
 )
 
 FORMAT = 1
@@ -248,7 +247,7 @@ def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any
 
 
 def _schemas() -> dict[str, Any]:
-    documents = [doc for kind in RECORD_TYPES.values() for doc in (*recorded_history(kind), current_schema(kind))]
+    documents = [doc for kind in RECORD_TYPES.values() for doc in recorded_schemas(kind)]
     return {fingerprint(to_parsing_canonical_form(doc), "CRC-64-AVRO"): doc for doc in documents}
 
 
