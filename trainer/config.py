@@ -12,10 +12,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import Section
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
 from tidemill.trainer.online.config import ONLINE_ARITHMETIC_FIELDS, OnlineSettings
-from tidemill.trainer.publication.config import PublishSettings
 
 
 class CorrectionSettings(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
@@ -24,7 +25,6 @@ from tidemill.trainer.objectives import OBJECTIVES
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.queue import OnlineQueue, OnlineRules
 from tidemill.trainer.online.rewind import Rewinder
-from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.session import Session
 from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import DECISIONS

@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack
 from typing import Protocol
 
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.liveness import Liveness
@@ -27,7 +28,6 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online.feed import OnlineFeed
 from tidemill.trainer.online.source import OnlineInput
-from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.resume import OpenRun, open_session
 from tidemill.trainer.rollout_log import CLIENT
 

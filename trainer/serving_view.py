@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.trainer.publication.weights import tensor_infos, total_fingerprint
+from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 
 __all__ = [
     "SERVING_DTYPE",

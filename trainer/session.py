@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
@@ -28,7 +29,6 @@ from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import Progress
-from tidemill.trainer.publish import WeightPublisher
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import Taken, plan_of, record_of, staleness_records

@@ -7,53 +7,18 @@ coordinates; a weight that every rank holds whole is the first rank's; a tied we
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 
-import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from tidemill.kernels.fingerprint import Bits, Fingerprint, TensorKey, fingerprint
-from tidemill.trainer.publication.weights import Weight
+from tidemill.kernels.weights.sharded_parts import TensorPart
 from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_bits
 
 
 class PlacementError(ValueError):
     """A weight lies on the ranks in a way that cannot be published from them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorPart:
-    """Elements [start, start + n) of a weight, n possibly 0."""
-
-    name: str
-    dtype: str
-    """Name of the element type (`kernels.elements`)."""
-    shape: tuple[int, ...]
-    """Of the whole weight."""
-    start: int
-    """Flat element of the whole weight, in C order."""
-    bits: Bits
-    """uN[n], bit patterns, flat."""
-
-    @property
-    def total(self) -> int:
-        """Elements of the whole weight."""
-        return prod(self.shape)
-
-    def fingerprint(self) -> Fingerprint:
-        """Fingerprint of the part; those of all ranks add up to the weight's."""
-        return fingerprint(self.bits, TensorKey.of(self.name), self.start)
-
-    def outline(self) -> Weight:
-        """The whole weight's type and shape, in an array of zeros that takes no memory."""
-        return Weight(self.dtype, np.broadcast_to(np.zeros((), self.bits.dtype), self.shape))
-
-
-Parts = Mapping[str, TensorPart]
-"""A rank's part of every weight, by name, in the same order on every rank."""
 
 
 def local_parts(model: torch.nn.Module, *, first: bool) -> dict[str, TensorPart]:

@@ -19,8 +19,8 @@ from tidemill.compose.weights.progress import working
 from tidemill.compose.weights.tables import print_formats, report_lines
 
 if TYPE_CHECKING:
-    from tidemill.kernels.checkpoint import MappedTensor
     from tidemill.kernels.delta import TensorChange
+    from tidemill.kernels.weights.checkpoint import MappedTensor
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
@@ -51,9 +51,9 @@ def diff(
 
     Examples: `tidemill weights diff v39 v40` · `tidemill weights diff models/a models/b --against --json`
     """
-    from tidemill.kernels.checkpoint import tensor_changes
     from tidemill.kernels.comparison import compare
     from tidemill.kernels.delta import CodecSettings
+    from tidemill.kernels.weights.checkpoint import tensor_changes
 
     operands = operand(base), operand(target)
     settings = functools.cache(lambda: with_reachable_log(settings_of(given(run__branch=branch))))
@@ -86,7 +86,7 @@ class _Weights:
 
 def _load(operands: Sequence[Operand], settings: Callable[[], TidemillSettings], timeout_s: float) -> list[_Weights]:
     """What the operands name; the log is opened only where one of them is a version."""
-    from tidemill.kernels.checkpoint import map_checkpoint
+    from tidemill.kernels.weights.checkpoint import map_checkpoint
 
     versions = [chosen for chosen in operands if isinstance(chosen, VersionOperand)]
     made = dict(zip(versions, _build(versions, settings(), timeout_s), strict=True)) if versions else {}

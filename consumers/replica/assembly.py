@@ -16,7 +16,6 @@ from pathlib import Path
 
 import uvicorn
 
-from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.config import Pool, ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.join import Joined
@@ -26,10 +25,11 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
+from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.delta_fetch import ShardSource
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import ChatSettings, RunSettings
-from tidemill.schemas.delta_fetch import ShardSource
 from tidemill.schemas.records import Staleness, WeightAck
 
 

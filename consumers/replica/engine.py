@@ -25,9 +25,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
-from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.proof import Applied, Proof
-from tidemill.consumers.replica.weight_map import TensorSpec
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.mirror import ElementChange
 
 
 class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its types

@@ -31,14 +31,16 @@ import vllm.model_executor.layers.utils as linear_layers
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.environment import PARENT_VARIABLE
 from tidemill.consumers.replica.experts import orders_of_experts
 from tidemill.consumers.replica.linear import unpacked_linear
-from tidemill.consumers.replica.live_weights import ElementChange, LiveWeights, NotRepresentableError, Write
+from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError, Write
 from tidemill.consumers.replica.step_clock import StepClock
-from tidemill.consumers.replica.weight_map import Bits, TensorSpec, UnsupportedModelError, record_map
+from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError, record_map
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.mirror import ElementChange
 
 _PR_SET_PDEATHSIG = 1
 

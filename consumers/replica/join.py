@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.connections import open_fetcher
-from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.kernels.weights.connections import open_fetcher
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
+from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.delta_fetch import FetchTimeoutError
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 

@@ -17,7 +17,9 @@ import torch
 
 from tidemill.consumers.replica import places
 from tidemill.consumers.replica.places import Elements, Layout, Places
-from tidemill.consumers.replica.weight_map import Bits, Indices, TensorSpec, UnsupportedModelError
+from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.mirror import ElementChange
 
 _PIECE = 1 << 20
 """Elements read back at once: bounds the memory of a proof to a few MiB."""
@@ -28,17 +30,6 @@ _VIEWS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int
 
 class NotRepresentableError(ValueError):
     """A live element has bits that the checkpoint's type does not have: it cannot be any version's value."""
-
-
-@dataclass(frozen=True, slots=True)
-class ElementChange:
-    """New bits for some elements of one checkpoint tensor."""
-
-    name: str
-    indices: Indices
-    """i8[n], flat and unique, in any order, in checkpoint coordinates."""
-    bits: Bits
-    """uN[n], the tensor's own patterns."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ import uvloop
 
 from tidemill.consumers.replica.assembly import Running, Surroundings, running_replica
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.connections import open_fetcher
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.server import server_arguments
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
+from tidemill.kernels.weights.connections import open_fetcher
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings

@@ -10,17 +10,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.consumers.replica.anchor import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
-from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.lineage import Delta
-from tidemill.consumers.replica.live_weights import ElementChange
-from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.consumers.replica.state import Move
 from tidemill.kernels.delta import DeltaError
-from tidemill.schemas.delta_fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
+from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
+from tidemill.kernels.weights.decode import Decoder
+from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
+from tidemill.kernels.weights.graph import Delta
+from tidemill.kernels.weights.mirror import Draft, ElementChange, Mirror
+from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
-from tidemill.schemas.tensor_table import with_tensors
 
 DENSE = 4
 """Where more than one element in so many changes, the whole version is written instead of its changes."""

@@ -25,7 +25,7 @@ from itertools import takewhile
 
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.gate import Gate
-from tidemill.consumers.replica.lineage import Delta, Lineage, Way
+from tidemill.kernels.weights.graph import Delta, Lineage, Way
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 

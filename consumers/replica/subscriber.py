@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from tidemill.consumers.replica.ledger import Ledger, Timings
-from tidemill.consumers.replica.live_weights import ElementChange
-from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.patience import Patience
 from tidemill.consumers.replica.proof import Applied, Proof
 from tidemill.consumers.replica.staging import Prepared, RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
-from tidemill.schemas.delta_fetch import FetchTimeoutError
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
+from tidemill.kernels.weights.mirror import ElementChange, Mirror
 from tidemill.schemas.records import AckStatus, Manifest
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tidemill.consumers.replica.places import Layout, Run
+from tidemill.kernels.weights.bits import TensorSpec
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 """Bit patterns of the checkpoint's type: u1, u2 or u4."""
@@ -35,20 +36,6 @@ _SHIFTS = {("bfloat16", "float32"): 16}
 
 class UnsupportedModelError(ValueError):
     """The engine holds weights in a way that this replica cannot write or read back exactly."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One checkpoint tensor: name, shape, dtype by its torch name (`bfloat16`)."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def n_elements(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)

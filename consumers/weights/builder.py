@@ -15,20 +15,20 @@ from pathlib import Path
 
 import fsspec
 
-from tidemill.consumers.replica.anchor import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
 from tidemill.consumers.replica.config import FETCH_BYTES
-from tidemill.consumers.replica.connections import SharedFetcher, open_fetcher
-from tidemill.consumers.replica.decode import Decoder
-from tidemill.consumers.replica.lineage import Delta, Way
-from tidemill.consumers.replica.mirror import Draft, Mirror
 from tidemill.consumers.weights.chain import Chain, Unreachable
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
+from tidemill.kernels.weights.connections import SharedFetcher, open_fetcher
+from tidemill.kernels.weights.decode import Decoder
+from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
+from tidemill.kernels.weights.graph import Delta, Way
+from tidemill.kernels.weights.mirror import Draft, Mirror
+from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.delta_fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.records import Manifest
 from tidemill.schemas.stored_object import StoredObjectError, StoreUnavailableError
-from tidemill.schemas.tensor_table import with_tensors
 
 CONNECTIONS = 4
 """Connections to the log over which deltas come."""

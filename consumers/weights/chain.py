@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tidemill.consumers.replica.gate import Gate
-from tidemill.consumers.replica.lineage import Delta, Lineage, Way
+from tidemill.kernels.weights.graph import Delta, Lineage, Way
 from tidemill.schemas.records import (
     AckStatus,
     GateDecision,

@@ -12,10 +12,10 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.consumers.replica.anchor import AnchorError, AnchorReader
-from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.weights.builder import Builder, fingerprint_objection
 from tidemill.consumers.weights.chain import Chain
+from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader
+from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.records import Manifest
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "anchor.json")

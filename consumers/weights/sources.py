@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tidemill.consumers.weights.builder import Builder
 from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.checkpoint import MappedTensor
+from tidemill.kernels.weights.checkpoint import MappedTensor
 
 
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, MappedTensor]:

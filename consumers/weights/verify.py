@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidemill.consumers.replica.lineage import Delta
 from tidemill.consumers.weights.builder import Builder, Unusable
 from tidemill.consumers.weights.chain import Chain, ChainError, Unreachable
+from tidemill.kernels.weights.graph import Delta
 from tidemill.schemas.records import Manifest
 
 Progress = Callable[[int, str], None]

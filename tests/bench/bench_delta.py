@@ -28,7 +28,6 @@ from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
-from tidemill.kernels.checkpoint import checkpoint_changes
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import (
     BLOCK_ELEMENTS,
@@ -41,6 +40,7 @@ from tidemill.kernels.delta import (
     resolve,
 )
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
+from tidemill.kernels.weights.checkpoint import checkpoint_changes
 
 LEARNING_RATES = {
     "bfloat16": (3e-7, 1e-6, 3e-6, 6e-6),

@@ -42,16 +42,17 @@ from weight_log import WeightLog  # noqa: E402
 from tidemill.compose.stack.config import StackSettings  # noqa: E402
 from tidemill.compose.stack.kafka import LocalStack  # noqa: E402
 from tidemill.consumers.replica.config import ReplicaSettings  # noqa: E402
-from tidemill.consumers.replica.connections import open_fetcher  # noqa: E402
 from tidemill.consumers.replica.join import FOLLOWED  # noqa: E402
-from tidemill.consumers.replica.mirror import Mirror  # noqa: E402
 from tidemill.consumers.replica.staging import Staging  # noqa: E402
 from tidemill.consumers.replica.state import ReplicaState  # noqa: E402
+from tidemill.kernels.weights.config import PublishSettings  # noqa: E402
+from tidemill.kernels.weights.connections import open_fetcher  # noqa: E402
+from tidemill.kernels.weights.mirror import Mirror  # noqa: E402
+from tidemill.kernels.weights.publish import WeightPublisher  # noqa: E402
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings  # noqa: E402
 from tidemill.schemas.log.admin import create_topics  # noqa: E402
 from tidemill.schemas.log.reader import LogReader  # noqa: E402
 from tidemill.schemas.records import Manifest  # noqa: E402
-from tidemill.trainer.publish import PublishSettings, WeightPublisher  # noqa: E402
 
 TIMEOUT_S = 120.0
 CHUNK_BYTES = (1 << 20) - 4096

@@ -26,12 +26,12 @@ import numpy as np
 import psutil
 import torch
 
-from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorReader, save_checkpoint
+from tidemill.kernels.weights.mirror import ElementChange
 
 _PATH = Path(__file__).parents[1] / "consumers" / "replica_driver.py"
 _SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)

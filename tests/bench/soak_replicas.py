@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import AckStatus
-from tidemill.trainer.publication.config import PublishSettings
 
 DTYPES = ("float32", "bfloat16")
 

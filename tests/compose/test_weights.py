@@ -20,7 +20,7 @@ from tidemill.compose.cli import app
 from tidemill.compose.weights.operands import CheckpointOperand, OperandError, VersionOperand, operand, version_number
 from tidemill.consumers.weights.chain import ChainError, UnknownVersion
 from tidemill.consumers.weights.reading import read_chain
-from tidemill.kernels.checkpoint import CheckpointError
+from tidemill.kernels.weights.checkpoint import CheckpointError
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.consumers.replica.anchor import AnchorReader, save_checkpoint
 from tidemill.consumers.replica.environment import prepare_environment
-from tidemill.consumers.replica.weight_map import TensorSpec
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorReader, save_checkpoint
+from tidemill.kernels.weights.bits import TensorSpec
 
 _SPEC = importlib.util.spec_from_file_location("replica_driver", Path(__file__).with_name("replica_driver.py"))
 assert _SPEC is not None and _SPEC.loader is not None

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
+from tidemill.kernels.weights.anchor import write_anchor
+from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, ShardPosition, SkipDelta, WeightAck
-from tidemill.trainer.anchor import write_anchor
-from tidemill.trainer.delta_shard import DeltaShard, ShardClaims
 from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
 
 INCARNATION = "life"
@@ -209,10 +209,10 @@ async def serve(config: dict[str, Any]) -> None:
     from tidemill.consumers.replica.assembly import Surroundings, running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.join import Joined
-    from tidemill.consumers.replica.mirror import Mirror
     from tidemill.consumers.replica.state import ReplicaState
+    from tidemill.kernels.weights.delta_fetch import ChunkFetcher
+    from tidemill.kernels.weights.mirror import Mirror
     from tidemill.schemas.address import bind
-    from tidemill.schemas.delta_fetch import ChunkFetcher
 
     bit_flip.install()
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)

@@ -21,13 +21,13 @@ from tests.consumers.replica_support import ArrayReplica, base_directory, small_
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.join import FOLLOWED, join
 from tidemill.consumers.replica.state import ReplicaState
+from tidemill.kernels.weights import delta_shard
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import DeltaChunk, Manifest, WeightAck
-from tidemill.trainer import delta_shard
 
 CHUNK_BYTES = 256
 """Small, so that a delta has several chunks."""

@@ -17,14 +17,14 @@ import httpx
 import psutil
 
 from tests.consumers import replica_driver as driver
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
-from tidemill.trainer.publication.config import PublishSettings
-from tidemill.trainer.publish import WeightPublisher
 
 ROLE = """
 import json, logging, sys

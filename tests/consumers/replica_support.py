@@ -10,13 +10,13 @@ import numpy as np
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.mirror import Mirror
 from tidemill.consumers.replica.proof import Applied, Proof
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.schemas.delta_fetch import ChunkFetcher, ChunkLog
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher, ChunkLog
+from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.records import Manifest, WeightAck
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}

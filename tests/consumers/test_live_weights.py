@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.consumers.replica import places
-from tidemill.consumers.replica.live_weights import ElementChange, LiveWeights, NotRepresentableError
+from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError
 from tidemill.consumers.replica.places import Layout, Run
-from tidemill.consumers.replica.weight_map import TensorSpec, UnsupportedModelError, record_map
+from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.mirror import ElementChange
 
 HIDDEN, ROWS, EXPERTS, INNER, PADDED = 4, 6, 3, 5, 8
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica.lineage import Delta, Lineage, Way
 from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.kernels.weights.graph import Delta, Lineage, Way
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
 
 ANCHOR_BYTES, DELTA_BYTES = 1000, 10

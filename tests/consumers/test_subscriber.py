@@ -12,7 +12,7 @@ import pytest
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
 from tidemill.consumers.replica.subscriber import ReplicaFault
-from tidemill.schemas.delta_fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict
 
 PROVED, REFUSED, ANCHORED = AckStatus.PROVED, AckStatus.REFUSED, AckStatus.ANCHORED

@@ -13,17 +13,17 @@ import pytest
 from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
-from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.weights.builder import Unusable, open_builder
 from tidemill.consumers.weights.chain import ChainError, Unreachable
 from tidemill.consumers.weights.checkout import CheckoutError, checkout
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
+from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.tensor_table import store_tensor_table
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.tensor_table import store_tensor_table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from weight_log import WeightLog, nudged

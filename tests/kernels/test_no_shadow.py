@@ -14,7 +14,7 @@ import sys
 import transformers, vllm
 from transformers import Qwen3ForCausalLM
 from transformers.utils import is_kernels_available
-import tidemill.kernels.delta
+import tidemill.kernels.weights.publish
 ours = [name for name in sys.modules if name.startswith("kernels.") and name.split(".")[1] in {modules}]
 print("available", is_kernels_available(), "taken", ours)
 """
@@ -27,7 +27,7 @@ def test_no_init_file():
 @pytest.mark.timeout(300)
 def test_transformers_and_vllm_find_what_is_installed_and_not_this_folder():
     pytest.importorskip("vllm", reason="the replica's extra is not installed")
-    modules = sorted(path.stem for path in (ROOT / "kernels").glob("*.py"))
+    modules = sorted({"weights", *(path.stem for path in (ROOT / "kernels").glob("*.py"))})
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(modules=modules)],

@@ -21,21 +21,21 @@ from typing import Any
 
 from network.devices import enter_namespace
 
-from tidemill.consumers.replica.anchor import AnchorReader
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.live_weights import ElementChange
 from tidemill.consumers.replica.proof import Applied, Proof
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher
+from tidemill.kernels.weights.mirror import ElementChange
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.delta_fetch import ChunkFetcher
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader

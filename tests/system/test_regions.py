@@ -25,13 +25,14 @@ from network.shape import Direction, LinkShape
 
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, DeltaChunk, Manifest, Staleness, WeightAck
-from tidemill.trainer.publish import PublishSettings, WeightPublisher
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 240.0

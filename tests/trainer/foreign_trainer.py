@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from tidemill.kernels.weights.publish import PublishSettings, WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.trainer.publish import PublishSettings, WeightPublisher
 
 
 def arguments() -> argparse.Namespace:

@@ -27,8 +27,8 @@ import tidemill.trainer.begun
 import tidemill.trainer.run  # noqa: F401 - loaded before the processes are made
 from tidemill.compose import cli
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
+from tidemill.kernels.weights.commit import VersionLog
 from tidemill.trainer.checkpoint import CheckpointStore
-from tidemill.trainer.publication.commit import VersionLog
 from tidemill.trainer.session import Session
 from tidemill.trainer.step import Learner
 

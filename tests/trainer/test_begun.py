@@ -9,6 +9,7 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from tests.trainer.conftest import group_of, interaction, member_of, online_batch, online_member, rollout
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
@@ -26,7 +27,6 @@ from tidemill.schemas.records import (
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import History, read_history
 from tidemill.trainer.online.config import OnlineSettings
-from tidemill.trainer.publish import PublishSettings
 from tidemill.trainer.run import run
 from tidemill.trainer.session import Session
 

@@ -84,7 +84,7 @@ def test_it_is_small_and_knows_the_publisher_alone():
     assert len(source.splitlines()) < 100
     modules = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
     ours = {module for module in modules if module.startswith("tidemill")}
-    assert ours == {"tidemill.schemas.config", "tidemill.trainer.publish"}
+    assert ours == {"tidemill.schemas.config", "tidemill.kernels.weights.publish"}
 
 
 def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp_path):

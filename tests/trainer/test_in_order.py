@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.trainer.conftest import group_of, member_of, rollout
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
@@ -36,7 +37,6 @@ from tidemill.trainer.endings import Progress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import InOrderError
 from tidemill.trainer.online.config import OnlineSettings
-from tidemill.trainer.publish import PublishSettings
 from tidemill.trainer.run import run
 
 RULES = Rules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,

@@ -17,6 +17,7 @@ import pytest
 
 from tests.trainer import interrupted_trainer
 from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
@@ -24,7 +25,6 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, StepPlan, TrainStep
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.publish import PublishSettings
 from tidemill.trainer.run import run
 
 STEPS = 6

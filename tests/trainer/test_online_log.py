@@ -8,6 +8,8 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.codec import Codec
@@ -22,7 +24,6 @@ from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettin
 from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.online.interactions import InteractionLog
 from tidemill.trainer.online.queue import OnlineQueue
-from tidemill.trainer.publish import PublishSettings, WeightPublisher
 from tidemill.trainer.run import run
 from tidemill.trainer.session import NotRepeatableError
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
+from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
@@ -27,7 +28,6 @@ from tidemill.schemas.records import TrainStep
 from tidemill.trainer.checkpoint import CheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import read_steps
-from tidemill.trainer.publish import PublishSettings
 from tidemill.trainer.replay.inspection import write_halt, write_metrics
 from tidemill.trainer.replay.reading import NoProducer, ReadOnlyError, read_groups
 from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay

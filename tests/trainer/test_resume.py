@@ -7,6 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tidemill.kernels.weights.chain import ChainError
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
@@ -19,7 +22,6 @@ from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import HistoryError
 from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.publish import ChainError, PublishSettings, WeightPublisher
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import commit_name, run
 from tidemill.trainer.session import NotRepeatableError

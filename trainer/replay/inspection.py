@@ -15,8 +15,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.schemas.records import Interaction, Rollout, Segment
-from tidemill.trainer.anchor import write_anchor
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.steps import Halt, ReplayedStep

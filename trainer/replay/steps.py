@@ -16,9 +16,9 @@ from typing import Self
 
 from torch import Tensor
 
+from tidemill.kernels.weights.anchor import anchor_uri
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.records import TrainStep
-from tidemill.trainer.anchor import anchor_uri
 from tidemill.trainer.batch_builder import Batch
 from tidemill.trainer.checkpoint import CheckpointError, CheckpointStore
 from tidemill.trainer.config import TrainerSettings

@@ -1,0 +1,1 @@
+"""The weights layer: versions and the paths between them, anchors, versions in memory, publication."""

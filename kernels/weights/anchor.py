@@ -1,0 +1,222 @@
+"""Anchors: a whole weight version as a Hugging Face checkpoint directory, anywhere fsspec reaches.
+
+An anchor holds the base model's configuration and tokenizer and the version's weights in their own element types, so
+that any engine can load it as it stands. Its marker, `anchor.json`, is written last and lists every other file with
+size and digest: a directory without a marker is an anchor that was never finished, and a file that does not fit it is
+refused. Weights are streamed into the store, so that writing an anchor takes no memory beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
+from tidemill.kernels.weights.safetensors_stream import INDEX, file_pieces, index_of, split_files
+from tidemill.schemas.records import Anchor
+from tidemill.schemas.stored_object import put_object
+
+MARKER = "anchor.json"
+MARKER_FORMAT = 1
+CONFIG = "config.json"
+COPIED = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""What is taken over from the base model beside its configuration, as glob patterns."""
+
+COMPUTE_TYPES = ("bfloat16", "float16", "float32")
+"""Element types that a model's configuration can name as its own."""
+
+READ_BYTES = 1 << 22
+FILE_BYTES = 5 << 30
+"""Weights in one file of an anchor, as Hugging Face splits checkpoints."""
+
+
+class AnchorError(ValueError):
+    """An anchor is missing, unfinished or damaged, or cannot be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorFile:
+    """One file of an anchor, as its marker lists it."""
+
+    name: str
+    n_bytes: int
+    digest: str
+    """xxh3-128, hexadecimal."""
+
+
+def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
+    """Where the anchor of a version lies below the store's root."""
+    return f"{root.rstrip('/')}/{run_id}/anchors/{branch}/v{version}"
+
+
+def write_anchor(uri: str, base_model: Path, weights: Mapping[str, WeightLike], file_bytes: int = FILE_BYTES) -> Anchor:
+    """Write a version as a checkpoint directory at `uri`; an unfinished or older one there is replaced.
+
+    Args:
+        base_model: directory whose configuration and tokenizer the anchor takes over.
+        weights: every tensor of the version, by checkpoint name.
+        file_bytes: above this the weights are split over several files.
+
+    Raises AnchorError when `base_model` has no readable configuration, StoreUnavailableError when the store fails.
+    """
+    held = {name: as_weight(name, value) for name, value in weights.items()}
+    files = begin_anchor(uri, base_model, compute_type(held))
+    split = split_files(held, file_bytes)
+    for file, names in split.items():
+        files.append(put_file(uri, file, file_pieces({name: held[name] for name in names})))
+    if len(split) > 1:
+        files.append(put_file(uri, INDEX, [index_of(held, split)]))
+    return finish_anchor(uri, files)
+
+
+def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> list[AnchorFile]:
+    """Empty the directory `uri` and write what an anchor takes over from `base_model`; weights and marker are to come.
+
+    Args:
+        dtype: element type that the configuration names; None leaves the base model's.
+
+    Raises AnchorError like `write_anchor`, before anything is removed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
+        _stage(Path(scratch), base_model, dtype)
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        if filesystem.exists(f"{path}/{MARKER}"):
+            filesystem.rm_file(f"{path}/{MARKER}")
+        # Weights of an unfinished anchor may be split over other files than the ones that come now.
+        if filesystem.exists(path):
+            filesystem.rm(path, recursive=True)
+        return [put_file(uri, file.name, [file.read_bytes()]) for file in sorted(Path(scratch).iterdir())]
+
+
+def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
+    """Write one file of the anchor at `uri`. Raises StoreUnavailableError when the store fails."""
+    stored = put_object(f"{uri}/{name}", pieces)
+    return AnchorFile(name, stored.n_bytes, stored.digest)
+
+
+def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
+    """Write the marker that makes an anchor of the files at `uri`."""
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    filesystem.pipe_file(f"{path}/{MARKER}", _marker(files))
+    return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
+
+
+def read_anchor(uri: str) -> dict[str, Bits]:
+    """The weights of an anchor, by name, as bit patterns in their shapes. Raises like `anchor_weights`."""
+    return {name: weight.bits for name, weight in anchor_weights(uri)}
+
+
+def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
+    """The weights of an anchor, one after the other; at most one of its files is held, on disk.
+
+    Raises AnchorError when the anchor is missing, unfinished or damaged.
+    """
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    for file in _read_marker(filesystem, path):
+        if file.name.endswith(".safetensors"):
+            with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
+                yield from _read_weights(_fetch(uri, file, Path(scratch)))
+
+
+def fetch_anchor(uri: str, directory: Path) -> None:
+    """Copy an anchor's files into a local directory and check each of them. Raises AnchorError."""
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    for file in _read_marker(filesystem, path):
+        _fetch(uri, file, directory)
+
+
+def compute_type(weights: Mapping[str, Weight]) -> str | None:
+    """The type that most elements of the model have, of those that a configuration can name; None without one."""
+    sizes: Counter[str] = Counter()
+    for weight in weights.values():
+        if weight.dtype in COMPUTE_TYPES:
+            sizes[weight.dtype] += weight.bits.size
+    quantised = any(weight.dtype not in COMPUTE_TYPES for weight in weights.values())
+    return sizes.most_common(1)[0][0] if sizes and not quantised else None
+
+
+def _fetch(uri: str, file: AnchorFile, directory: Path) -> Path:
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    local = directory / file.name
+    try:
+        filesystem.get_file(f"{path}/{file.name}", str(local))
+    except FileNotFoundError as error:
+        raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
+    if _listed(local) != file:
+        raise AnchorError(f"{file.name} of anchor {uri} is not what was written: its bytes were changed")
+    return local
+
+
+def _stage(staged: Path, base_model: Path, dtype: str | None) -> None:
+    (staged / CONFIG).write_text(_config(base_model, dtype))
+    for pattern in COPIED:
+        for source in base_model.glob(pattern):
+            shutil.copyfile(source, staged / source.name)
+
+
+def _config(base_model: Path, dtype: str | None) -> str:
+    """The base model's configuration, telling of the weights that lie beside it."""
+    try:
+        config = json.loads((base_model / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise AnchorError(f"{base_model} is no Hugging Face model directory: {error}") from error
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    return json.dumps(config, indent=2, sort_keys=True)
+
+
+def _listed(file: Path) -> AnchorFile:
+    state, n_bytes = xxhash.xxh3_128(), 0
+    with file.open("rb") as opened:
+        while piece := opened.read(READ_BYTES):
+            state.update(piece)
+            n_bytes += len(piece)
+    return AnchorFile(file.name, n_bytes, state.hexdigest())
+
+
+def _marker(files: Sequence[AnchorFile]) -> bytes:
+    listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
+    return json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
+
+
+def _read_marker(filesystem: Any, path: str) -> list[AnchorFile]:  # noqa: ANN401 - fsspec ships no types
+    try:
+        marker = json.loads(filesystem.cat_file(f"{path}/{MARKER}"))
+        files = [AnchorFile(name, int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()]
+    except FileNotFoundError as error:
+        raise AnchorError(f"no finished anchor at {path}: it has no {MARKER}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AnchorError(f"the marker of the anchor at {path} cannot be read: {error!r}") from error
+    if marker.get("format") != MARKER_FORMAT or any(file.name != Path(file.name).name for file in files):
+        raise AnchorError(f"the marker of the anchor at {path} is not of format {MARKER_FORMAT}")
+    return files
+
+
+def _read_weights(file: Path) -> Iterator[tuple[str, Weight]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
+                yield name, as_weight(name, opened.get_tensor(name))
+    except (OSError, SafetensorError, TypeError) as error:
+        raise AnchorError(f"the anchor's weights cannot be read: {error}") from error

@@ -1,0 +1,109 @@
+"""Weights as bit patterns: what a version is made of, whatever the trainer keeps them in.
+
+A weight has one of the element types that a delta can carry (`kernels.elements`), and keeps it: nothing is rounded on
+the way. Tensors of several types make up one version, such as fp8 matrices beside fp32 norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
+from tidemill.schemas.records import TensorInfo
+
+PLAIN = {np.dtype(np.uint16): "bfloat16", np.dtype(np.uint32): "float32"}
+"""What a plain array of bit patterns stands for; one byte a pattern could be several types, so it stands for none."""
+
+
+class Weight(NamedTuple):
+    """One tensor as bit patterns, in the shape that it has in the checkpoint (packed int4: that of its bytes)."""
+
+    dtype: str
+    """Name of the element type, for instance "bfloat16"."""
+    bits: Bits
+    """uN, any shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One checkpoint tensor: name, shape, dtype by its torch name (`bfloat16`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+WeightLike = torch.Tensor | Bits | Weight
+"""A tensor as a trainer may hand it over; a plain u2 array stands for bfloat16, a plain u4 array for float32."""
+
+
+def as_weight(name: str, value: WeightLike) -> Weight:
+    """`value` as bit patterns on the CPU: a view of its memory where that is possible, not a copy.
+
+    Raises TypeError for a type that a version cannot carry; the message says what can be done.
+    """
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(name, value)
+    if isinstance(value, Weight):
+        _check_width(name, value)
+        return value
+    if value.dtype not in PLAIN:
+        raise TypeError(f'{name}: an array of {value.dtype} does not say what it holds: give Weight("int8", bits)')
+    return Weight(PLAIN[value.dtype], value)
+
+
+def tensor_info(name: str, weight: Weight, value: Fingerprint | None = None) -> TensorInfo:
+    """What a manifest says of a tensor, whose fingerprint is computed unless it is given."""
+    found = value or fingerprint(weight.bits, TensorKey.of(name))
+    return TensorInfo(name, weight.dtype, list(weight.bits.shape), found.hex())
+
+
+def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
+    """Name, type, shape and fingerprint of each weight, in their order. Raises like `as_weight`."""
+    return [tensor_info(name, as_weight(name, value)) for name, value in weights.items()]
+
+
+def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:
+    """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
+    return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
+
+
+def changed(tensors: Iterable[TensorInfo], changes: Iterable[Mapping[str, Fingerprint]]) -> list[TensorInfo]:
+    """The tensors of a version, from those of its parent and what was added to their fingerprints, by name.
+
+    Raises KeyError for a change of a tensor that the parent does not have.
+    """
+    listed = list(tensors)
+    fingerprints = {tensor.name: Fingerprint.from_hex(tensor.fingerprint) for tensor in listed}
+    for change in changes:
+        for name, added in change.items():
+            fingerprints[name] += added
+    return [replace(tensor, fingerprint=fingerprints[tensor.name].hex()) for tensor in listed]
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> Weight:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in BY_NAME:
+        raise TypeError(f"{name} is {tensor.dtype}; a version can carry {', '.join(BY_NAME)}")
+    # numpy knows none of the small float types: it sees patterns of the same width.
+    patterns = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()]
+    bits: Bits = tensor.detach().to("cpu").contiguous().view(patterns).numpy()
+    return Weight(dtype, bits)
+
+
+def _check_width(name: str, weight: Weight) -> None:
+    if weight.dtype not in BY_NAME:
+        raise TypeError(f"{name} is {weight.dtype!r}; a version can carry {', '.join(BY_NAME)}")
+    if weight.bits.dtype != BY_NAME[weight.dtype].bits:
+        raise TypeError(f"{name}: {weight.dtype} has patterns of {BY_NAME[weight.dtype].bits}, not {weight.bits.dtype}")

@@ -1,0 +1,243 @@
+"""The CPU mirror of the served version: what every delta is checked against before the engine is touched.
+
+A mirror holds each tensor's own bit patterns, whatever its dtype. It moves to another version through a `Draft`, which
+knows the way back. What stays true:
+
+- outside a draft the mirror holds, bit for bit, one version whose fingerprints are its manifest's;
+- a step of a draft is taken whole or not at all: it makes exactly the version that its manifest names, or is an error;
+- `revert` brings back what was there before the draft, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, resolve_all
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader, Patterns, save_checkpoint
+from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.schemas.records import Manifest, TensorInfo
+
+Indices = npt.NDArray[np.int64]
+
+SPARSE = 8
+"""A tensor of which fewer than one element in so many differs from an anchor's is held by its differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementChange:
+    """New bits for some elements of one checkpoint tensor."""
+
+    name: str
+    indices: Indices
+    """i8[n], flat and unique, in any order, in checkpoint coordinates."""
+    bits: Patterns
+    """uN[n], the tensor's own patterns."""
+
+
+class Mirror:
+    """One version's bit patterns by tensor, with their fingerprints. Empty until its first draft is kept."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._specs: dict[str, TensorSpec] = {}
+        self._tensors: dict[str, Patterns] = {}
+        self._fingerprints: dict[str, Fingerprint] = {}
+
+    @classmethod
+    def from_anchor(cls, directory: Path, manifest: Manifest) -> Mirror:
+        """A version read from its anchor. Raises AnchorError unless every fingerprint is the manifest's."""
+        mirror = cls()
+        draft = Draft(mirror)
+        draft.load(directory, with_tensors(manifest))
+        draft.keep()
+        return mirror
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Fingerprint of the whole version."""
+        return sum(self._fingerprints.values(), start=ZERO)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint of each tensor, hexadecimal."""
+        return {name: value.hex() for name, value in self._fingerprints.items()}
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of all tensors."""
+        return sum(bits.size for bits in self._tensors.values())
+
+    def bits(self, name: str) -> Patterns:
+        """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
+        return self._tensors[name]
+
+    def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
+        """What a block changes here; nothing where its target is there already. From any thread; nothing is written.
+
+        Raises DeltaError when the block is malformed or does not fit these weights.
+        """
+        for name in block.names:
+            spec = self._specs.get(name)
+            if spec is None or spec.dtype != block.dtype:
+                raise DeltaError(f"the delta changes {name} ({block.dtype}), which is not served")
+        return resolve_all(block, self._tensors)
+
+    def save(self, directory: Path) -> None:
+        """Write the version's tensors as `model.safetensors`, for the engine to read whole."""
+        save_checkpoint(directory, [(self._specs[name], bits) for name, bits in self._tensors.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What elements of a tensor were before a step: all of them where `indices` is None."""
+
+    name: str
+    indices: Indices | None
+    bits: Patterns
+
+
+class Draft:
+    """A mirror on its way to another version. End it with `keep` or `revert`."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        self.fresh = not mirror._specs
+        """Whether the mirror was empty before it."""
+        self._before = (mirror.version, dict(mirror._specs), dict(mirror._fingerprints))
+        self._held: list[_Held] = []
+        self._steps = 0
+
+    def load(self, directory: Path, manifest: Manifest) -> None:
+        """Become the version of an anchor, `manifest` listing its tensors. Memory: one tensor, and what differs.
+
+        Raises AnchorError unless every tensor's fingerprint is the manifest's, and they add up to the version's.
+        """
+        reader = AnchorReader(directory)
+        expected = {tensor.name: tensor for tensor in manifest.tensors}
+        if set(reader.names) != set(expected):
+            raise AnchorError(f"anchor {directory} does not name the tensors of version {manifest.version}")
+        if self._mirror._tensors and set(expected) != set(self._mirror._tensors):
+            raise AnchorError(f"version {manifest.version} has other tensors than the version that is served")
+        for name in reader.names:
+            self._take_tensor(reader, expected[name])
+        if self._mirror.fingerprint.hex() != manifest.fingerprint:
+            raise AnchorError(f"the tensors of anchor {directory} do not add up to version {manifest.version}")
+        self._step(manifest)
+
+    def advance(self, changes: Sequence[BlockChange], manifest: Manifest) -> None:
+        """Take the changes of one delta, every block of it resolved against the mirror as it is now.
+
+        Raises FingerprintMismatch when they do not make the manifest's version; nothing was written.
+        """
+        made = dict(self._mirror._fingerprints)
+        for change in changes:
+            made[change.name] = made[change.name] + change.target - change.base
+        total = sum(made.values(), start=ZERO).hex()
+        if total != manifest.fingerprint:
+            raise FingerprintMismatch(
+                f"the delta does not make version {manifest.version}: it makes {total}, not {manifest.fingerprint}"
+            )
+        for change in changes:
+            self._write(change.name, change.indices, change.old_bits, change.new_bits)
+        self._mirror._fingerprints = made
+        self._step(manifest)
+
+    def check(self, manifest: Manifest) -> None:
+        """Raises FingerprintMismatch unless every tensor is what the manifest says of it, where it lists them."""
+        wrong = _differing(self._mirror._fingerprints, manifest) if manifest.tensors else ""
+        if wrong:
+            raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {wrong}")
+
+    def changes(self) -> tuple[ElementChange, ...]:
+        """What leads from the version before the draft to the mirror as it is now: each element at most once."""
+        if self._steps == 1 and all(held.indices is not None for held in self._held):
+            return tuple(self._element_change(held.name, held.indices) for held in self._held)
+        by_name: dict[str, list[_Held]] = {}
+        for held in self._held:
+            by_name.setdefault(held.name, []).append(held)
+        merged = (self._element_change(name, self._differences(name, parts)) for name, parts in by_name.items())
+        return tuple(change for change in merged if change.indices.size)
+
+    def keep(self) -> None:
+        """Let go of the way back."""
+        self._held.clear()
+
+    def revert(self) -> None:
+        """Bring back what was there before the draft."""
+        mirror = self._mirror
+        for held in reversed(self._held):
+            if held.indices is None:
+                mirror._tensors[held.name] = held.bits
+            else:
+                mirror._tensors[held.name][held.indices] = held.bits
+        mirror.version, mirror._specs, mirror._fingerprints = self._before
+        mirror._tensors = {name: mirror._tensors[name] for name in mirror._specs}
+        self._held.clear()
+
+    def _take_tensor(self, reader: AnchorReader, expected: TensorInfo) -> None:
+        name, bits = expected.name, reader.bits(expected.name)
+        made = fingerprint(bits, TensorKey.of(name))
+        if made.hex() != expected.fingerprint:
+            raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
+        held = self._mirror._tensors.get(name)
+        if held is None:
+            self._mirror._tensors[name] = bits
+        elif self._mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
+            raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
+        else:
+            self._take_differences(name, held, bits)
+        self._mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
+        self._mirror._fingerprints[name] = made
+
+    def _take_differences(self, name: str, held: Patterns, bits: Patterns) -> None:
+        differing = np.flatnonzero(held != bits)
+        if SPARSE * differing.size < bits.size:
+            self._write(name, differing, held[differing], bits[differing])
+        else:
+            self._held.append(_Held(name, None, held))
+            self._mirror._tensors[name] = bits
+
+    def _write(self, name: str, indices: Indices, old: Patterns, new: Patterns) -> None:
+        self._held.append(_Held(name, indices, old))
+        self._mirror._tensors[name][indices] = new
+
+    def _step(self, manifest: Manifest) -> None:
+        self._mirror.version = manifest.version
+        self._steps += 1
+
+    def _differences(self, name: str, parts: Sequence[_Held]) -> Indices:
+        now = self._mirror._tensors[name]
+        # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
+        if parts[0].indices is None:
+            return np.flatnonzero(parts[0].bits != now)
+        touched = np.concatenate([part.indices for part in parts if part.indices is not None])
+        indices, first = np.unique(touched, return_index=True)
+        old = np.concatenate([part.bits for part in parts])[first]
+        differing: Indices = indices[old != now[indices]]
+        return differing
+
+    def _element_change(self, name: str, indices: Indices | None) -> ElementChange:
+        assert indices is not None
+        return ElementChange(name, indices, self._mirror._tensors[name][indices])
+
+
+def _differing(made: Mapping[str, Fingerprint], manifest: Manifest) -> str:
+    """Which tensors are not the manifest's; empty when all are."""
+    expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
+    names = sorted({*made, *expected})
+    wrong = _first(name for name in names if name not in made or made[name].hex() != expected.get(name))
+    if not wrong and sum(made.values(), start=ZERO).hex() != manifest.fingerprint:
+        return "the tensors' fingerprints do not add up to the version's"
+    return wrong
+
+
+def _first(names: Iterable[str]) -> str:
+    wrong = list(names)
+    return f"{len(wrong)} tensors differ, the first is {wrong[0]}" if wrong else ""

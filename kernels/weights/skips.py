@@ -1,0 +1,173 @@
+"""Skip-deltas: second ways to a version, for replicas that fell behind, made beside the trainer.
+
+Every k-th version of a branch gets a delta from the version k before it, for each configured k: with 8 and 64 a replica
+that is n versions behind needs about n/64 + 8 + 8 deltas and not n. They lie in the object store, so that replicas that
+keep up never read them, and come k times as seldom as they are long: over eight steps a delta grows to about three or
+four times one step's, over 64 to about ten times, so that 8 and 64 together write about half as much again.
+
+What this keeps true: nothing here delays or fails a publication. What comes while the backlog is full is dropped and
+counted, as is what fails; a version without its skip-deltas is whole all the same. Memory: a copy of the weights for
+each version that waits or is under way, and, unless they are read again from the log, one for each k.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tidemill.kernels.delta import CodecSettings, TensorChange
+from tidemill.kernels.weights.chain import ChainError, VersionChain, Way
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.held import HeldVersion
+from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.records import SkipDelta, TensorInfo
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """One skip-delta to be made."""
+
+    length: int
+    base: int
+    """The version that it starts from."""
+    way: Way | None
+    """How to make the base again; None where no anchor leads to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    weights: HeldVersion
+    skips: tuple[Skip, ...]
+    lengths: tuple[int, ...]
+    """Whose next base these weights are."""
+
+
+def skips_due(chain: VersionChain, lengths: tuple[int, ...]) -> list[Skip]:
+    """The skip-deltas that the newest version of a branch gets."""
+    newest = chain.newest
+    if newest is None:
+        return []
+    found = []
+    for length in bases_due(chain, lengths):
+        base = chain.ancestor(newest.version, length)
+        if base is not None:
+            found.append(Skip(length, base.version, chain.way_to(base.version)))
+    return found
+
+
+def bases_due(chain: VersionChain, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The lengths for which a later skip-delta starts from the newest version."""
+    return tuple(length for length in lengths if len(chain) and (len(chain) - 1) % length == 0)
+
+
+class SkipPublisher:
+    """Makes and publishes skip-deltas in a thread of its own."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        run: RunSettings,
+        settings: PublishSettings,
+        codec: CodecSettings,
+        folder: str,
+    ) -> None:
+        self._kafka, self._run, self._settings = kafka, run, settings
+        self._codec = codec
+        self._claims = ShardClaims(folder, limit_bytes=0)
+        self._jobs: queue.Queue[_Job] = queue.Queue(settings.skip_backlog)
+        self._bases: dict[int, HeldVersion] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.published = 0
+        """Skip-deltas in the log."""
+        self.dropped = 0
+        """Skip-deltas that were not made: the backlog was full, or making them failed."""
+
+    def offer(self, chain: VersionChain, held: HeldVersion) -> None:
+        """Take note of the newest version of `chain`, whose weights `held` has: they are copied where needed."""
+        keep = self._settings.skip_bases == "memory"
+        skips, lengths = tuple(skips_due(chain, self._settings.skips)), bases_due(chain, self._settings.skips)
+        if not skips and not (keep and lengths):
+            return
+        if self._jobs.full():
+            self.dropped += len(skips)
+            _log.warning("version %d goes without skip-deltas: %d versions wait", held.version, self._jobs.qsize())
+            return
+        self._jobs.put_nowait(_Job(held.snapshot(), skips, lengths if keep else ()))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run_jobs, name="tidemill-skip-deltas", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything that was offered is published or dropped."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """End the thread: what is under way is finished, what waits is dropped and counted."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        while not self._jobs.empty():
+            self.dropped += len(self._jobs.get_nowait().skips)
+            self._jobs.task_done()
+
+    def _run_jobs(self) -> None:
+        producer = RecordProducer(self._kafka, "tidemill-publisher-skips")
+        while not self._stop.is_set():
+            try:
+                job = self._jobs.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            try:
+                self._do(job, producer)
+            finally:
+                self._jobs.task_done()
+
+    def _do(self, job: _Job, producer: RecordProducer) -> None:
+        for skip in job.skips:
+            try:
+                self._publish(job.weights, skip, producer)
+            except Exception:  # noqa: BLE001 - whatever it is, the version is whole without its skip-delta
+                self.dropped += 1
+                _log.exception("version %d goes without a delta from version %d", job.weights.version, skip.base)
+        self._bases.update(dict.fromkeys(job.lengths, job.weights))
+
+    def _publish(self, new: HeldVersion, skip: Skip, producer: RecordProducer) -> None:
+        base = self._base(skip, new.tensors)
+        with DeltaShard(new.version, base.version, _changes(base, new), settings=self._codec) as shard:
+            position = shard.send(producer, self._run, self._claims)
+            record = SkipDelta(
+                run_id=self._run.run_id,
+                branch=self._run.branch,
+                version=new.version,
+                base=base.version,
+                n_changed=shard.n_changed,
+                n_bytes=shard.n_bytes,
+                shards=[position],
+                published_at=now_us(),
+            )
+        producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+        self.published += 1
+
+    def _base(self, skip: Skip, tensors: list[TensorInfo]) -> HeldVersion:
+        held = self._bases.get(skip.length)
+        if held is not None and held.version == skip.base:
+            return held
+        if skip.way is None:
+            raise ChainError(f"no anchor leads to version {skip.base}")
+        return rebuild(self._kafka, skip.way, tensors)
+
+
+def _changes(base: HeldVersion, new: HeldVersion) -> Iterator[TensorChange]:
+    for name, weight in new.weights.items():
+        yield TensorChange(name, weight.dtype, base.weights[name].bits, weight.bits)

@@ -1,0 +1,177 @@
+"""Publishers on a real Kafka, tensors of every type to publish, and a follower that trusts nothing."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.weights.anchor import read_anchor
+from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
+from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition, SkipDelta
+from tidemill.schemas.stored_object import StoredObject, read_object
+
+View = dict[str, Weight]
+
+SHAPES = {
+    "embed": ("bfloat16", (64, 16)),
+    "experts": ("float8_e4m3fn", (32, 24)),
+    "gate": ("float8_e5m2", (40,)),
+    "packed": ("int4", (16, 8)),
+    "quantised": ("int8", (16, 8)),
+    "half": ("float16", (16, 4)),
+    "norm": ("float32", (16,)),
+}
+WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Where one test publishes."""
+
+    kafka: KafkaSettings
+    run: RunSettings
+    store: StoreSettings
+    base_model: Path
+
+    def records(self) -> list[Manifest | SkipDelta]:
+        """Every manifest and skip-delta of the run, in log order."""
+        with LogReader(self.kafka, [Topic.MANIFESTS]) as reader:
+            found = [located.record for located in reader.read_to_end()]
+        return [r for r in found if isinstance(r, Manifest | SkipDelta) and r.run_id == self.run.run_id]
+
+    def manifests(self, branch: str = "main") -> list[Manifest]:
+        """Every manifest of a branch, in log order."""
+        return [r for r in self.records() if isinstance(r, Manifest) and r.branch == branch]
+
+    def skips(self) -> list[SkipDelta]:
+        """Every skip-delta of the run, in log order."""
+        return [record for record in self.records() if isinstance(record, SkipDelta)]
+
+    def chunks(self) -> dict[tuple[int, int], DeltaChunk]:
+        """Every chunk of the run, by its place."""
+        with LogReader(self.kafka, [Topic.DELTAS]) as reader:
+            found = {(at.partition, at.offset): at.record for at in reader.read_to_end()}
+        return {place: chunk for place, chunk in found.items() if chunk.run_id == self.run.run_id}
+
+    def payloads(self, shard: ShardPosition, version: int) -> list[bytes]:
+        """The bytes of a shard, checked against its position and the chunks' own fields."""
+        if shard.uri is not None:
+            assert shard.offsets == []
+            return [read_object(StoredObject(shard.uri, shard.n_bytes, shard.digest))]
+        chunks = self.chunks()
+        named = [chunks[shard.partition, offset] for offset in shard.offsets]
+        assert [(c.version, c.sequence, c.total) for c in named] == [
+            (version, i, len(named)) for i in range(len(named))
+        ]
+        assert all(chunk.digest == xxhash.xxh3_128_hexdigest(chunk.payload) for chunk in named)
+        stream = b"".join(chunk.payload for chunk in named)
+        assert (len(stream), xxhash.xxh3_128_hexdigest(stream)) == (shard.n_bytes, shard.digest)
+        return [chunk.payload for chunk in named]
+
+    def apply(self, shards: list[ShardPosition], version: int, base: int, held: Mapping[str, np.ndarray]) -> None:
+        """Bring weights from `base` to `version` by a delta of the log."""
+        for shard in shards:
+            for block in decode_delta(self.payloads(shard, version), version, base):
+                changes = resolve_all(block, held)
+                assert changes
+                for change in changes:
+                    apply_change(change, held[change.name])
+
+    def follow(self, branch: str = "main") -> Iterator[tuple[Manifest, dict[str, np.ndarray]]]:
+        """Every version as a follower makes it that starts at the first anchor; yields (manifest, weights)."""
+        held: dict[str, np.ndarray] = {}
+        for manifest in map(with_tensors, self.manifests(branch)):
+            if manifest.parent is None:
+                held = {name: bits.copy() for name, bits in read_anchor(manifest.anchor.uri).items()}
+            else:
+                self.apply(manifest.shards, manifest.version, manifest.parent, held)
+            typed = {tensor.name: Weight(tensor.dtype, held[tensor.name]) for tensor in manifest.tensors}
+            assert tensor_infos(typed) == manifest.tensors
+            assert total_fingerprint(manifest.tensors).hex() == manifest.fingerprint
+            yield manifest, held
+
+
+@pytest.fixture(scope="module")
+def log(kafka) -> KafkaSettings:
+    """Topics that the tests of a module share; each test has a run of its own in them."""
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
+    create_topics(settings)
+    return settings
+
+
+@pytest.fixture
+def publication(log: KafkaSettings, tmp_path: Path) -> Publication:
+    """A run that nobody has published to."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return Publication(log, RunSettings(run_id=uuid.uuid4().hex), StoreSettings(root=str(tmp_path / "store")), base)
+
+
+@pytest.fixture
+def open_publisher(publication: Publication) -> Iterator[Callable[..., WeightPublisher]]:
+    """A function that starts a publisher on what the log holds, as a trainer that starts or restarts does."""
+    with ExitStack() as stack:
+
+        def start(settings=None, branch="main", **options) -> WeightPublisher:
+            run = publication.run.model_copy(update={"branch": branch})
+            made = WeightPublisher.open(
+                publication.kafka, run, publication.store, settings, base_model=publication.base_model, **options
+            )
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def first_view() -> Callable[..., View]:
+    """A function that makes random tensors of every type."""
+
+    def make(seed: int = 0) -> View:
+        random = np.random.default_rng(seed)
+        view = {}
+        for name, (dtype, shape) in SHAPES.items():
+            width = WIDTHS.get(dtype, np.uint8)
+            view[name] = Weight(dtype, random.integers(0, np.iinfo(width).max, shape, dtype=width, endpoint=True))
+        return view
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def next_view() -> Callable[..., View]:
+    """A function that changes some elements of a view by their lowest bit."""
+
+    def make(view: View, seed: int, density: float = 0.05) -> View:
+        random = np.random.default_rng(seed)
+        return {
+            name: Weight(dtype, np.where(random.random(bits.shape) < density, bits ^ bits.dtype.type(1), bits))
+            for name, (dtype, bits) in view.items()
+        }
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def views(first_view, next_view) -> list[View]:
+    """Ten versions, each made from the one before."""
+    made = [first_view()]
+    for version in range(1, 10):
+        made.append(next_view(made[-1], seed=version))
+    return made

@@ -1,0 +1,349 @@
+"""The program that the tests of sharded publication run under torchrun, and the weights that both sides make.
+
+    python -m torch.distributed.run --standalone --nproc-per-node N sharded_worker.py JOB    JOB: a `Job` as JSON
+
+A job is a list of scenarios, run in order in the same processes. Each rank writes what a scenario found to
+`<out>/<scenario>-<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tidemill.kernels.weights import sharded_anchor
+from tidemill.kernels.weights.commit import VersionMark, read_chain
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.sharded_publish import ShardedPublisher
+from tidemill.kernels.weights.sharded_ranks import RankFailedError, Ranks, RanksLostError, open_ranks
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.records import Record
+from tidemill.trainer.sharded_view import local_parts
+
+CHAIN_LENGTH = 5
+SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9, skips=())
+TIMEOUT_S = 120.0
+SHORT_TIMEOUT_S = 3.0
+LARGE_TENSORS, LARGE_SHAPE = 32, (1024, 2048)
+TRAINED_VERSIONS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks do, and where the log and the store are."""
+
+    scenarios: list[str]
+    bootstrap: str
+    prefix: str
+    run_id: str
+    store: str
+    base: str
+    out: str
+
+
+class Uneven(nn.Module):
+    """Weights that no number of ranks divides, one of a single row, a tied one, and a buffer that is not sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(67, 16)
+        self.up = nn.Linear(16, 33)
+        self.down = nn.Linear(33, 1, bias=False)
+        self.norm = nn.LayerNorm(5)
+        self.head = nn.Linear(16, 67, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def sharded(self, mesh: DeviceMesh) -> Uneven:
+        """The model over the ranks of a mesh."""
+        fully_shard(self.up, mesh=mesh)
+        return fully_shard(self, mesh=mesh)
+
+
+class Large(nn.Module):
+    """Many weights of equal size, each small beside the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(LARGE_SHAPE)) for _ in range(LARGE_TENSORS))
+
+
+def first_weights() -> Uneven:
+    """The same model in every process."""
+    torch.manual_seed(0)
+    return Uneven()
+
+
+@torch.no_grad()
+def advance(model: nn.Module, version: int) -> None:
+    """Add to every weight what version `version` changes of it: whole tensors are made, and cut as the weight is."""
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if name == "head.weight":
+            continue
+        generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(f"{name}/{version}".encode()))
+        change = 1e-3 * torch.randn(weight.shape, generator=generator)
+        if isinstance(weight, DTensor):
+            mesh = weight.device_mesh
+            rows = -(-weight.shape[0] // mesh.size(mesh.ndim - 1))
+            first = mesh.get_local_rank(mesh.ndim - 1) * rows
+            weight.to_local().add_(change[first : first + rows])
+        else:
+            weight.add_(change)
+
+
+def mark(version: int) -> VersionMark:
+    """A version that follows the one before it."""
+    return VersionMark(version, version - 1 if version else None, step=version, learning_rate=1e-4, trained_at=version)
+
+
+class FaultyProducer(RecordProducer):
+    """Refuses the chunks of deltas, or kills its process after the first of them, where it is told to."""
+
+    refuse = False
+    kill = False
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """As the producer, with the fault."""
+        if self.refuse and topic is Topic.DELTAS:
+            raise DeliveryError("the broker is gone")
+        positions = super().send_acked(topic, records)
+        if self.kill and topic is Topic.DELTAS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return positions
+
+
+class Worker:
+    """One rank's side of the scenarios."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.kafka = KafkaSettings(bootstrap=job.bootstrap, topic_prefix=job.prefix)
+        self.rank = dist.get_rank()
+        self.ranks = open_ranks(TIMEOUT_S)
+        self.world = DeviceMesh("cpu", list(range(dist.get_world_size())))
+
+    def publisher(
+        self, suffix: str, ranks: Ranks | None = None, producer: RecordProducer | None = None, shards: int = 1
+    ) -> ShardedPublisher:
+        """A publisher of the run `<run_id>-<suffix>`, opened as after a start or a restart."""
+        return ShardedPublisher(
+            producer or RecordProducer(self.kafka, "test-sharded"),
+            ranks or self.ranks,
+            self.kafka,
+            RunSettings(run_id=f"{self.job.run_id}-{suffix}"),
+            StoreSettings(root=self.job.store),
+            base_model=Path(self.job.base),
+            settings=SETTINGS,
+            shards_per_rank=shards,
+        )
+
+    def chain(self) -> dict[str, Any]:
+        """The same versions from 1, 2 and 3 ranks, and all there are; two shards a rank where they are two."""
+        found = {}
+        for size in range(1, dist.get_world_size() + 1):
+            members = list(range(size))
+            mesh, group = DeviceMesh("cpu", members), dist.new_group(members, backend="gloo")
+            if self.rank in members:
+                publisher = self.publisher(f"chain{size}", Ranks(group), shards=2 if size == 2 else 1)
+                found[str(size)] = list(self._publish_chain(publisher, first_weights().sharded(mesh)))
+        return found
+
+    def _publish_chain(
+        self, publisher: ShardedPublisher, model: nn.Module, length: int = CHAIN_LENGTH
+    ) -> Iterator[str]:
+        for version in range(length):
+            if version:
+                advance(model, version)
+            yield publisher.publish(mark(version), self.parts(model)).fingerprint
+
+    def parts(self, model: nn.Module) -> dict[str, Any]:
+        """This rank's parts."""
+        return local_parts(model, first=self.rank == 0)
+
+    def replicated(self) -> dict[str, Any]:
+        """Every rank holds the whole model: a mesh that copies over its first dimension and shards over its second."""
+        ranks = [[rank] for rank in range(dist.get_world_size())]
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("copies", "shards"))
+        publisher, model = self.publisher("replicated"), first_weights().sharded(mesh)
+        held = sum(part.bits.size for part in self.parts(model).values())
+        return {"held": held, "versions": list(self._publish_chain(publisher, model, 2))}
+
+    def failing(self) -> dict[str, Any]:
+        """One rank fails, in each way that one can; then the same version is published."""
+        producer = FaultyProducer(self.kafka, "test-sharded")
+        publisher, model = self.publisher("failing", producer=producer), first_weights().sharded(self.world)
+        found = {"v0": publisher.publish(mark(0), self.parts(model)).fingerprint}
+        advance(model, 1)
+        producer.refuse = self.rank == 1
+        found["log"] = self._failure(publisher, 1, model)
+        producer.refuse = False
+        found["v1"] = publisher.publish(mark(1), self.parts(model)).fingerprint
+        advance(model, 2)
+        found["drift"] = self._drifted(publisher, model)
+        found["v2"] = publisher.publish(mark(2), self.parts(model)).fingerprint
+        advance(model, 3)
+        found["anchor"] = self._full_disk(publisher, model)
+        found["v3"] = publisher.publish(mark(3), self.parts(model)).fingerprint
+        return found
+
+    def _failure(self, publisher: ShardedPublisher, version: int, model: nn.Module) -> list[Any]:
+        """What the ranks are told, and which versions the log then has."""
+        try:
+            publisher.publish(mark(version), self.parts(model))
+        except RankFailedError as error:
+            chain = read_chain(self.kafka, RunSettings(run_id=f"{self.job.run_id}-failing"))
+            return [str(error), chain.newest_version]
+        raise AssertionError("a version was published that one rank failed at")
+
+    def _drifted(self, publisher: ShardedPublisher, model: nn.Module) -> list[Any]:
+        """One element of what rank 1 starts from is not what it published."""
+        bits = publisher._held.parts["up.weight"].bits
+        bits[5] ^= self.rank
+        try:
+            return self._failure(publisher, 2, model)
+        finally:
+            bits[5] ^= self.rank
+
+    def _full_disk(self, publisher: ShardedPublisher, model: nn.Module) -> list[Any]:
+        """Rank 1 cannot write its file of the anchor."""
+        put_file = sharded_anchor.put_file
+
+        def full(uri: str, name: str, pieces: Any) -> Any:
+            next(pieces)
+            raise OSError("no space left on device")
+
+        sharded_anchor.put_file = full if self.rank == 1 else put_file
+        try:
+            return self._failure(publisher, 3, model)
+        finally:
+            sharded_anchor.put_file = put_file
+
+    def hanging(self) -> dict[str, Any]:
+        """Rank 1 does not come to what rank 0 waits for."""
+        ranks, told = open_ranks(SHORT_TIMEOUT_S), Path(self.job.out) / "told"
+        if self.rank == 1:
+            deadline = time.monotonic() + TIMEOUT_S
+            while not told.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return {}
+        begun = time.monotonic()
+        try:
+            ranks.gather(lambda: None)
+        except RanksLostError as error:
+            told.touch()
+            return {"error": str(error), "seconds": time.monotonic() - begun}
+        raise AssertionError("a rank that did not come was not missed")
+
+    def training(self) -> dict[str, Any]:
+        """FSDP2 steps of a Qwen3, each rank on a batch of its own; every step is a version."""
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        shape = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        model = Qwen3ForCausalLM(
+            Qwen3Config(vocab_size=101, hidden_size=48, intermediate_size=80, tie_word_embeddings=True, **shape)
+        )
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=self.world)
+        fully_shard(model, mesh=self.world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        publisher, torch_seed = self.publisher("training"), torch.Generator().manual_seed(self.rank)
+        found = [publisher.publish(mark(0), self.parts(model)).fingerprint]
+        for version in range(1, TRAINED_VERSIONS):
+            tokens = torch.randint(101, (2, 16), generator=torch_seed)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(publisher.publish(mark(version), self.parts(model)).fingerprint)
+        return {"versions": found}
+
+    def killed(self) -> dict[str, Any]:
+        """Rank 1 is killed when the log has its first chunk of version 2."""
+        producer = FaultyProducer(self.kafka, "test-sharded")
+        publisher, model = self.publisher("killed", producer=producer), first_weights().sharded(self.world)
+        publisher.publish(mark(0), self.parts(model))
+        advance(model, 1)
+        publisher.publish(mark(1), self.parts(model))
+        advance(model, 2)
+        producer.kill = self.rank == 1
+        publisher.publish(mark(2), self.parts(model))
+        raise AssertionError("a version was published without a rank that was killed")
+
+    def resumed(self) -> dict[str, Any]:
+        """What `killed` left, gone on with by another number of ranks from the weights of version 1."""
+        publisher, model = self.publisher("killed"), first_weights().sharded(self.world)
+        advance(model, 1)
+        found = [publisher.publish(mark(1), self.parts(model)).fingerprint]
+        advance(model, 2)
+        return {"versions": [*found, publisher.publish(mark(2), self.parts(model)).fingerprint]}
+
+    def memory(self) -> dict[str, Any]:
+        """What publication takes above the model, in bytes, and what gathering the whole state would."""
+        with torch.device("meta"):
+            model = fully_shard(Large(), mesh=self.world)
+        model.to_empty(device="cpu")
+        torch.manual_seed(self.rank)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.to_local().normal_()
+        publisher = self.publisher("memory")
+        first = peak_of(lambda: publisher.publish(mark(0), self.parts(model)))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.to_local()[::50].mul_(1.01)
+        second = peak_of(lambda: publisher.publish(mark(1), self.parts(model)))
+        planted = peak_of(lambda: [weight.full_tensor().to(torch.bfloat16) for weight in model.parameters()])
+        held = sum(part.bits.nbytes for part in publisher._held.parts.values())
+        return {"anchor": first, "delta": second, "planted": planted, "held": held}
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """How far the process's resident memory rises above where it is while `work` runs, bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    held = work()
+    peak = resident("VmHWM") - before
+    del held
+    return peak
+
+
+def resident(field: str) -> int:
+    """A field of the process's memory status, bytes."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    dist.init_process_group("gloo")
+    worker = Worker(job)
+    for scenario in job.scenarios:
+        begun = time.monotonic()
+        found = getattr(worker, scenario)()
+        print(
+            f"{scenario}, rank {worker.rank}: {time.monotonic() - begun:.1f} s, {time.process_time():.1f}", flush=True
+        )
+        (Path(job.out) / f"{scenario}-{worker.rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The chain of a branch, and when an anchor is due: pure functions of the manifests in the log."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.kernels.fingerprint import Fingerprint
+from tidemill.kernels.weights.anchor_rule import anchor_due
+from tidemill.kernels.weights.bits import changed
+from tidemill.kernels.weights.chain import ChainError, SinceAnchor, VersionChain
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.shard_report import ShardReport
+from tidemill.kernels.weights.skips import bases_due, skips_due
+from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
+
+
+def manifest(version: int, parent: int | None = None, anchor: int | None = None, **fields) -> Manifest:
+    """A version with an anchor of `anchor` bytes, if that is given."""
+    made = Manifest(
+        run_id="run", branch="main", version=version, parent=parent, step=version, learning_rate=1e-6, n_elements=10,
+        n_changed=1, delta_bytes=100, shards=[], tensors=[TensorInfo("w", "bfloat16", [10], f"{version:032x}")],
+        fingerprint=f"{version:032x}", anchor=None if anchor is None else Anchor(f"a{version}", anchor),
+        trained_at=0, published_at=0,
+    )  # fmt: skip
+    return replace(made, **fields)
+
+
+def chain(versions: int, anchors: tuple[int, ...] = (0,)) -> VersionChain:
+    """Versions 0, 10, 20... with anchors at the places named."""
+    numbers = range(0, 10 * versions, 10)
+    return VersionChain(
+        "run",
+        "main",
+        [manifest(v, v - 10 if v else None, 1000 if v // 10 in anchors else None) for v in numbers],
+    )
+
+
+def test_others_are_left_alone_and_only_the_newest_keeps_its_tensors():
+    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(9, 8, run_id="other")])
+    held.observe(manifest(7, 1, branch="candidate"))
+    assert (len(held), held.newest, held.oldest.version) == (2, manifest(1, 0), 0)
+    assert held.get(0).tensors == [] and held.get(0).fingerprint == manifest(0).fingerprint
+    assert held.get(7) is held.get(9) is None
+
+
+def test_a_chain_is_one_life_of_the_version_numbers():
+    assert VersionChain("run", "main").incarnation == ""
+    held = VersionChain(
+        "run", "main", [manifest(0, anchor=1, incarnation="first"), manifest(1, 0, incarnation="first")]
+    )
+    assert held.incarnation == "first"
+    assert VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0)]).incarnation == ""
+
+
+def test_the_same_record_again_changes_nothing_and_other_weights_are_refused():
+    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(0, anchor=1)])
+    assert held.newest.version == 1
+    with pytest.raises(ChainError, match=r"fork_from=ForkPoint\('main', 0\)"):
+        held.observe(manifest(1, 0, fingerprint="f" * 32))
+    with pytest.raises(ChainError, match=r"What the log has stays$"):
+        held.observe(manifest(0, fingerprint="f" * 32))
+
+
+def test_the_next_version_follows_the_newest():
+    VersionChain("run", "main").require_next(5, None)
+    held = chain(3)
+    held.require_next(21, 20)
+    for version, parent in ((21, 10), (21, None), (20, 20), (5, 20)):
+        with pytest.raises(ChainError):
+            held.require_next(version, parent)
+
+
+def test_after_going_back_the_next_version_follows_the_older_one_once():
+    held = chain(4, anchors=(0, 3))
+    held.go_back(10)
+    assert (held.head, held.newest_version, held.since_anchor()) == (10, 30, SinceAnchor(1, 100, 1000))
+    held.require_next(31, 10)
+    for version, parent, message in ((31, 30, "gone back to"), (20, 10, "numbers only rise")):
+        with pytest.raises(ChainError, match=message):
+            held.require_next(version, parent)
+    held.observe(manifest(31, 10))
+    assert held.head == 31
+    assert [d.version for d in held.way_to(31).deltas] == [10, 31]
+    assert [m.version for m in (held.ancestor(31, 1), held.ancestor(31, 2))] == [10, 0]
+    held.go_back(10)
+    held.go_back(31)
+    held.require_next(32, 31)
+    with pytest.raises(ChainError, match="no version 99 to go back to"):
+        held.go_back(99)
+
+
+def test_the_way_to_a_version_begins_at_the_nearest_anchor():
+    held = chain(7, anchors=(0, 3))
+    assert [(held.way_to(v).anchor.version, [d.version for d in held.way_to(v).deltas]) for v in (0, 20, 30, 60)] == [
+        (0, []), (0, [10, 20]), (30, []), (30, [40, 50, 60])
+    ]  # fmt: skip
+    assert held.way_to(5) is None
+    assert VersionChain("run", "main", [manifest(4, 3)]).way_to(4) is None
+    assert VersionChain("run", "main", [manifest(4, 4)]).way_to(4) is None, "no parent of its own"
+
+
+def test_what_has_come_since_the_anchor():
+    assert chain(1).since_anchor() == SinceAnchor(0, 0, 1000)
+    assert chain(7, anchors=(0, 3)).since_anchor() == SinceAnchor(3, 300, 1000)
+    assert VersionChain("run", "main").since_anchor() == SinceAnchor(0, 0, 0)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 500), max_size=60),
+    every=st.integers(1, 30),
+    ratio=st.floats(0.05, 4.0),
+)
+def test_anchors_are_never_further_apart_than_either_rule_says(sizes: list[int], every: int, ratio: float):
+    settings = PublishSettings(anchor_every=every, anchor_bytes_ratio=ratio)
+    held = VersionChain("run", "main", [manifest(0, anchor=1000)])
+    between = read = 0
+    for version, size in enumerate(sizes, 1):
+        due = anchor_due(held.since_anchor(), size, settings)
+        between, read = (0, 0) if due else (between + 1, read + size)
+        assert between < every and read <= ratio * 1000
+        held.observe(manifest(version, version - 1, 1000 if due else None, delta_bytes=size))
+
+
+def test_an_anchor_that_is_not_due_is_not_written():
+    settings = PublishSettings(anchor_every=10, anchor_bytes_ratio=1.0)
+    assert not anchor_due(SinceAnchor(8, 900, 1000), 100, settings)
+    assert anchor_due(SinceAnchor(9, 0, 1000), 0, settings)
+    assert anchor_due(SinceAnchor(0, 900, 1000), 101, settings)
+
+
+@pytest.mark.parametrize(
+    ("versions", "due", "kept"),
+    [
+        (0, [], ()),
+        (1, [], (2, 3)),
+        (2, [], ()),
+        (3, [(2, 0)], (2,)),
+        (4, [(3, 0)], (3,)),
+        (7, [(2, 40), (3, 30)], (2, 3)),
+    ],
+)
+def test_skip_deltas_are_due_by_place_in_the_branch(versions, due, kept):
+    held = chain(versions)
+    assert [(skip.length, skip.base) for skip in skips_due(held, (2, 3))] == due
+    assert bases_due(held, (2, 3)) == kept
+
+
+def test_a_branch_that_lost_a_version_is_not_skipped_over():
+    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(3, 2)])
+    assert held.ancestor(3, 2) is None and skips_due(held, (2,)) == []
+
+
+def test_the_tensors_of_a_version_are_those_of_its_parent_and_the_shards_changes():
+    tensors = [TensorInfo(name, "bfloat16", [2], Fingerprint(i, i).hex()) for i, name in enumerate("abc")]
+    position = ShardPosition(0, "t", 0, [], 0, "")
+    shards = [
+        ShardReport(position, 0, 0, {"a": Fingerprint(5, 6), "c": Fingerprint(1, 1)}),
+        ShardReport(position, 0, 0, {"a": Fingerprint(1, 1)}),
+    ]
+    changes = [shard.tensor_changes for shard in shards]
+    made = {tensor.name: tensor.fingerprint for tensor in changed(tensors, changes)}
+    assert made == {"a": Fingerprint(6, 7).hex(), "b": Fingerprint(1, 1).hex(), "c": Fingerprint(3, 3).hex()}
+    with pytest.raises(KeyError):
+        changed(tensors[:1], changes)
+
+
+def test_settings_name_each_skip_once_and_in_order():
+    assert PublishSettings(skips=(64, 8)).skips == (8, 64)
+    with pytest.raises(ValueError, match="once"):
+        PublishSettings(skips=(8, 8))
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        PublishSettings(skips=(1,))

@@ -1,0 +1,265 @@
+"""The mirror: any element type, through anchors and deltas, forwards and back, bit for bit; and how deltas are read."""
+
+import time
+from dataclasses import replace
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.consumers import replica_driver as driver
+from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange, encode_delta
+from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.weights import delta_shard
+from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader
+from tidemill.kernels.weights.decode import Decoder
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher
+from tidemill.kernels.weights.graph import Delta
+from tidemill.kernels.weights.mirror import Draft, Mirror
+from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
+
+DTYPES = {
+    "bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32, "float8_e4m3fn": np.uint8,
+    "float8_e5m2": np.uint8, "int8": np.uint8, "uint8": np.uint8, "int4": np.uint8,
+}  # fmt: skip
+SHAPE = (12, 50)
+
+
+def any_view(seed):
+    """A tensor of every type, of any patterns at all."""
+    random = np.random.default_rng(seed)
+    return {name: random.integers(0, np.iinfo(bits).max, SHAPE, bits, endpoint=True) for name, bits in DTYPES.items()}
+
+
+def nudged(view, seed):
+    random = np.random.default_rng(seed)
+    changed = {name: bits.copy() for name, bits in view.items()}
+    for bits in changed.values():
+        bits.reshape(-1)[random.choice(bits.size, 9, replace=False)] ^= 1
+    return changed
+
+
+def manifest_of(version, view, parent=None):
+    tensors = [
+        TensorInfo(name, name, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex())
+        for name, bits in view.items()
+    ]
+    total = sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
+    return Manifest(
+        run_id="test", branch="main", version=version, parent=parent, step=0, learning_rate=0.0, n_elements=0,
+        n_changed=0, delta_bytes=0, shards=[ShardPosition(0, "", 0, [], 0, "")], tensors=tensors,
+        fingerprint=total.hex(), anchor=None, trained_at=0, published_at=0,
+    )  # fmt: skip
+
+
+def save(view, directory):
+    directory.mkdir()
+    stored = {"int4": torch.uint8}
+    signed = {name: torch.from_numpy(bits.view(f"<i{bits.itemsize}")) for name, bits in view.items()}
+    tensors = {name: bits.view(stored.get(name) or getattr(torch, name)) for name, bits in signed.items()}
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def delta_between(mirror, old, new, version, parent):
+    """A delta's changes, decoded over the mirror, and its manifest."""
+    stream = list(encode_delta(version, parent, [TensorChange(n, n, old[n], new[n]) for n in new]))
+    manifest = manifest_of(version, new, parent)
+    decoder = Decoder(2)
+    try:
+        delta = Delta(manifest, parent, tuple(manifest.shards), 0)
+        return decoder.decode(delta, lambda *_: (piece for piece in stream), mirror.resolve).changes, manifest
+    finally:
+        decoder.close()
+
+
+def same(mirror, view):
+    return all(np.array_equal(mirror.bits(name), bits.reshape(-1)) for name, bits in view.items())
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    return Mirror.from_anchor(save(any_view(0), tmp_path / "v0"), manifest_of(0, any_view(0)))
+
+
+def test_every_element_type_goes_through_anchor_delta_and_checkpoint(mirror, tmp_path):
+    old, new = any_view(0), nudged(any_view(0), 1)
+    draft = Draft(mirror)
+    draft.advance(*delta_between(mirror, old, new, 1, 0))
+    draft.check(manifest_of(1, new))
+    assert same(mirror, new) and {change.name for change in draft.changes()} == set(DTYPES)
+    draft.keep()
+    mirror.save(tmp_path / "saved")
+    reader = AnchorReader(tmp_path / "saved")
+    assert all(np.array_equal(reader.bits(name), bits.reshape(-1)) for name, bits in new.items())
+
+
+def test_a_draft_goes_back_over_an_anchor_and_deltas(mirror, tmp_path):
+    views = [any_view(0), any_view(5)]
+    for seed in (6, 7):
+        views.append(nudged(views[-1], seed))
+    before = mirror.fingerprints
+    draft = Draft(mirror)
+    draft.load(save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
+    for version in (2, 3):
+        draft.advance(*delta_between(mirror, views[version - 1], views[version], version, version - 1))
+    assert same(mirror, views[3]) and mirror.version == 3
+    draft.revert()
+    assert same(mirror, views[0]) and mirror.version == 0 and mirror.fingerprints == before
+
+
+@pytest.mark.parametrize("begins_with_anchor", [False, True])
+def test_the_changes_of_a_draft_lead_from_what_was_there_to_what_is(mirror, tmp_path, begins_with_anchor):
+    views = [any_view(0), nudged(any_view(0), 1), nudged(nudged(any_view(0), 1), 2), any_view(0)]
+    live = {name: bits.reshape(-1).copy() for name, bits in views[0].items()}
+    draft = Draft(mirror)
+    if begins_with_anchor:
+        views[1] = any_view(9)
+        views[2] = nudged(views[1], 2)
+        draft.load(save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
+    else:
+        draft.advance(*delta_between(mirror, views[0], views[1], 1, 0))
+    draft.advance(*delta_between(mirror, views[1], views[2], 2, 1))
+    for change in draft.changes():
+        assert len(np.unique(change.indices)) == change.indices.size
+        assert (live[change.name][change.indices] != change.bits).all()
+        live[change.name][change.indices] = change.bits
+    assert all(np.array_equal(live[name], bits.reshape(-1)) for name, bits in views[2].items())
+
+
+def test_a_draft_that_leads_back_to_where_it_began_changes_nothing(mirror):
+    old, new = any_view(0), nudged(any_view(0), 1)
+    draft = Draft(mirror)
+    draft.advance(*delta_between(mirror, old, new, 1, 0))
+    draft.advance(*delta_between(mirror, new, old, 2, 1))
+    assert draft.changes() == ()
+
+
+def test_a_step_that_makes_another_version_is_refused_and_writes_nothing(mirror):
+    changes, manifest = delta_between(mirror, any_view(0), nudged(any_view(0), 1), 1, 0)
+    with pytest.raises(FingerprintMismatch, match="does not make version 1"):
+        Draft(mirror).advance(changes[1:], manifest)
+    assert same(mirror, any_view(0))
+
+
+@pytest.mark.parametrize("wrong", ["name", "dtype"])
+def test_a_delta_of_a_tensor_that_is_not_served_is_refused(mirror, wrong):
+    old, new = np.zeros(600, np.uint16), np.ones(600, np.uint16)
+    change = TensorChange("other" if wrong == "name" else "float16", "bfloat16", old, new)
+    stream = list(encode_delta(1, 0, [change]))
+    manifest = manifest_of(1, any_view(0), 0)
+    decoder = Decoder(1)
+    with pytest.raises(DeltaError, match="not served"):
+        decoder.decode(Delta(manifest, 0, tuple(manifest.shards), 0), lambda *_: iter_of(stream), mirror.resolve)
+    decoder.close()
+
+
+def iter_of(pieces):
+    yield from pieces
+
+
+@pytest.mark.parametrize("wrong", ["value", "missing", "shape"])
+def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path, wrong):
+    view = any_view(3)
+    manifest = manifest_of(1, view)
+    if wrong == "value":
+        view["int8"][0, 0] ^= 1
+    elif wrong == "missing":
+        del view["int8"]
+    else:
+        view["int8"] = view["int8"][:5]
+        manifest = manifest_of(1, view)
+    draft = Draft(mirror)
+    with pytest.raises(AnchorError):
+        draft.load(save(view, tmp_path / "bad"), manifest)
+    draft.revert()
+    assert same(mirror, any_view(0))
+
+
+def test_an_unknown_dtype_in_an_anchor_is_refused(tmp_path):
+    save_file({"a": torch.zeros(3, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(AnchorError, match="int64"):
+        AnchorReader(tmp_path).bits("a")
+
+
+class ManyChunks:
+    """A version of several shards with small chunks, in a log in memory that notes what was asked of it."""
+
+    def __init__(self, n_shards):
+        view = {f"{k}": np.random.default_rng(k).integers(0, 1 << 14, 4000, np.uint16) for k in range(n_shards)}
+        self.log = driver.MemoryLog()
+        held, delta_shard.CHUNK_BYTES = delta_shard.CHUNK_BYTES, 128
+        try:
+            self.manifest = driver.publish(self.log, 1, view, driver.nudged(view, 1, 0.5), n_shards=n_shards)
+        finally:
+            delta_shard.CHUNK_BYTES = held
+
+    def read(self, fetcher, shard):
+        return b"".join(fetcher.pieces(self.manifest, self.manifest.shards[shard]))
+
+
+def test_the_fetcher_holds_no_more_than_its_limit():
+    many = ManyChunks(1)
+    fetcher = ChunkFetcher(many.log, 5.0, held_bytes=1000)
+    peak = 0
+    for _ in fetcher.pieces(many.manifest, many.manifest.shards[0]):
+        peak = max(peak, fetcher._held_bytes)
+    assert many.manifest.delta_bytes > 2000 and peak <= 1000
+
+
+def test_shards_are_read_in_any_order_whatever_the_limit():
+    many = ManyChunks(3)
+    fetcher = ChunkFetcher(many.log, 5.0, held_bytes=1000)
+    n_bytes = 0
+    for shard in (2, 0, 1):
+        n_bytes += len(many.read(fetcher, shard))
+        assert fetcher._held_bytes <= 1000
+    assert n_bytes == many.manifest.delta_bytes and not fetcher._held
+
+
+def test_the_fetcher_goes_over_chunks_that_nobody_wants():
+    many = ManyChunks(3)
+    fetcher = ChunkFetcher(many.log, 5.0)
+    many.read(fetcher, 2)
+    assert fetcher._held_bytes == 0 and many.log.at == len(many.log.located)
+
+
+def test_the_fetcher_stays_where_the_log_was_opened_when_that_is_just_before_the_first_delta():
+    many = ManyChunks(1)
+    many.read(ChunkFetcher(many.log, 5.0), 0)
+    assert many.log.sought == []
+
+
+def test_the_fetcher_goes_back_to_a_delta_from_before_the_log_was_opened():
+    many = ManyChunks(1)
+    many.log.at = len(many.log.located)
+    many.read(ChunkFetcher(many.log, 5.0), 0)
+    assert many.log.sought == [0]
+
+
+def test_shards_are_decoded_at_once():
+    """Two shards that each wait for the other to be read come through only beside each other."""
+    many, both = ManyChunks(2), Barrier(2, timeout=20)
+    fetcher, decoder = ChunkFetcher(many.log, 5.0), Decoder(2)
+
+    def pieces(manifest, shard):
+        both.wait()
+        yield from fetcher.pieces(manifest, shard)
+
+    delta = Delta(many.manifest, 0, tuple(many.manifest.shards), 0)
+    decoded = decoder.decode(delta, pieces, lambda block: ())
+    decoder.close()
+    assert decoded.changes == ()
+
+
+def test_an_error_of_one_shard_ends_the_others():
+    many = ManyChunks(2)
+    shards = [many.manifest.shards[0], replace(many.manifest.shards[1], digest="0" * 32)]
+    fetcher, decoder = ChunkFetcher(many.log, 30.0), Decoder(2)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="not what its record names"):
+        decoder.decode(Delta(many.manifest, 0, tuple(shards), 0), fetcher.pieces, lambda block: ())
+    assert time.monotonic() - begun < 20
+    decoder.close()

@@ -1,0 +1,352 @@
+"""Versions published on a real Kafka: readable in full once seen, published once, always continuing the chain."""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tidemill.kernels.weights.anchor import read_anchor
+from tidemill.kernels.weights.bits import as_weight
+from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, DeltaShard
+from tidemill.kernels.weights.publish import ChainError, ForkPoint, PublishSettings, Weight, WeightPublisher
+from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.schemas.config import CLAIM_CHECK_BYTES
+from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.records import DeltaChunk, Manifest
+
+EVERY_3 = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9)
+TO_STORE = PublishSettings(log_limit_bytes=0, anchor_every=100)
+ONE_ANCHOR = PublishSettings(anchor_every=100, anchor_bytes_ratio=1e9)
+
+
+def publish_all(publisher, views, first=0):
+    return [publisher.publish(v, view, learning_rate=1e-4) for v, view in enumerate(views, first)]
+
+
+def assert_equal(held, view):
+    assert held.keys() == view.keys()
+    for name, weight in view.items():
+        np.testing.assert_array_equal(held[name], weight.bits, err_msg=name)
+
+
+def assert_followed(publication, views, branch="main"):
+    """A follower holds each of these versions, bit for bit."""
+    seen = 0
+    for manifest, held in publication.follow(branch):
+        assert_equal(held, views[manifest.version])
+        seen += 1
+    assert seen == len(views)
+
+
+@pytest.mark.parametrize("settings", [EVERY_3, TO_STORE], ids=["log", "store"])
+def test_a_follower_holds_every_version_bit_for_bit(publication, open_publisher, views, settings):
+    sent = publish_all(open_publisher(settings), views)
+    assert publication.manifests() == sent
+    assert_followed(publication, views)
+    in_store = [shard.uri is not None for manifest in sent for shard in manifest.shards]
+    assert set(in_store) == {settings is TO_STORE} and len(in_store) == len(views) - 1
+
+
+def test_a_manifest_describes_its_version(publication, open_publisher, views):
+    publisher = open_publisher()
+    first = publisher.publish(0, views[0])
+    second = publisher.publish(3, views[1], learning_rate=1e-4, step=7, parent=0, trained_at=11)
+    assert (first.parent, first.shards, first.n_changed, first.delta_bytes) == (None, [], 0, 0)
+    assert (second.version, second.parent, second.step, second.learning_rate) == (3, 0, 7, 1e-4)
+    assert second.n_elements == sum(weight.bits.size for weight in views[1].values())
+    assert second.n_changed == sum(int((views[0][n].bits != views[1][n].bits).sum()) for n in views[0])
+    assert second.delta_bytes == sum(map(len, publication.payloads(second.shards[0], 3)))
+    assert [(t.name, t.dtype, tuple(t.shape)) for t in second.tensors] == [
+        (name, weight.dtype, weight.bits.shape) for name, weight in views[1].items()
+    ]
+    assert (second.trained_at, publisher.newest) == (11, second)
+    assert first.published_at > 0 and first.trained_at > 0
+
+
+def test_anchors_come_by_count_and_hold_their_version(open_publisher, views):
+    manifests = publish_all(open_publisher(EVERY_3), views)
+    assert [m.version for m in manifests if m.anchor] == [0, 3, 6, 9]
+    for manifest in manifests[::3]:
+        assert_equal(read_anchor(manifest.anchor.uri), views[manifest.version])
+
+
+def test_anchors_come_by_bytes(open_publisher, views):
+    """A reader that starts at any anchor reads at most that share of it beside it, whatever the density."""
+    ratio = 0.6
+    manifests = publish_all(open_publisher(PublishSettings(anchor_every=100, anchor_bytes_ratio=ratio)), views)
+    since, anchor = 0, None
+    for manifest in manifests:
+        since += manifest.delta_bytes
+        if manifest.anchor:
+            since, anchor = 0, manifest.anchor
+        assert since <= ratio * anchor.n_bytes
+    assert 2 < sum(manifest.anchor is not None for manifest in manifests) < len(manifests)
+
+
+def test_a_restart_publishes_nothing_twice(publication, open_publisher, views):
+    sent = publish_all(open_publisher(EVERY_3), views[:3])
+    restarted = open_publisher(EVERY_3)
+    assert restarted.newest == sent[-1]
+    before = publication.chunks()
+    assert publish_all(restarted, views[:3]) == sent
+    assert publication.chunks() == before
+    assert restarted.publish(3, views[3]).anchor is not None
+    assert_followed(publication, views[:4])
+
+
+@pytest.mark.parametrize("settings", [EVERY_3, TO_STORE], ids=["log", "store"])
+def test_a_restart_makes_the_newest_version_again_from_the_log(publication, open_publisher, views, settings):
+    """The trainer that comes back need not have the weights of the version that it published last."""
+    publish_all(open_publisher(settings), views[:6])
+    publish_all(open_publisher(settings), views[6:8], first=6)
+    publish_all(open_publisher(settings), views[8:], first=8)
+    assert_followed(publication, views)
+
+
+def test_a_chain_whose_delta_is_lost_is_not_continued(publication, open_publisher, views):
+    manifests = publish_all(open_publisher(TO_STORE), views[:3])
+    Path(manifests[2].shards[0].uri.removeprefix("file://")).unlink()
+    restarted = open_publisher(TO_STORE)
+    with pytest.raises(ChainError, match=r"version 2 .* cannot be made again: .* is gone"):
+        restarted.publish(3, views[3])
+    assert restarted.publish(2, views[2]).version == 2, "whoever has the weights can go on"
+    assert restarted.publish(3, views[3]).parent == 2
+
+
+def test_weights_may_change_as_soon_as_they_are_published(publication, open_publisher):
+    """Torch tensors of several types, from an iterator, trained in place."""
+    torch.manual_seed(0)
+    types = {"w": torch.bfloat16, "h": torch.float16, "n": torch.float32, "q": torch.float8_e4m3fn, "i": torch.int8}
+    tensors = {name: torch.randn(24, 8).mul(8).to(dtype) for name, dtype in types.items()}
+    tensors["t"] = tensors["w"][:, :4].t()
+    publisher, kept = open_publisher(), []
+    for version in range(4):
+        kept.append({name: Weight(*as_weight(name, tensor)) for name, tensor in tensors.items()})
+        kept[-1] = {name: Weight(weight.dtype, weight.bits.copy()) for name, weight in kept[-1].items()}
+        publisher.publish(version, iter(tensors.items()))
+        for name in ("w", "h", "n", "i"):
+            tensors[name].reshape(-1)[version : version + 9] += 1
+    assert [t.dtype for t in publisher.newest.tensors] == [
+        *(str(dtype).removeprefix("torch.") for dtype in types.values()),
+        "bfloat16",
+    ]
+    assert_followed(publication, kept)
+
+
+def test_chunks_without_a_manifest_are_left_behind(publication, open_publisher, views):
+    """A trainer killed between chunks and manifest publishes the version again; the orphans harm nobody."""
+    open_publisher().publish(0, views[0])
+    changes = [(name, weight.dtype, weight.bits, views[1][name].bits) for name, weight in views[0].items()]
+    with RecordProducer(publication.kafka, "killed") as producer, DeltaShard(1, 0, changes) as shard:
+        orphan = shard.send(producer, publication.run)
+    published = open_publisher().publish(1, views[1])
+    assert set(published.shards[0].offsets).isdisjoint(orphan.offsets)
+    assert_followed(publication, views[:2])
+
+
+def test_other_weights_under_a_published_version_are_refused_with_the_way_out(open_publisher, views):
+    publish_all(open_publisher(), views[:3])
+    with pytest.raises(ChainError, match=r"two trainers on one run.*fork_from=ForkPoint\('main', 1\)"):
+        open_publisher().publish(2, views[5])
+    with pytest.raises(ChainError, match=r"two trainers on one run"):
+        open_publisher().publish(0, views[5])
+
+
+def test_a_conflict_in_the_log_is_reported_on_start(open_publisher, views):
+    first, second = open_publisher(), open_publisher()
+    first.publish(0, views[0])
+    second.publish(0, views[5])
+    with pytest.raises(ChainError, match="two trainers on one run"):
+        open_publisher()
+
+
+@pytest.mark.parametrize(("version", "parent", "reason"), [(5, 0, "newest"), (5, 4, "newest"), (1, None, "only rise")])
+def test_a_version_that_is_not_the_next_is_refused(publication, open_publisher, views, version, parent, reason):
+    publisher = open_publisher()
+    for number in (0, 2):
+        publisher.publish(number, views[number])
+    with pytest.raises(ChainError, match=reason):
+        publisher.publish(version, views[3], parent=parent)
+    publisher.publish(3, views[3], parent=2)
+    assert [m.version for m in publication.manifests()] == [0, 2, 3]
+
+
+def test_the_first_version_of_a_branch_has_no_parent(open_publisher, views):
+    with pytest.raises(ChainError, match=r"the newest version .* is None"):
+        open_publisher().publish(1, views[1], parent=0)
+
+
+def spoil(view, name, value):
+    return {**view, name: value}
+
+
+BAD = {
+    "shape": (lambda view: spoil(view, "norm", Weight("float32", np.zeros(17, np.uint32))), r"norm is float32\[17\]"),
+    "type": (lambda view: spoil(view, "norm", np.zeros(16, np.uint16)), r"norm is bfloat16\[16\].* float32\[16\]"),
+    "missing": (lambda view: {name: view[name] for name in view if name != "norm"}, "in one of them only: norm"),
+    "extra": (lambda view: spoil(view, "lm_head.weight", np.zeros(4, np.uint16)), r"lm_head\.weight"),
+    "int64": (lambda view: spoil(view, "norm", torch.zeros(16, dtype=torch.int64)), "norm is .*int64"),
+    "untyped": (lambda view: spoil(view, "gate", view["gate"].bits), "does not say what it holds"),
+    "width": (lambda view: spoil(view, "gate", Weight("int8", np.zeros(40, np.uint16))), "int8 has patterns of uint8"),
+}
+
+
+@pytest.mark.parametrize("given", [dict, lambda view: iter(view.items())], ids=["mapping", "iterator"])
+def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication, open_publisher, views, given):
+    publisher = open_publisher()
+    publisher.publish(0, views[0])
+    for change, reason in BAD.values():
+        with pytest.raises((ChainError, TypeError), match=reason):
+            publisher.publish(1, given(change(views[1])))
+    assert not publication.chunks()
+    publisher.publish(1, views[1])
+    assert_followed(publication, views[:2])
+
+
+def test_a_tensor_that_comes_twice_or_none_at_all_is_refused(open_publisher, views):
+    publisher = open_publisher()
+    with pytest.raises(ChainError, match="no tensors"):
+        publisher.publish(0, {})
+    with pytest.raises(ChainError, match="twice"):
+        publisher.publish(0, [*views[0].items(), ("norm", views[0]["norm"])])
+    publisher.publish(0, views[0])
+    with pytest.raises(ChainError, match="twice"):
+        publisher.publish(1, [*views[1].items(), ("norm", views[1]["norm"])])
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["the log kept it", "the log did not keep it"])
+def test_a_manifest_whose_acknowledgement_is_lost_is_looked_up(publication, open_publisher, views, monkeypatch, kept):
+    """A trainer that is told of a failed delivery may publish again: the version is in the log once either way."""
+    publisher = open_publisher()
+    publish_all(publisher, views[:2])
+    send = RecordProducer.send_acked
+
+    def lost(self, topic, records):
+        manifest = isinstance(records[0][1], Manifest)
+        positions = send(self, topic, records) if kept or not manifest else []
+        if manifest:
+            raise DeliveryError("no acknowledgement came")
+        return positions
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordProducer, "send_acked", lost)
+        with pytest.raises(DeliveryError):
+            publisher.publish(2, views[2])
+    assert publisher.publish(2, views[2]).parent == 1
+    publisher.publish(3, views[3])
+    assert [m.version for m in publication.manifests()] == [0, 1, 2, 3]
+    assert_followed(publication, views[:4])
+
+
+def test_runs_and_branches_do_not_mix(open_publisher, views):
+    open_publisher().publish(0, views[0])
+    assert open_publisher(branch="candidate").newest is None
+    assert open_publisher(branch="candidate").publish(0, views[5]).branch == "candidate"
+
+
+def test_a_branch_begins_with_a_version_of_another_one(publication, open_publisher, views):
+    """The way out for a trainer that went back: the same run, another branch, from a version on."""
+    publish_all(open_publisher(ONE_ANCHOR), views[:5])
+    point = ForkPoint("main", 3)
+    forked = open_publisher(ONE_ANCHOR, "again", fork_from=point)
+    assert (forked.newest.version, forked.newest.parent, forked.newest.branch) == (3, None, "again")
+    forked.publish(4, views[5])
+    restarted = open_publisher(ONE_ANCHOR, "again", fork_from=point)
+    restarted.publish(5, views[6])
+    assert_followed(publication, views[:5])
+    other = {3: views[3], 4: views[5], 5: views[6]}
+    found = {manifest.version: manifest for manifest, held in publication.follow("again")}
+    assert found.keys() == other.keys()
+    for manifest, held in publication.follow("again"):
+        assert_equal(held, other[manifest.version])
+    assert found[3].fingerprint == publication.manifests()[3].fingerprint
+
+
+def test_a_fork_that_cannot_be_is_refused(open_publisher, views):
+    publish_all(open_publisher(), views[:3])
+    with pytest.raises(ChainError, match="has no version 7"):
+        open_publisher(branch="again", fork_from=ForkPoint("main", 7))
+    with pytest.raises(ChainError, match="give the run another branch"):
+        open_publisher(fork_from=ForkPoint("main", 1))
+    open_publisher(branch="again", fork_from=ForkPoint("main", 1))
+    with pytest.raises(ChainError, match="begins with version 1, not with version 2"):
+        open_publisher(branch="again", fork_from=ForkPoint("main", 2))
+
+
+def test_a_delta_of_noise_is_cut_into_chunks_that_the_broker_takes(publication, open_publisher):
+    random = np.random.default_rng(0)
+    old, new = ({"w": Weight("bfloat16", random.integers(0, 1 << 16, 1_500_000, dtype=np.uint16))} for _ in range(2))
+    publisher = open_publisher()
+    publisher.publish(0, old)
+    manifest = publisher.publish(1, new)
+    assert [len(payload) for payload in publication.payloads(manifest.shards[0], 1)[:-1]] == [CHUNK_BYTES] * 2
+    assert_followed(publication, [old, new])
+    assert all(isinstance(chunk, DeltaChunk) for chunk in publication.chunks().values())
+
+
+def test_a_shard_at_the_limit_stays_in_the_log_and_one_above_does_not(publication, open_publisher, views):
+    size = publish_all(open_publisher(), views[:2])[1].delta_bytes
+    at, above = (
+        publish_all(open_publisher(PublishSettings(log_limit_bytes=limit), branch), views[:2])[1]
+        for limit, branch in ((size, "at"), (size - 1, "above"))
+    )
+    assert at.shards[0].uri is None and at.shards[0].offsets
+    assert above.shards[0].uri is not None and above.shards[0].digest == at.shards[0].digest
+    assert above.delta_bytes == at.delta_bytes == size
+
+
+def test_more_tensors_than_a_record_takes_are_listed_beside_the_log(publication, open_publisher):
+    names = [f"{i:04d}.{'expert.' * 140}weight" for i in range(1000)]
+    assert sum(map(len, names)) > CLAIM_CHECK_BYTES
+    views = [
+        {name: Weight("bfloat16", np.full(3, step + i, np.uint16)) for i, name in enumerate(names)} for step in (0, 1)
+    ]
+    for version, view in enumerate(views):
+        manifest = open_publisher().publish(version, view)
+        assert manifest.tensors == [] and manifest.tensor_table.n_tensors == len(names)
+        assert [tensor.name for tensor in with_tensors(manifest).tensors] == names
+    assert_followed(publication, views)
+
+
+def test_the_codec_s_settings_are_the_configuration_s(publication, open_publisher, views):
+    sizes = {}
+    for coder in ("auto", "zstd"):
+        settings = PublishSettings.model_validate({"codec": {"coder": coder, "digest": "blake3"}})
+        sizes[coder] = publish_all(open_publisher(settings, coder), views[:2])[1].delta_bytes
+        assert_followed(publication, views[:2], coder)
+    assert sizes["auto"] <= sizes["zstd"]
+
+
+def test_a_version_in_the_middle_is_made_again(publication, open_publisher, views):
+    publisher = open_publisher(EVERY_3)
+    publish_all(publisher, views[:6])
+    chain = publisher._log.chain
+    for version in range(6):
+        way = chain.way_to(version)
+        held = rebuild(publication.kafka, way, chain.newest.tensors)
+        assert len(way.deltas) == version % 3 and held.version == version
+        assert_equal({name: weight.bits for name, weight in held.weights.items()}, views[version])
+
+
+def test_a_publisher_that_is_left_by_an_error_leaves_no_thread(publication, views):
+    before = threading.active_count()
+    settings = PublishSettings(skips=(2,))
+    arguments = (publication.kafka, publication.run, publication.store, settings)
+    with pytest.raises(KeyboardInterrupt), WeightPublisher.open(*arguments, base_model=publication.base_model) as made:
+        publish_all(made, views[:3])
+        raise KeyboardInterrupt
+    assert threading.active_count() <= before
+
+
+def test_a_base_model_that_is_none_is_said_to_be_none(publication, tmp_path, views):
+    arguments = (publication.kafka, publication.run, publication.store)
+    with WeightPublisher.open(*arguments, base_model=tmp_path / "missing") as publisher:
+        with pytest.raises(ValueError, match="no Hugging Face model directory"):
+            publisher.publish(0, views[0])
+        (tmp_path / "missing").mkdir()
+        (tmp_path / "missing" / "config.json").write_text(json.dumps({}))
+        publisher.publish(0, views[0])

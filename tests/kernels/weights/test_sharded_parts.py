@@ -1,0 +1,244 @@
+"""The pieces of sharded publication one by one: parts, dealing, what ranks say of each other, in a group of one."""
+
+import json
+import uuid
+from dataclasses import replace
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights.anchor import AnchorError, read_anchor
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
+from tidemill.kernels.weights.sharded_deal import deal
+from tidemill.kernels.weights.sharded_parts import TensorPart
+from tidemill.kernels.weights.sharded_publish import ShardedPublisher
+from tidemill.kernels.weights.sharded_ranks import RankFailedError, Ranks, open_ranks
+from tidemill.kernels.weights.sharded_report import CoverageError, RankReport, merged_tensors, part_infos
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.trainer.serving_view import serving_view, tensor_infos
+from tidemill.trainer.sharded_view import PlacementError, local_parts
+
+
+@pytest.fixture
+def ranks():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield open_ranks(timeout_s=10)
+    finally:
+        dist.destroy_process_group()
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6)
+        self.head.weight = self.embed.weight
+
+
+def placed(placements, mesh_shape=(1,)):
+    """A module whose only weight lies on a mesh of one rank as it is told."""
+    mesh = DeviceMesh("cpu", torch.zeros(mesh_shape, dtype=torch.int))
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(distribute_tensor(torch.arange(12.0).reshape(4, 3), mesh, placements))
+    return module
+
+
+def cut(view, bounds):
+    """The parts of `len(bounds) + 1` ranks, every tensor cut at the same shares of its elements."""
+    for low, high in zip((0.0, *bounds), (*bounds, 1.0), strict=True):
+        yield {name: part_of(name, bits, int(low * bits.size), int(high * bits.size)) for name, bits in view.items()}
+
+
+def part_of(name, bits, start, end):
+    return TensorPart(name, "bfloat16", bits.shape, start, bits.reshape(-1)[start:end])
+
+
+def reports(view, bounds=(0.3, 0.3, 0.7)):
+    return [RankReport(part_infos(parts), []) for parts in cut(view, bounds)]
+
+
+VIEW = {
+    "a": np.arange(60, dtype=np.uint16).reshape(15, 4),
+    "b": np.arange(7, dtype=np.uint16),
+    "c": np.uint16([[9]]),
+    "none": np.zeros((0, 3), np.uint16),
+}
+
+
+def test_the_parts_of_a_model_in_one_piece_are_the_first_ranks():
+    model = Tied()
+    view, parts = serving_view(model), local_parts(model, first=True)
+    assert list(parts) == list(view) == ["embed.weight", "head.bias"]
+    for name, bits in view.items():
+        part = parts[name]
+        assert (part.start, part.total, part.shape, part.dtype) == (0, bits.size, bits.shape, "bfloat16")
+        np.testing.assert_array_equal(part.bits, bits.reshape(-1))
+    others = local_parts(model, first=False)
+    assert list(others) == list(view)
+    assert all(part.bits.size == 0 and part.shape == view[name].shape for name, part in others.items())
+    assert others["head.bias"].fingerprint() == ZERO
+
+
+def test_a_part_is_a_snapshot():
+    model = Tied()
+    part = local_parts(model, first=True)["head.bias"]
+    before = part.bits.copy()
+    with torch.no_grad():
+        model.head.bias.add_(1.0)
+    np.testing.assert_array_equal(part.bits, before)
+
+
+def test_an_outline_takes_no_memory():
+    part = TensorPart("w", "bfloat16", (1 << 20, 1 << 20), 0, np.zeros(0, np.uint16))
+    assert part.outline().bits.shape == part.shape
+    assert part.outline().bits.strides == (0, 0)
+
+
+@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]])
+def test_placements_that_can_be_published(ranks, placements):
+    (part,) = local_parts(placed(placements), first=False).values()
+    assert (part.start, part.bits.size) == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("placements", "mesh_shape"),
+    [([Shard(1)], (1,)), ([Partial()], (1,)), ([Shard(0), Shard(0)], (1, 1)), ([Shard(0), Shard(1)], (1, 1))],
+)
+def test_other_placements_are_refused(ranks, placements, mesh_shape):
+    with pytest.raises(PlacementError, match=r"weight is placed as .* only weights sharded over their first dimension"):
+        local_parts(placed(placements, mesh_shape), first=True)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_dealing_is_even_and_keeps_the_order(sizes, hands):
+    dealt = deal(sizes, hands)
+    assert list(dealt) == list(sizes)
+    loads = [sum(size for name, size in sizes.items() if dealt[name] == hand) for hand in range(hands)]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+    assert deal(dict(reversed(sizes.items())), hands) == dealt
+
+
+def test_dealing_needs_a_hand():
+    with pytest.raises(ValueError, match="at least one hand"):
+        deal({"w": 1}, 0)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(0, 1), max_size=5).map(sorted))
+def test_merged_parts_are_the_whole_wherever_they_were_cut(bounds):
+    assert merged_tensors(reports(VIEW, bounds)) == tensor_infos(VIEW)
+
+
+def test_the_order_of_the_ranks_does_not_matter():
+    assert merged_tensors(reports(VIEW)[::-1]) == tensor_infos(VIEW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start": 1}, "a: elements 0 to 1 are held by no rank"),
+        ({"n": 19}, "a: elements 18 to 19 are held by several ranks"),
+        ({"n": 10}, "a: elements 10 to 18 are held by no rank"),
+        ({"name": "z"}, "do not hold the same tensors in the same order"),
+        ({"shape": (4, 15)}, "do not hold the same tensors in the same order"),
+        ({"dtype": "float16"}, "do not hold the same tensors in the same order"),
+    ],
+)
+def test_parts_that_are_no_whole_are_refused(changes, message):
+    first, *rest = reports(VIEW)
+    wrong = replace(first, parts=[replace(first.parts[0], **changes), *first.parts[1:]])
+    with pytest.raises(CoverageError, match=message):
+        merged_tensors([wrong, *rest])
+
+
+def test_a_missing_rank_is_noticed():
+    with pytest.raises(CoverageError, match="a: the ranks hold 42 of 60 elements"):
+        merged_tensors(reports(VIEW)[:-1])
+    with pytest.raises(CoverageError, match="different numbers of tensors"):
+        merged_tensors([*reports(VIEW), RankReport([], [])])
+
+
+def test_a_group_of_one(ranks):
+    assert (ranks.rank, ranks.size, ranks.is_first) == (0, 1, True)
+    assert ranks.from_first(lambda: "made") == ranks.on_first(lambda: "made") == "made"
+    assert ranks.gather(lambda: None) == [None]
+
+
+@pytest.mark.parametrize("call", [Ranks.from_first, Ranks.on_first, Ranks.gather])
+def test_a_failure_names_its_rank_and_keeps_its_cause(ranks, call):
+    def broken():
+        raise KeyError("here")
+
+    with pytest.raises(RankFailedError, match="rank 0: KeyError: 'here'") as raised:
+        call(ranks, broken)
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(("skips", "shards"), [((8,), 1), ((), 0)])
+def test_settings_that_ranks_cannot_meet_are_refused(ranks, tmp_path, skips, shards):
+    publication = PublishSettings(skips=skips)
+    with pytest.raises(ValueError, match="ranks make no skip-deltas and at least one shard each"):
+        ShardedPublisher(
+            None, ranks, KafkaSettings(), RunSettings(), StoreSettings(),
+            base_model=tmp_path, settings=publication, shards_per_rank=shards,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def base_model(tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3", "torch_dtype": "float32"}))
+    return base
+
+
+@pytest.mark.parametrize("root", ["directory", "object store"])
+def test_an_anchor_of_one_rank_is_one_file(ranks, base_model, tmp_path, root):
+    uri = str(tmp_path / "v1") if root == "directory" else f"memory://{uuid.uuid4().hex}/v1"
+    (parts,) = cut(VIEW, ())
+    anchor = write_sharded_anchor(uri, base_model, parts, ranks)
+    loaded = read_anchor(anchor.uri)
+    assert loaded.keys() == VIEW.keys()
+    for name, bits in VIEW.items():
+        np.testing.assert_array_equal(loaded[name], bits)
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    names = {name.rsplit("/", 1)[-1] for name in filesystem.ls(path, detail=False)}
+    assert names == {"anchor.json", "config.json", "model.safetensors"}
+    assert json.loads(filesystem.cat_file(f"{path}/config.json"))["dtype"] == "bfloat16"
+    if root == "object store":
+        filesystem.rm(path.rsplit("/", 1)[0], recursive=True)
+
+
+def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path):
+    parts = {
+        "norm": TensorPart("norm", "float32", (3,), 0, np.arange(3, dtype=np.uint32)),
+        "odd": TensorPart("odd", "float8_e4m3fn", (5,), 0, np.arange(5, dtype=np.uint8)),
+        "w": TensorPart("w", "bfloat16", (2, 2), 0, np.arange(4, dtype=np.uint16)),
+    }
+    write_sharded_anchor(str(tmp_path / "v1"), base_model, parts, ranks)
+    with safe_open(tmp_path / "v1" / "model.safetensors", framework="pt") as opened:
+        assert {name: str(opened.get_tensor(name).dtype) for name in parts} == {
+            "norm": "torch.float32",
+            "odd": "torch.float8_e4m3fn",
+            "w": "torch.bfloat16",
+        }
+
+
+def test_a_base_that_is_no_model_is_every_ranks_failure(ranks, tmp_path):
+    (parts,) = cut(VIEW, ())
+    with pytest.raises(RankFailedError, match="rank 0: AnchorError") as raised:
+        write_sharded_anchor(str(tmp_path / "v1"), tmp_path, parts, ranks)
+    assert isinstance(raised.value.__cause__, AnchorError)
+    assert not (tmp_path / "v1").exists()

@@ -1,0 +1,251 @@
+"""Versions published by the ranks of a sharded model: the same whatever their number, whole or not at all."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels.weights import sharded_worker
+from tests.kernels.weights.sharded_worker import (
+    CHAIN_LENGTH,
+    LARGE_SHAPE,
+    LARGE_TENSORS,
+    SETTINGS,
+    SHORT_TIMEOUT_S,
+    TIMEOUT_S,
+    TRAINED_VERSIONS,
+    Job,
+    advance,
+    first_weights,
+)
+from tidemill.consumers.replica.staging import Staging
+from tidemill.consumers.replica.state import Move
+from tidemill.kernels.weights.anchor import read_anchor
+from tidemill.kernels.weights.delta_fetch import ChunkFetcher
+from tidemill.kernels.weights.graph import Delta, Way
+from tidemill.kernels.weights.mirror import Mirror
+from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Manifest
+from tidemill.trainer.serving_view import fingerprint_of, serving_view
+
+RUN = "sharded"
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """What torchrun did, in the order in which the tests need it."""
+
+    kafka: KafkaSettings
+    store: str
+    base: Path
+    two: Path
+    """Two ranks: failures, training, and last a killed rank."""
+    killed_at: tuple[list[int], int]
+    """After it, the versions of the killed run, and the versions that have chunks."""
+    three: Path
+    """Three ranks, afterwards."""
+
+    def found(self, scenario, rank=0):
+        """What a rank wrote of a scenario."""
+        files = [directory / f"{scenario}-{rank}.json" for directory in (self.two, self.three)]
+        return json.loads(next(file for file in files if file.exists()).read_text())
+
+
+@pytest.fixture(scope="module")
+def jobs(kafka, tmp_path_factory):
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=2)
+    create_topics(settings)
+    root = tmp_path_factory.mktemp("sharded")
+    base = root / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    store = str(root / "store")
+
+    def run(n_ranks, *scenarios):
+        out = root / f"ranks{n_ranks}"
+        out.mkdir()
+        job = Job(list(scenarios), settings.bootstrap, settings.topic_prefix, RUN, store, str(base), str(out))
+        (out / "job.json").write_text(json.dumps(asdict(job)))
+        return out, torchrun(n_ranks, out)
+
+    two, status = run(2, "replicated", "failing", "hanging", "training", "killed")
+    assert status, "torchrun did not notice that a rank was killed"
+    killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
+    # Memory is measured after the chain, when every kernel is compiled and loaded.
+    three, status = run(3, "chain", "memory", "resumed")
+    assert status == 0
+    return Jobs(settings, store, base, two, killed, three)
+
+
+def torchrun(n_ranks, out):
+    """The exit status of the worker under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    with (out / "output").open("w") as output:
+        done = subprocess.run(
+            [*command, sharded_worker.__file__, str(out / "job.json")],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=500,
+            check=False,
+        )
+    print((out / "output").read_text()[:20000])
+    return done.returncode
+
+
+def manifests(kafka, run_id) -> dict[int, Manifest]:
+    with LogReader(kafka, [Topic.MANIFESTS]) as reader:
+        found = [at.record for at in reader.read_to_end() if at.record.run_id == run_id]
+    assert len({manifest.version for manifest in found}) == len(found), "a version was committed twice"
+    return {manifest.version: manifest for manifest in found}
+
+
+def chunk_versions(kafka, run_id):
+    with LogReader(kafka, [Topic.DELTAS]) as reader:
+        return {at.record.version for at in reader.read_to_end() if at.record.run_id == run_id}
+
+
+def expected_views():
+    """The serving views of the versions that every `chain` makes, from a model in one piece."""
+    model = first_weights()
+    yield serving_view(model)
+    for version in range(1, CHAIN_LENGTH):
+        advance(model, version)
+        yield serving_view(model)
+
+
+def expected_fingerprints():
+    return [fingerprint_of(view) for view in expected_views()]
+
+
+def replica(kafka, run_id, directory):
+    """A replica without an engine: every version of a run reached over its delta, and proved; yields its mirror."""
+    mirror, chain = Mirror(), sorted(manifests(kafka, run_id).items())
+    with LogReader(kafka, [Topic.DELTAS]) as deltas:
+        staging = Staging(ChunkFetcher(deltas, timeout_s=30), directory)
+        try:
+            for version, manifest in chain:
+                deltas_to = [] if not version else [Delta(manifest, version - 1, tuple(manifest.shards), 0)]
+                way = Way(None if version else manifest, tuple(deltas_to))
+                staging.prepare(Move(manifest, way, ""), mirror).draft.keep()
+                assert mirror.version == version
+                assert mirror.fingerprint.hex() == manifest.fingerprint
+                assert mirror.fingerprints == {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
+                yield manifest, mirror
+        finally:
+            staging.close()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_a_version_does_not_depend_on_the_number_of_ranks(jobs, n_ranks, tmp_path):
+    run = RunSettings(run_id=f"one-process-{n_ranks}")
+    store = StoreSettings(root=str(tmp_path / "store"))
+    with WeightPublisher.open(jobs.kafka, run, store, SETTINGS, base_model=jobs.base) as publisher:
+        alone = [publisher.publish(version, view) for version, view in enumerate(expected_views())]
+    shared = manifests(jobs.kafka, f"{RUN}-chain{n_ranks}")
+    assert [manifest.version for manifest in alone] == sorted(shared)
+    for one in alone:
+        many = shared[one.version]
+        assert many.tensors == one.tensors
+        assert (many.fingerprint, many.n_elements, many.n_changed) == (one.fingerprint, one.n_elements, one.n_changed)
+        assert (many.parent, bool(many.anchor)) == (one.parent, bool(one.anchor))
+        if one.parent is not None:
+            assert len(many.shards) == {1: 1, 2: 4, 3: 3}[n_ranks]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_a_replica_proves_every_version_from_deltas_and_from_anchors(jobs, n_ranks, tmp_path):
+    views = list(expected_views())
+    anchors = 0
+    for manifest, mirror in replica(jobs.kafka, f"{RUN}-chain{n_ranks}", tmp_path):
+        view = views[manifest.version]
+        for name, bits in view.items():
+            np.testing.assert_array_equal(mirror.bits(name), bits.reshape(-1))
+        if manifest.anchor is not None:
+            anchors += 1
+            assert_anchor(manifest, view, n_ranks)
+    assert anchors == 2
+
+
+def assert_anchor(manifest, view, n_ranks):
+    directory = Path(manifest.anchor.uri.removeprefix("file://"))
+    assert len(list(directory.glob("*.safetensors"))) == n_ranks
+    loaded = read_anchor(manifest.anchor.uri)
+    assert loaded.keys() == view.keys()
+    for name, bits in view.items():
+        np.testing.assert_array_equal(loaded[name], bits)
+    assert Mirror.from_anchor(directory, manifest).fingerprint.hex() == manifest.fingerprint
+
+
+def test_every_rank_learns_the_same_versions(jobs):
+    assert jobs.found("chain", 2) == {"3": expected_fingerprints()}
+    assert jobs.found("chain", 0) == {str(size): expected_fingerprints() for size in (1, 2, 3)}
+
+
+def test_of_copies_one_is_published(jobs):
+    held = [jobs.found("replicated", rank)["held"] for rank in (0, 1)]
+    assert held == [sum(bits.size for bits in next(expected_views()).values()), 0]
+    assert jobs.found("replicated")["versions"] == expected_fingerprints()[:2]
+
+
+def test_no_rank_holds_the_whole_state(jobs):
+    whole = 2 * LARGE_TENSORS * LARGE_SHAPE[0] * LARGE_SHAPE[1]
+    for rank in range(3):
+        found = jobs.found("memory", rank)
+        assert found["held"] <= whole / 3 + 2 * LARGE_TENSORS * LARGE_SHAPE[1]
+        assert max(found["anchor"], found["delta"]) < 0.6 * whole
+        assert found["planted"] > 0.9 * whole, "the measure does not see a rank that gathers the whole state"
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "newest"),
+    [
+        ("log", "rank 1: DeliveryError: the broker is gone", 0),
+        ("drift", "rank 0: ChainError: version 2 was made from weights", 1),
+        ("anchor", "rank 1: OSError: no space left on device", 2),
+    ],
+)
+def test_a_version_fails_on_all_ranks_or_on_none(jobs, failure, reason, newest):
+    for rank in (0, 1):
+        told, then = jobs.found("failing", rank)[failure]
+        assert told.startswith(reason)
+        assert then == newest
+
+
+def test_after_a_failure_the_same_version_is_published(jobs, tmp_path):
+    found = jobs.found("failing")
+    assert [found[f"v{version}"] for version in range(4)] == expected_fingerprints()[:4]
+    assert len(list(replica(jobs.kafka, f"{RUN}-failing", tmp_path))) == 4
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time(jobs):
+    found = jobs.found("hanging")
+    assert "did not answer in time" in found["error"]
+    assert SHORT_TIMEOUT_S * 0.9 < found["seconds"] < TIMEOUT_S
+
+
+def test_a_killed_rank_leaves_no_version(jobs):
+    versions, with_chunks = jobs.killed_at
+    assert versions == [0, 1]
+    assert with_chunks == 2, "it was killed before it had sent anything"
+
+
+def test_after_a_restart_the_version_is_published_whole(jobs, tmp_path):
+    assert jobs.found("resumed", 2)["versions"] == expected_fingerprints()[1:3]
+    assert [manifest.version for manifest, _ in replica(jobs.kafka, f"{RUN}-killed", tmp_path)] == [0, 1, 2]
+
+
+def test_replicas_prove_every_version_of_a_training_run(jobs, tmp_path):
+    published = [manifest.fingerprint for manifest, _ in replica(jobs.kafka, f"{RUN}-training", tmp_path)]
+    assert published == jobs.found("training", 1)["versions"]
+    assert len(set(published)) == TRAINED_VERSIONS
