@@ -62,8 +62,8 @@ def audit(
     Examples: `tidemill audit --run-id tuesday` · `tidemill audit --complete --json`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.audit.reading import audit_log
-    from tidemill.consumers.operate.audit.rules import AuditRules
+    from tidemill.consumers.operate.audit.audit import audit_log
+    from tidemill.consumers.operate.audit.report import AuditRules
 
     rules = AuditRules(
         run_id=settings.run.run_id,

@@ -30,8 +30,8 @@ from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
-from tidemill.consumers.operate.audit.reading import audit_log
-from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.consumers.operate.audit.audit import audit_log
+from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
 from tidemill.schemas.log.reader import LogReader
 

@@ -32,8 +32,7 @@ from tidemill.compose.replay.copy import carry_out
 from tidemill.compose.rows import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.compose.weights.tables import print_chain
-from tidemill.consumers.operate.audit.finding import Finding
-from tidemill.consumers.operate.audit.report import AuditReport, CheckResult
+from tidemill.consumers.operate.audit.report import AuditReport, CheckResult, Finding
 from tidemill.consumers.operate.replay.manifest import LaneReport, ReplayManifest
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
@@ -345,7 +344,7 @@ def test_an_audit_gives_its_checks_and_says_the_rest_beside_them(monkeypatch):
     checks = (CheckResult("chain", "it holds", 0, None), CheckResult("endings", "one each", 1200, found))
     report = AuditReport("tuesday", checks, {"trained": 5}, {}, {"rollouts": 6}, {}, 7000, {"tuesday": 7000})
     monkeypatch.setattr("tidemill.compose.audit_command.with_reachable_log", lambda settings: settings)
-    monkeypatch.setattr("tidemill.consumers.operate.audit.reading.audit_log", lambda *_: report)
+    monkeypatch.setattr("tidemill.consumers.operate.audit.audit.audit_log", lambda *_: report)
     piped = run("audit")
     assert piped.exit_code == 1
     told = str(found).replace("\t", "\\t")

@@ -1,2 +1,1 @@
-"""The ledger of rollouts and the audit of a whole log: what every rollout, step, version and answer came to, derived
-from the topics alone."""
+"""The audit of a whole log: how every rollout, step, version and answer ended, from the topics alone."""

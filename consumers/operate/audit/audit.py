@@ -1,125 +1,161 @@
-"""The audit: every check over everything that the log says. Pure."""
+"""The audit of a log: every check over the facts of one run.
+
+Effects are read before their causes: a record that a step names was written before the step, and so lies within the
+part of the log that is read after the steps. A log that grows meanwhile is audited as of the moment at which its steps
+were read.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tidemill.consumers.operate.audit.check import Case, Check
-from tidemill.consumers.operate.audit.checks import (
-    batches,
-    dead_letters,
-    endings,
-    erasures,
-    groups,
-    incarnations,
-    inputs,
-    interactions,
-    offsets,
-    plans,
-    retention,
-    served,
-    steps,
-    tasks,
-    trained_once,
-    versions,
-)
-from tidemill.consumers.operate.audit.facts import Facts, Letter
-from tidemill.consumers.operate.audit.life import OPEN, Life, lives
-from tidemill.consumers.operate.audit.partition_facts import Partition
-from tidemill.consumers.operate.audit.report import AuditReport, CheckResult
-from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.consumers.operate.audit import answer_checks, log_checks, rollout_checks, step_checks, version_checks
+from tidemill.consumers.operate.audit.checks import AuditCheck, AuditedRun
+from tidemill.consumers.operate.audit.endings import OPEN, rollout_lives
+from tidemill.consumers.operate.audit.facts import Facts, Partition
+from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult
+from tidemill.consumers.operate.reading import RecordPlace, read_whole
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.consumers.sink.rows import DeadLetter
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 
-CHECKS: tuple[Check, ...] = (
-    retention.CHECK,
-    offsets.CHECK,
-    dead_letters.CHECK,
-    tasks.CHECK,
-    endings.CHECK,
-    trained_once.CHECK,
-    groups.CHECK,
-    plans.CHECK,
-    inputs.CHECK,
-    steps.CHECK,
-    versions.CHECK,
-    served.CHECK,
-    incarnations.CHECK,
-    interactions.CHECK,
-    batches.CHECK,
-    erasures.CHECK,
+CLIENT_ID = "tidemill-audit"
+CHECKS: tuple[AuditCheck, ...] = (
+    *log_checks.CHECKS,
+    *rollout_checks.CHECKS,
+    *step_checks.CHECKS,
+    *version_checks.CHECKS,
+    *answer_checks.CHECKS,
 )
-"""From the log itself to what became of its records: an early one may explain a later one."""
+"""From the log itself to the use of its records: the finding of an early check may explain that of a later one."""
+ORDER = (
+    Topic.STEPS,
+    Topic.GROUPS,
+    Topic.ONLINE_BATCHES,
+    Topic.OUTCOMES,
+    Topic.FEEDBACK,
+    Topic.INTERACTIONS,
+    Topic.ROLLOUTS,
+    Topic.PROGRESS,
+    Topic.TASKS,
+    Topic.USER_REQUESTS,
+    Topic.GATE,
+    Topic.ACKS,
+    Topic.MANIFESTS,
+)
+"""The topics that are audited. A version was acknowledged before a rollout was sampled under it, and published before
+it was acknowledged."""
+PROGRESS_EVERY = 500
+"""Records between two calls of the progress function."""
+
+TopicProgress = Callable[[str, int, int], None]
+"""Called with a topic, the number of its offsets that were read, and the number of all."""
+Letters = Iterable[tuple[RecordPlace, str]]
+"""Dead letters: the place of the record that could not be used, and the reason."""
+
+
+def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress = lambda *_: None) -> AuditReport:
+    """Read a whole log and audit it.
+
+    Raises LookupError where a topic is missing or the log holds no record of the run, TimeoutError when the broker
+    stops delivering.
+    """
+    facts = Facts(rules.run_id)
+    for topic in ORDER:
+        with LogReader(kafka, [topic], client_id=CLIENT_ID) as reader:
+            firsts, ends = reader.next_offsets(), reader.end_offsets()
+            facts.expect({where: (firsts[where], ends[where]) for where in ends})
+            total = sum(ends.values()) - sum(firsts[where] for where in ends)
+            for n, consumed in enumerate(read_whole(reader)):
+                facts.observe(consumed)
+                if n % PROGRESS_EVERY == 0:
+                    progress(topic.value, n, total)
+    for place, reason in letters_of(kafka, ORDER):
+        facts.observe_letter(place, reason)
+    if rules.run_id not in facts.runs:
+        known = ", ".join(sorted(facts.runs)) or "none"
+        raise LookupError(f"the log holds nothing of run {rules.run_id}; runs in it: {known}. Name one with --run-id")
+    return judge(facts, rules)
+
+
+def letters_of(kafka: KafkaSettings, topics: Iterable[Topic]) -> Iterator[tuple[RecordPlace, str]]:
+    """Every dead letter of some topics: the place of the record that could not be used, and the reason."""
+    names, wanted = Names(kafka.topic_prefix), tuple(topics)
+    full = {names.of(topic): topic for topic in wanted}
+    with DeadLetterReader(kafka, {}, wanted) as letters:
+        for row in letters.read_to_end():
+            letter = row.record
+            if isinstance(letter, DeadLetter) and letter.source_topic in full:
+                source = full[letter.source_topic].value
+                yield RecordPlace(source, letter.source_partition, letter.source_offset), letter.reason
 
 
 def audit(
     records: Iterable[ConsumedRecord],
     rules: AuditRules,
     *,
-    letters: Iterable[Letter] = (),
+    letters: Letters = (),
     ends: Mapping[Partition, tuple[int, int]] | None = None,
 ) -> AuditReport:
-    """Audit a log.
+    """Audit records.
 
     Args:
         records: every record of the audited topics; each partition in order, the topics in any order.
-        rules: what it is held to.
-        letters: every dead letter, by the place of the record that it is.
+        rules: the rules that the log has to keep.
+        letters: every dead letter.
         ends: first and next offset of each partition, as the broker says; taken from the records where it is not given.
     """
     facts = Facts(rules.run_id, ends)
-    for located in records:
-        facts.observe(located)
-    for letter in letters:
-        facts.observe_letter(letter)
+    for consumed in records:
+        facts.observe(consumed)
+    for place, reason in letters:
+        facts.observe_letter(place, reason)
     return judge(facts, rules)
 
 
 def judge(facts: Facts, rules: AuditRules) -> AuditReport:
-    """Audit what was observed, all of it."""
+    """Audit facts, when all records were observed."""
     facts.finish()
-    found = tuple(lives(facts, rules))
-    case = Case(facts, rules, found)
-    states = Counter(f"{life.state.value}: {life.reason}" if life.reason else life.state.value for life in found)
+    lives = tuple(rollout_lives(facts, rules))
+    run = AuditedRun(facts, rules, lives)
+    played, model, online = facts.played, facts.model, facts.online
+    batches = len({batch.record.batch_id for batch in online.batches})
+    repeats = (
+        played.repeats + model.repeats + online.repeats + Counter({"online batches": len(online.batches) - batches})
+    )
+    states = Counter(f"{life.state.value}: {life.reason}" if life.reason else life.state.value for life in lives)
     return AuditReport(
         run_id=rules.run_id,
-        checks=tuple(_result(check, case) for check in CHECKS),
+        checks=tuple(_result(check, run) for check in CHECKS),
         states=dict(sorted(states.items())),
-        open=dict(sorted(Counter(life.state.value for life in found if life.state in OPEN).items())),
-        counts=_counts(facts, found),
-        repeated={what: n for what, n in sorted(_repeated(facts).items()) if n},
+        open=dict(sorted(Counter(life.state.value for life in lives if life.state in OPEN).items())),
+        counts={
+            "tasks": len(played.tasks),
+            "rollouts": len(lives),
+            "dispatched": sum(len(indexes) for _, indexes in played.dispatched.values()),
+            "written": len(played.rollouts),
+            "groups": len(model.groups),
+            "steps": len(model.steps),
+            "versions": len({(one.record.branch, one.record.version) for one in model.manifests}),
+            "refusals": sum(one.record.status.value == "refused" for one in model.acks),
+            "interactions": len(online.served),
+            "outcomes": sum(map(len, online.ends.values())),
+            "online batches": len(online.batches),
+            "dead letters": len(facts.letters),
+            "replayed": facts.replayed,
+        },
+        repeated=dict(sorted(repeats.items())),
         records=sum(partition.records for partition in facts.partitions.values()),
         runs=dict(facts.runs),
     )
 
 
-def _result(check: Check, case: Case) -> CheckResult:
+def _result(check: AuditCheck, run: AuditedRun) -> CheckResult:
     offenders, first = 0, None
-    for finding in check.find(case):
+    for finding in check.find(run):
         offenders, first = offenders + 1, first or finding
     return CheckResult(check.name, check.holds, offenders, first)
-
-
-def _counts(facts: Facts, found: Sequence[Life]) -> dict[str, int]:
-    played, model, online = facts.played, facts.model, facts.online
-    return {
-        "tasks": len(played.tasks),
-        "rollouts": len(found),
-        "dispatched": sum(len(indexes) for _, indexes in played.dispatched.values()),
-        "written": len(played.rollouts),
-        "groups": len(model.groups),
-        "steps": len(model.steps),
-        "versions": len({(one.record.branch, one.record.version) for one in model.manifests}),
-        "refusals": sum(one.record.status.value == "refused" for one in model.acks),
-        "interactions": len(online.served),
-        "outcomes": sum(map(len, online.ends.values())),
-        "online batches": len(online.batches),
-        "dead letters": len(facts.letters),
-        "replayed": facts.replayed,
-    }
-
-
-def _repeated(facts: Facts) -> Counter[str]:
-    batches = facts.online.batches
-    again = len(batches) - len({batch.record.batch_id for batch in batches})
-    return Counter({**facts.played.repeats, **facts.model.repeats, **facts.online.repeats, "online batches": again})

@@ -1,22 +1,21 @@
-"""What the log says of answers served to users: their ends, the batches they came into, and who had himself erased."""
+"""The records of answers to users that an audit keeps: interactions, outcomes, online batches and erasures."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.audit.copies import Standing, standing
-from tidemill.consumers.operate.trace.place import Place, place_of
+from tidemill.consumers.operate.reading import RecordAt, RecordPlace, place_of, record_at
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequest, UserWish
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedAnswer:
     """An answer served to a user."""
 
-    place: Place
+    place: RecordPlace
     interaction_id: str
     user_id: str
     version_min: int
@@ -27,7 +26,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class OutcomeFacts:
     """One outcome of an interaction."""
 
     interaction_id: str
@@ -37,66 +36,62 @@ class End:
     exclusion: str
     partition: int
     offset: int
-    """Where the interaction lies."""
+    """The place of the interaction."""
 
 
-class Online:
+class OnlineFacts:
     """Interactions, outcomes and online batches."""
 
     def __init__(self) -> None:
-        self.served: dict[str, Served] = {}
-        self.served_at_place: dict[Place, Served] = {}
+        self.served: dict[str, ServedAnswer] = {}
+        self.served_at_place: dict[RecordPlace, ServedAnswer] = {}
         self.erased: dict[str, int] = {}
-        """Interactions that a tombstone ended, and when the first one was written, in microseconds."""
-        self.ends: defaultdict[str, list[Standing[End]]] = defaultdict(list)
-        self.batches: list[Standing[OnlineBatch]] = []
+        """Interactions with a tombstone, and when the first one was written, in microseconds."""
+        self.ends: defaultdict[str, list[RecordAt[OutcomeFacts]]] = defaultdict(list)
+        self.batches: list[RecordAt[OnlineBatch]] = []
         self.erasures: dict[str, int] = {}
-        """The newest time for which a user demanded to be erased."""
-        self.demands: defaultdict[str, set[int]] = defaultdict(set)
-        """Every time for which he did."""
+        """By user: the newest time for which they asked to be erased."""
+        self.erasure_times: defaultdict[str, set[int]] = defaultdict(set)
+        """By user: every time for which they asked to be erased."""
         self.repeats: Counter[str] = Counter()
 
-    def observe(self, located: ConsumedRecord) -> None:
-        """Take a record of the run in, or a tombstone or a demand of a user, which are of no run."""
-        match located.record:
-            case Interaction() as interaction:
-                self._take_interaction(place_of(located), interaction)
+    def observe(self, consumed: ConsumedRecord) -> None:
+        """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
+        match consumed.record:
+            case Interaction() as answer:
+                place = place_of(consumed)
+                served = ServedAnswer(
+                    place, answer.interaction_id, answer.user_id, answer.version_min, answer.version_max,
+                    answer.replica_id, answer.incarnation, answer.served_at,
+                )  # fmt: skip
+                self.repeats["interactions"] += answer.interaction_id in self.served
+                self.served.setdefault(answer.interaction_id, served)
+                self.served_at_place[place] = served
             case Outcome() as outcome:
-                self._take_outcome(standing(located, outcome))
+                self._take_outcome(record_at(consumed, outcome))
             case OnlineBatch() as batch:
-                self.batches.append(standing(located, batch))
+                self.batches.append(record_at(consumed, batch))
             case UserRequest(user_id=user, wish=UserWish.ERASE, at=at):
                 self.erasures[user] = max(at, self.erasures.get(user, at))
-                self.demands[user].add(at)
-            case None if located.value is None:
-                self._bury(located)
+                self.erasure_times[user].add(at)
+            case None if consumed.value is None:
+                self._erase(consumed)
 
-    def _take_interaction(self, place: Place, said: Interaction) -> None:
-        facts = Served(
-            place, said.interaction_id, said.user_id, said.version_min, said.version_max, said.replica_id,
-            said.incarnation, said.served_at,
-        )  # fmt: skip
-        self.repeats["interactions"] += said.interaction_id in self.served
-        self.served.setdefault(said.interaction_id, facts)
-        self.served_at_place[place] = facts
-
-    def _take_outcome(self, outcome: Standing[Outcome]) -> None:
-        said = outcome.record
-        end = End(
-            said.interaction_id, said.user_id, said.revision, said.reward, said.exclusion, said.partition, said.offset
-        )
-        known = self.ends[said.interaction_id]
+    def _take_outcome(self, outcome: RecordAt[Outcome]) -> None:
+        of = outcome.record
+        end = OutcomeFacts(of.interaction_id, of.user_id, of.revision, of.reward, of.exclusion, of.partition, of.offset)
+        known = self.ends[of.interaction_id]
         if any(other.digest == outcome.digest for other in known):
             self.repeats["outcomes"] += 1
         else:
-            known.append(Standing(outcome.place, end, outcome.digest))
+            known.append(RecordAt(outcome.place, end, outcome.digest))
 
-    def _bury(self, located: ConsumedRecord) -> None:
-        name = (located.key or b"").decode("utf-8", "replace")
-        if located.topic is Topic.INTERACTIONS:
-            self.erased.setdefault(name, located.timestamp_ms * 1_000)
+    def _erase(self, tombstone: ConsumedRecord) -> None:
+        name = (tombstone.key or b"").decode("utf-8", "replace")
+        if tombstone.topic is Topic.INTERACTIONS:
+            self.erased.setdefault(name, tombstone.timestamp_ms * 1_000)
             gone = self.served.pop(name, None)
             if gone is not None:
                 self.served_at_place.pop(gone.place, None)
-        elif located.topic is Topic.OUTCOMES:
+        elif tombstone.topic is Topic.OUTCOMES:
             self.ends.pop(name, None)

@@ -1,16 +1,49 @@
-"""What an audit found: the checks with their first offenders, and the ledger in numbers."""
+"""The rules that an audit applies to a log, and the report of what it found."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidemill.consumers.operate.audit.finding import Finding
+from tidemill.consumers.operate.reading import RecordPlace
+
+MINUTE_US = 60_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRules:
+    """The settings that separate a fault from work that is under way."""
+
+    run_id: str
+    ended: bool = False
+    """No worker plays rollouts any more: a rollout without a result is lost, whatever its deadline."""
+    complete: bool = False
+    """The run is over: everything that is still open is a fault, groups that wait for the trainer included."""
+    last_step: int | None = None
+    """The last step of the run, where it is known: groups that are left after it are no fault."""
+    allow_truncated: bool = False
+    """Records that are past a topic's retention are no fault, and checks that need them are left out."""
+    grace_us: int = 10 * MINUTE_US
+    """How long after its deadline, in event time, a record may still arrive."""
+    horizon_us: int = 48 * 60 * MINUTE_US
+    """How long after it was served an interaction may wait for its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One offender."""
+
+    place: RecordPlace | None
+    """The record that shows the fault; None where no record of the log does."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}" if self.place else self.what
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One check."""
+    """The result of one check."""
 
     name: str
     holds: str
@@ -19,13 +52,13 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the check found nothing."""
         return self.offenders == 0
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """A log, audited."""
+    """The result of an audit: the checks with their first offenders, and the counts of the run."""
 
     run_id: str
     checks: tuple[CheckResult, ...]
@@ -34,9 +67,9 @@ class AuditReport:
     open: dict[str, int]
     """Rollouts that have not ended, by state."""
     counts: dict[str, int]
-    """What was read of the run."""
+    """Records and items of the run."""
     repeated: dict[str, int]
-    """Work that was done again and left no trace in what was trained."""
+    """Work that was done more than once and did not change what was trained."""
     records: int
     """Records read, of all runs."""
     runs: dict[str, int]

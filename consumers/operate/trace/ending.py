@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.consumers.operate.trace.history import Made
 from tidemill.consumers.operate.trace.path import End, InBatch, Served
-from tidemill.consumers.operate.trace.place import Place
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """What a batch says was left out of all batches, by reason. Who it was, it does not say."""
 
-    place: Place
+    place: RecordPlace
     run_id: str
     branch: str
     closed_at: int
@@ -23,7 +23,7 @@ class Dropped:
 
 def explain(
     served: Served | None,
-    erased: Place | None,
+    erased: RecordPlace | None,
     ends: Sequence[End],
     batches: Sequence[InBatch],
     versions: Sequence[Made],

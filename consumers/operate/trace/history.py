@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.trace.place import Place, place_of
+from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
@@ -19,7 +19,7 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 class Decided:
     """A decision about a version."""
 
-    place: Place
+    place: RecordPlace
     verdict: str
     by: str
     reason: str
@@ -34,9 +34,9 @@ class Made:
     version: int
     parent: int | None
     step: int
-    step_place: Place | None
+    step_place: RecordPlace | None
     """None where the log no longer holds the step."""
-    manifest_place: Place | None
+    manifest_place: RecordPlace | None
     """None where the version is not published yet."""
     learning_rate: float | None
     decisions: list[Decided]
@@ -54,9 +54,9 @@ class Made:
 class _Version:
     parent: int | None = None
     step: TrainStep | None = None
-    step_place: Place | None = None
+    step_place: RecordPlace | None = None
     step_number: int = 0
-    manifest_place: Place | None = None
+    manifest_place: RecordPlace | None = None
 
 
 class History:
@@ -69,7 +69,7 @@ class History:
         self._proved: dict[int, set[str]] = {}
         self._acks: dict[str, WeightAck] = {}
         self._served_at: dict[int, int] = {}
-        self.steps: list[tuple[Place, TrainStep]] = []
+        self.steps: list[tuple[RecordPlace, TrainStep]] = []
         """Each step once, in order."""
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -90,7 +90,7 @@ class History:
             case WeightAck():
                 self._take_ack(record)
 
-    def _take_step(self, step: TrainStep, place: Place) -> None:
+    def _take_step(self, step: TrainStep, place: RecordPlace) -> None:
         made = self._versions.setdefault(step.version, _Version())
         if made.step is None:
             made.parent, made.step, made.step_place, made.step_number = step.parent_version, step, place, step.step
@@ -141,7 +141,7 @@ class History:
         now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
         return {replica: version for replica, version in now.items() if version in wanted}
 
-    def ending(self, topic: Topic, name: str) -> Iterator[tuple[Place, str]]:
+    def ending(self, topic: Topic, name: str) -> Iterator[tuple[RecordPlace, str]]:
         """Places and reasons of the steps' exclusions of a record."""
         for place, step in self.steps:
             for excluded in step.exclusions:

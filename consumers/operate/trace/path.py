@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.consumers.operate.trace.history import Made
-from tidemill.consumers.operate.trace.place import Place
 from tidemill.consumers.operate.trace.trained import Ended
 from tidemill.schemas.records import Interaction, OnlineMember, Outcome
 
@@ -14,8 +14,8 @@ from tidemill.schemas.records import Interaction, OnlineMember, Outcome
 class Served:
     """The answer."""
 
-    place: Place
-    repeats: list[Place]
+    place: RecordPlace
+    repeats: list[RecordPlace]
     """Further records of the same interaction: they count once."""
     run_id: str
     branch: str
@@ -34,7 +34,7 @@ class Served:
 class Event:
     """One signal about it."""
 
-    place: Place
+    place: RecordPlace
     event_id: str
     user_id: str
     kind: str
@@ -50,7 +50,7 @@ class Event:
 class Letter:
     """A record about it that was refused."""
 
-    place: Place
+    place: RecordPlace
     """Where it lay before it was refused."""
     reason: str
     found_by: str
@@ -60,7 +60,7 @@ class Letter:
 class End:
     """An outcome of it: how it ended, or a correction of that."""
 
-    place: Place
+    place: RecordPlace
     revision: int
     reward: float | None
     previous_reward: float | None
@@ -75,7 +75,7 @@ class End:
 class InBatch:
     """An online batch that it is in."""
 
-    place: Place
+    place: RecordPlace
     batch_id: str
     sequence: int
     version: int
@@ -91,7 +91,7 @@ class Path:
 
     interaction_id: str
     served: Served | None
-    erased: Place | None
+    erased: RecordPlace | None
     """The tombstone that erased it."""
     feedback: list[Event]
     letters: list[Letter]
@@ -103,7 +103,7 @@ class Path:
     """Where the path ends, and why."""
 
 
-def served_of(record: Interaction, places: list[Place]) -> Served:
+def served_of(record: Interaction, places: list[RecordPlace]) -> Served:
     """The answer as a stage."""
     return Served(
         place=places[0],
@@ -122,7 +122,7 @@ def served_of(record: Interaction, places: list[Place]) -> Served:
     )
 
 
-def end_of(record: Outcome, place: Place) -> End:
+def end_of(record: Outcome, place: RecordPlace) -> End:
     """An outcome as a stage."""
     return End(
         place=place,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.trace.history import History, Made
-from tidemill.consumers.operate.trace.place import Place, place_of
 from tidemill.consumers.operate.trace.trained import Ended, ended
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -16,7 +16,7 @@ from tidemill.schemas.records import Group, Rollout, RolloutStatus
 class InGroup:
     """A group that it is in."""
 
-    place: Place
+    place: RecordPlace
     group_id: str
     closed_by: str
     reward: float | None
@@ -29,7 +29,7 @@ class RolloutPath:
     """Everything that the log says of one rollout."""
 
     rollout_id: str
-    place: Place
+    place: RecordPlace
     run_id: str
     task_id: str
     mode: str
@@ -50,8 +50,8 @@ class RolloutTrace:
 
     def __init__(self, rollout_id: str) -> None:
         self._id = rollout_id
-        self._rollout: tuple[Place, Rollout] | None = None
-        self._groups: list[tuple[Place, Group]] = []
+        self._rollout: tuple[RecordPlace, Rollout] | None = None
+        self._groups: list[tuple[RecordPlace, Group]] = []
 
     @property
     def run_id(self) -> str | None:
@@ -90,7 +90,7 @@ class RolloutTrace:
             end=_explain(rollout, groups, versions),
         )
 
-    def _in_group(self, place: Place, group: Group, history: History) -> InGroup:
+    def _in_group(self, place: RecordPlace, group: Group, history: History) -> InGroup:
         member = next(member for member in group.members if member.rollout_id == self._id)
         return InGroup(
             place=place,

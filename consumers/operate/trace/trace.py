@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.trace.ending import Dropped, explain
 from tidemill.consumers.operate.trace.history import History
 from tidemill.consumers.operate.trace.path import (
@@ -19,7 +20,6 @@ from tidemill.consumers.operate.trace.path import (
     member_of,
     served_of,
 )
-from tidemill.consumers.operate.trace.place import Place, place_of
 from tidemill.consumers.operate.trace.trained import ended_in_batch
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import Topic
@@ -29,7 +29,7 @@ from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    place: Place
+    place: RecordPlace
     record: Feedback
 
 
@@ -44,13 +44,13 @@ class Trace:
         self._id = interaction_id
         self.history = history
         self._served: Interaction | None = None
-        self._places: list[Place] = []
-        self._erased: Place | None = None
+        self._places: list[RecordPlace] = []
+        self._erased: RecordPlace | None = None
         self._feedback: dict[str, _Said] = {}
-        self._repeated: list[tuple[Place, str]] = []
+        self._repeated: list[tuple[RecordPlace, str]] = []
         self._letters: list[Letter] = []
-        self._outcomes: list[tuple[Place, Outcome]] = []
-        self._batches: list[tuple[Place, OnlineBatch]] = []
+        self._outcomes: list[tuple[RecordPlace, Outcome]] = []
+        self._batches: list[tuple[RecordPlace, OnlineBatch]] = []
         self._dropped: list[Dropped] = []
 
     @property
@@ -84,7 +84,7 @@ class Trace:
         letter = row.record
         if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
             topic = letter.source_topic.rpartition(".")[2]
-            place = Place(topic, letter.source_partition, letter.source_offset)
+            place = RecordPlace(topic, letter.source_partition, letter.source_offset)
             self._letters.append(Letter(place, letter.reason, letter.found_by))
 
     def path(self) -> Path:
@@ -120,17 +120,17 @@ class Trace:
         elif located.topic is Topic.FEEDBACK:
             self._feedback.pop(event_id, None)
 
-    def _take_feedback(self, record: Feedback, place: Place) -> None:
+    def _take_feedback(self, record: Feedback, place: RecordPlace) -> None:
         if record.event_id in self._feedback:
             self._repeated.append((place, record.event_id))
         else:
             self._feedback[record.event_id] = _Said(place, record)
 
-    def _take_outcome(self, record: Outcome, place: Place) -> None:
+    def _take_outcome(self, record: Outcome, place: RecordPlace) -> None:
         if all(record.revision != known.revision for _, known in self._outcomes):
             self._outcomes.append((place, record))
 
-    def _take_batch(self, batch: OnlineBatch, place: Place) -> None:
+    def _take_batch(self, batch: OnlineBatch, place: RecordPlace) -> None:
         if any(batch.batch_id == known.batch_id for _, known in self._batches):
             return
         if member_of(batch.members, self._id):
@@ -176,7 +176,7 @@ class Trace:
         again = "" if times == 1 else f"; sent {times} times, counted once"
         return self._use(record, said.place) + again
 
-    def _use(self, record: Feedback, place: Place) -> str:
+    def _use(self, record: Feedback, place: RecordPlace) -> str:
         if any(letter.place == place for letter in self._letters):
             return "refused: see the dead letters"
         for _, end in sorted(self._outcomes, key=lambda one: one[1].revision):

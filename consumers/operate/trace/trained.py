@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.consumers.operate.trace.history import History
-from tidemill.consumers.operate.trace.place import Place
 from tidemill.schemas.catalogue import Topic
 
 
@@ -13,7 +13,7 @@ from tidemill.schemas.catalogue import Topic
 class Ended:
     """What the trainer did with something that it read."""
 
-    step: Place | None
+    step: RecordPlace | None
     """The step that trained on it, or that says why it was left out; None while it waits."""
     version: int | None
     """The version that the step made with it; None where it was left out or waits."""

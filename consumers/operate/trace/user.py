@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.rights.requests import Demands
 from tidemill.consumers.operate.trace.history import History, Made, ranges
-from tidemill.consumers.operate.trace.place import Place, place_of
 from tidemill.consumers.operate.trace.trained import Ended, ended_in_batch
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserRequest
@@ -22,7 +22,7 @@ from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserReq
 class UserBatch:
     """A batch that has interactions of his."""
 
-    place: Place
+    place: RecordPlace
     batch_id: str
     run_id: str
     branch: str
@@ -68,7 +68,7 @@ class UserTrace:
         self._user_id = user_id
         self._demands = Demands(user_id)
         self._endings: dict[str, str] = {}
-        self._batches: dict[str, tuple[Place, OnlineBatch]] = {}
+        self._batches: dict[str, tuple[RecordPlace, OnlineBatch]] = {}
 
     @property
     def runs(self) -> set[str]:
@@ -101,7 +101,7 @@ class UserTrace:
     def _his(self, batch: OnlineBatch) -> list[OnlineMember]:
         return [member for member in batch.members if member.user_id == self._user_id]
 
-    def _batch(self, place: Place, batch: OnlineBatch, history: History) -> UserBatch:
+    def _batch(self, place: RecordPlace, batch: OnlineBatch, history: History) -> UserBatch:
         his = self._his(batch)
         endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in his]
         return UserBatch(

@@ -14,10 +14,8 @@ from typing import Any
 from tests.consumers.product_support import interaction, member, online_batch, outcome, request
 from tests.consumers.sink_support import ack, manifest
 from tidemill.consumers.operate.audit.audit import audit
-from tidemill.consumers.operate.audit.facts import Letter
-from tidemill.consumers.operate.audit.report import AuditReport
-from tidemill.consumers.operate.audit.rules import AuditRules
-from tidemill.consumers.operate.trace.place import Place
+from tidemill.consumers.operate.audit.report import AuditReport, AuditRules
+from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
@@ -114,7 +112,7 @@ class WrittenLog:
 
     def audit(self, **rules: Any) -> AuditReport:
         """The audit of it, in memory."""
-        letters = [Letter(Place(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
+        letters = [(RecordPlace(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
         ends = {(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()}
         return audit(self.all(), AuditRules(run_id=RUN, **rules), letters=letters, ends=ends)
 

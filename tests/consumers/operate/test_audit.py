@@ -26,7 +26,7 @@ from tests.consumers.operate.audit_support import (
 )
 from tests.consumers.product_support import request
 from tidemill.consumers.operate.audit.audit import CHECKS
-from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.trainer.batch_builder import BatchBuilder, Rules

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.audit_support import PLANTED_FAULTS, RunLog, sound_log
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.audit.reading import audit_log
-from tidemill.consumers.operate.audit.rules import AuditRules
+from tidemill.consumers.operate.audit.audit import audit_log
+from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
