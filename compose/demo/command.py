@@ -81,6 +81,7 @@ def demo(
     settings = settings_from(options, flags)
     if environment is not None or option:
         settings = with_environment(settings, environment, key_values(option or []))
+    check_environments(settings)
     from tidemill.compose.demo.runner import run_demo
 
     summary = run_demo(settings, Console())
@@ -104,9 +105,20 @@ def with_environment(settings: TidemillSettings, name: str | None, options: dict
         known = environment_type(name).options_model.model_fields
         shared = {key: value for key, value in settings.demo.options.items() if key in known}
         entry, given_options = EnvironmentEntry(name=name), {**shared, **options}
-    environment_type(entry.name).options(given_options)
     changed = entry.model_copy(update={"options": given_options})
     return settings.model_copy(update={"run": settings.run.model_copy(update={"environments": [changed]})})
+
+
+def check_environments(settings: TidemillSettings) -> None:
+    """Refuse an environment that is not installed, or wrong options, before anything starts.
+
+    A `package.module:object` is imported by its roles alone. Raises UnknownEnvironment, TaskError.
+    """
+    from tidemill.producers.environments.find import environment_type, is_foreign
+
+    for entry in settings.run.environments:
+        if not is_foreign(entry.name):
+            environment_type(entry.name).options(entry.options)
 
 
 def as_dict(summary: Summary) -> dict[str, object]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +154,21 @@ def test_sparkline_stays_within_its_bars():
 
 def test_percentiles_of_nothing_are_zero():
     assert percentiles([]) == percentiles([0.0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--environment", "reasoning_gym:chain_summ"], "chain_summ"),
+        (["--option", "operators=-"], "operators"),
+        (["--set", 'run.environments=[{"name":"ledger","options":{"colour":"red"}}]'], "colour"),
+        (["--set", 'run.environments=[{"name":"nobody_has_this"}]'], "nobody_has_this"),
+    ],
+)
+def test_a_wrong_environment_is_refused_before_anything_starts(arguments: list[str], said: str, tmp_path: Path):
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--recipe", "smollm2", "--data-dir", str(tmp_path)]
+    ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list(tmp_path.iterdir())
