@@ -152,18 +152,23 @@ class Supervisor:
 
     def stop(self, name: str, grace_s: float = GRACE_S) -> None:
         """Ask a role to end, insist after the grace period, and take what is left of its process group along."""
-        role = self._roles.pop(name)
-        self._due.pop(name, None)
-        _signal(role, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            role.process.wait(grace_s)
-        _signal_group(role, signal.SIGKILL)
-        role.process.wait()
+        self._stop([name], grace_s)
 
     def stop_all(self) -> None:
-        """Stop every role, the last started first."""
-        for name in reversed(list(self._roles)):
-            self.stop(name)
+        """Ask every role to end, all within one grace period."""
+        self._stop(list(self._roles), GRACE_S)
+
+    def _stop(self, names: Sequence[str], grace_s: float) -> None:
+        roles = [self._roles.pop(name) for name in names]
+        deadline = time.monotonic() + grace_s
+        for role in roles:
+            self._due.pop(role.name, None)
+            _signal(role, signal.SIGTERM)
+        for role in roles:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                role.process.wait(max(0.0, deadline - time.monotonic()))
+            _signal_group(role, signal.SIGKILL)
+            role.process.wait()
 
     def __enter__(self) -> Self:
         return self

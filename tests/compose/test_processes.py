@@ -163,6 +163,30 @@ def test_stopping_insists_and_takes_grandchildren_along(tmp_path: Path, monkeypa
     wait_until(lambda: not alive(role.process.pid) and not alive(grandchild))
 
 
+TOGETHER = """
+import signal, sys, time
+from pathlib import Path
+directory, name = Path(sys.argv[1]), sys.argv[2]
+def asked(*_):
+    (directory / f"{name}.asked").touch()
+    while len(list(directory.glob("*.asked"))) < 2:
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, asked)
+(directory / f"{name}.ready").touch()
+while True:
+    time.sleep(600)
+"""
+
+
+def test_all_roles_are_asked_to_end_before_any_is_waited_for(tmp_path: Path):
+    """Each role ends only when both have been asked: one after the other, the first would be killed."""
+    with Supervisor(tmp_path / "logs") as supervisor:
+        roles = [supervisor.start(name, [str(tmp_path), name], program=["-c", TOGETHER]) for name in ("one", "two")]
+        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2)
+    assert [role.process.returncode for role in roles] == [0, 0]
+
+
 INTERRUPTED = """
 import os, signal, sys
 from pathlib import Path
