@@ -133,6 +133,15 @@ def test_every_setting_exists(page: Path):
     assert not sorted(name for name in named - topics if not is_setting(name) and not name.endswith((".md", ".py")))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_exists(page: Path):
+    named = {span for span in spans(page.read_text("utf-8")) if re.fullmatch(r"tidemill(\.\w+)+", span)} - {
+        "tidemill.toml"
+    }
+    places = {name: ROOT.joinpath(*name.split(".")[1:]) for name in named}
+    assert not [name for name, place in places.items() if not place.is_dir() and not place.with_suffix(".py").exists()]
+
+
 def test_each_term_of_the_glossary_has_its_name_in_the_code():
     rows = re.findall(
         r"^\| (?!term|---)(.+?) \| (.+) \| (.+?) \|$", (ROOT / "docs/glossary.md").read_text("utf-8"), re.MULTILINE

@@ -1,11 +1,13 @@
-"""What the README says can be typed, can be typed."""
+"""What the README and docs/ claim, where a test can reach it."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,18 @@ from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
 from tidemill.consumers.sink.query import named_queries
+from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.schemas.catalogue import CATALOGUE, DAY_MS, FOREVER_MS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+ARCHITECTURE, EXTEND, OPERATE, RESEARCH = (
+    (ROOT / "docs" / f"{page}.md").read_text("utf-8") for page in ("architecture", "extend", "operate", "research")
+)
 FOLDERS = ("schemas", "kernels", "producers", "streams", "trainer", "consumers", "compose")
-QUERIES = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|$", README.split("## Ask it")[1].split("## ")[0], re.MULTILINE))
+QUERIES = dict(
+    re.findall(r"^\| `(\w+)` \| (.+?) \|$", RESEARCH.split("## Named queries")[1].split("## ")[0], re.MULTILINE)
+)
 BENCHES = sorted(
     path.name for path in (ROOT / "tests/bench").glob("*.py") if "ArgumentParser" in path.read_text("utf-8")
 )
@@ -28,12 +37,50 @@ LISTENERS = {
     "consumers/sink/server.py": "sink",
     "consumers/replica/role.py": "the replicas' HTTP",
 }
-COMMANDS = sorted(set(re.findall(r"`?tidemill ([a-z-]+)", README)))
+COMMANDS = sorted(set(re.findall(r"tidemill ([a-z-]+)", README + ARCHITECTURE + OPERATE + RESEARCH)) - {"is"})
 
 
-def test_ten_queries_and_more_are_listed_with_the_questions_they_answer():
-    assert len(QUERIES) >= 10
-    assert {name: named_queries().get(name) for name in QUERIES} == QUERIES
+def test_the_readme_is_one_page_that_says_where_to_go_next():
+    assert len(README.splitlines()) <= 120
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == set(re.findall(r"\[docs/(\w+\.md)\]", README))
+
+
+def test_every_query_is_listed_with_the_question_that_it_answers():
+    assert named_queries() == QUERIES
+
+
+def test_every_topic_is_listed_with_its_key_and_its_retention():
+    rows = re.findall(r"^\| `([a-z.-]+)` \| (\w+) \| .+ \| (.+) \|$", ARCHITECTURE, re.MULTILINE)
+    kept = {FOREVER_MS: "for ever"}
+    assert {topic: (key, time) for topic, key, time in rows} == {
+        spec.topic.value: (spec.key, kept.get(spec.retention_ms, f"{spec.retention_ms // DAY_MS} days"))
+        for spec in CATALOGUE.values()
+    }
+
+
+def test_every_role_names_topics_of_the_catalogue():
+    roles = re.findall(r"^\| [a-z ]+ \| `(tidemill [a-z ]+)` \| (.+) \| (.+) \| .+ \|$", ARCHITECTURE, re.MULTILINE)
+    assert len(roles) == 11
+    named = {name for _, *columns in roles for column in columns for name in re.findall(r"`([^`]+)`", column)}
+    assert named <= {topic.value for topic in CATALOGUE}
+    written = {name for *_, writes in roles for name in re.findall(r"`([^`]+)`", writes)}
+    by_commands = set(re.findall(r"`([a-z.-]+)`", ARCHITECTURE.split("Two groups of commands")[1].split("\n\n")[0]))
+    assert {topic.value for topic in CATALOGUE} - by_commands <= written
+
+
+def test_the_publisher_takes_what_the_page_gives_it():
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", EXTEND, re.DOTALL) if "WeightPublisher" in block)
+    calls = {node.func.attr: node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)}
+    for name in ("open", "publish"):
+        given = {keyword.arg: None for keyword in calls[name].keywords}
+        own = [None] if name == "publish" else []
+        inspect.signature(getattr(WeightPublisher, name)).bind(*own, *calls[name].args, **given)
+
+
+def test_every_extra_is_listed():
+    listed = re.findall(r"^\| `?(\w+)`? \| .+ \|$", OPERATE.split("| extra |")[1].split("\n\n")[0], re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert set(listed) == {*extras, "none"} - {"all", "dev"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -56,8 +103,8 @@ def test_an_unknown_setting_is_refused_with_its_name():
 
 
 def test_the_benches_are_those_that_are_named():
-    named = set(re.findall(r"`(?:python tests/bench/)?(\w+\.py)", README))
-    assert set(BENCHES) <= named, sorted(set(BENCHES) - named)
+    named = set(re.findall(r"`(\w+\.py)`", OPERATE.split("## Measure it")[1]))
+    assert named == set(BENCHES)
 
 
 @pytest.mark.parametrize("script", BENCHES)
@@ -68,7 +115,7 @@ def test_every_bench_explains_itself_from_any_directory(script: str, tmp_path: P
 
 
 def test_those_that_listen_are_those_that_are_named():
-    claim = " ".join(README.split("**The log is the truth.**")[1].split("- **")[0].split())
+    claim = " ".join(ARCHITECTURE.split("**The log is the truth.**")[1].split("- **")[0].split())
     found = set()
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         names = {

@@ -223,10 +223,10 @@ def test_the_account_closes_after_an_erasure_too(tmp_path: Path):
     assert (row["batched"], row["batched_and_erased"], row["dropped"], row["waiting"]) == (3, 1, 1, 1)
 
 
-def test_the_readme_lists_every_query_with_its_question():
-    readme = (ROOT / "README.md").read_text("utf-8")
+def test_the_page_lists_every_query_with_its_question():
+    page = (ROOT / "docs/research.md").read_text("utf-8")
     for name, question in named_queries().items():
-        assert f"| `{name}` | {question} |" in readme
+        assert f"| `{name}` | {question} |" in page
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The gateway's printed commands, run as they are printed."""
+"""The gateway's printed commands, and those of docs/extend.md, run as they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.server import GatewayServer
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+EXTEND = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text("utf-8")
 
 
 def blocks() -> list[str]:
@@ -49,9 +49,9 @@ def test_the_printed_keys_are_usable(monkeypatch):
     assert settings.gateway.api_keys == {"shop": hashlib.sha256(made["KEY"].encode()).hexdigest()}
 
 
-def of_the_readme(named: str) -> str:
-    """The README's block of code that names something, without its first line, the language."""
-    (found,) = (block for block in README.split("```")[1::2] if named in block)
+def of_the_page(named: str) -> str:
+    """The page's block of code that names something, without its first line, the language."""
+    (found,) = (block for block in EXTEND.split("```")[1::2] if named in block)
     return found.partition("\n")[2]
 
 
@@ -61,11 +61,11 @@ def test_the_printed_requests_are_taken(kafka, topic_prefix):
     hashed = hashlib.sha256(key.encode()).hexdigest()
     gateway = GatewaySettings(port=0, api_keys={"shop": hashed}, acknowledge_timeout_s=60)
     _, request = blocks()
-    from_readme = of_the_readme("curl https://GATEWAY/")
-    assert "http://127.0.0.1:8090/" in request and "TOKEN" in from_readme
+    from_page = of_the_page("curl https://GATEWAY/")
+    assert "http://127.0.0.1:8090/" in request and "TOKEN" in from_page
     with GatewayServer(settings, PRODUCT, gateway) as server:
         said = bash(request.replace("http://127.0.0.1:8090", server.url), KEY=key, TOKEN=ann)
-        said_too = bash(from_readme.replace("https://GATEWAY", server.url).replace("TOKEN", ann), KEY=key)
+        said_too = bash(from_page.replace("https://GATEWAY", server.url).replace("TOKEN", ann), KEY=key)
     assert (json.loads(said), json.loads(said_too)) == ({"event_id": "click-1"}, {"event_id": "click-4711"})
     assert {f.record.event_id for f in written(settings)} == {"click-1", "click-4711"}
 
@@ -75,7 +75,7 @@ def test_the_printed_program_is_taken(kafka, topic_prefix, monkeypatch):
     keys = PRODUCT.revealed()
     monkeypatch.setenv("TIDEMILL_PRODUCT__SIGNING_KEYS", json.dumps(keys["signing_keys"]))
     monkeypatch.setenv("TIDEMILL_PRODUCT__PSEUDONYM_KEY", str(keys["pseudonym_key"]))
-    program = of_the_readme("from tidemill.producers import FeedbackProducer")
+    program = of_the_page("from tidemill.producers import FeedbackProducer")
     assert '"kafka:9092"' in program
     exec(program.replace('"kafka:9092"', "kafka"), {"kafka": settings, "token": token(user="ann@example.com")})
     assert sorted((f.record.kind.value, f.record.value) for f in written(settings) if f.record.corrects is None) == [

@@ -1,4 +1,4 @@
-"""The examples of docs/ run as they stand."""
+"""The environment and the agent of docs/extend.md run as they stand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidemill.schemas.records import Rollout
 
 EXTEND = (Path(__file__).resolve().parents[3] / "docs" / "extend.md").read_text("utf-8")
 LEDGER = LedgerEnvironment(LedgerOptions())
-CODE = re.findall(r"```python\n(.*?)```", EXTEND, re.DOTALL)
+CODE = [code for code in re.findall(r"```python\n(.*?)```", EXTEND, re.DOTALL) if code.startswith('"""')]
 TABLES = re.findall(r"```toml\n(.*?)```", EXTEND, re.DOTALL)
 COMMANDS = re.findall(r"^tidemill (.*)$", EXTEND, re.MULTILINE)
 
