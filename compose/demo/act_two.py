@@ -87,7 +87,7 @@ def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch)
     seconds = _let_users_in(stage)
     after = _measure(stage, AFTER, "measuring how satisfied they are now")
     _wait_for_endings(stage)
-    return Played(rate_of(before, first), rate_of(after, watch.online.promoted()[-1]), seconds)
+    return Played(rate_of(before, first), rate_of(after, watch.online.branch.served[-1]), seconds)
 
 
 def _open(stage: _Stage) -> int:
@@ -108,12 +108,12 @@ def _open(stage: _Stage) -> int:
             stage.wait(partial(_serves, stage, replica), limit_s, f"{replica} does not serve")
         say("waiting for the router")
         stage.wait(lambda: _is_up(f"{plan.router_address}/healthz"), limit_s, "the router does not answer")
-    return online.promoted()[-1]
+    return online.branch.served[-1]
 
 
 def _serves(stage: _Stage, replica: str) -> bool:
     online = stage.watch.online
-    return bool(online.promoted()) and online.serving.get(replica, -1) >= online.promoted()[0]
+    return bool(online.branch.served) and online.serving.get(replica, -1) >= online.branch.served[0]
 
 
 def _is_up(url: str) -> bool:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_s, to_us
+from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.records import (
-    CANARY_SHARE,
     AckStatus,
     Feedback,
     GateDecision,
-    GateVerdict,
     Interaction,
     Manifest,
     OnlineBatch,
@@ -30,7 +29,6 @@ from tidemill.schemas.records import (
 RATE_WINDOW_US = to_us(10)
 REWARDED = "rewarded"
 """The ending of an interaction that is not excluded."""
-_ENDS = (GateVerdict.PROMOTE, GateVerdict.REJECT, GateVerdict.HOLD, GateVerdict.ROLL_BACK)
 
 
 @dataclass(slots=True)
@@ -49,6 +47,8 @@ class OnlineState:
     votes: int = 0
     batches: dict[str, OnlineBatch] = field(default_factory=dict)
     decisions: list[GateDecision] = field(default_factory=list)
+    branch: BranchDecisions = field(default_factory=BranchDecisions)
+    """The meaning of the decisions."""
     serving: dict[str, int] = field(default_factory=dict)
     """Version served by each replica of a pool."""
     _recent: deque[int] = field(default_factory=deque)
@@ -80,6 +80,7 @@ class OnlineState:
                 self.batches.setdefault(record.batch_id, record)
             case GateDecision():
                 self.decisions.append(record)
+                self.branch.observe(record)
             case Manifest():
                 self._fingerprints.setdefault(record.version, record.fingerprint)
             case TrainStep():
@@ -141,16 +142,9 @@ class OnlineState:
         """Versions that learnt from users, oldest first."""
         return sorted(self._learnt)
 
-    def promoted(self) -> list[int]:
-        """Versions that everyone was given, in the order of the decisions."""
-        return [d.version for d in self.decisions if d.verdict is GateVerdict.PROMOTE and d.version is not None]
-
     def decided(self, version: int) -> bool:
-        """Whether the trial of `version`, or of one made from it, has come to an end."""
-        trials = (place for place, decision in enumerate(self.decisions)
-                  if decision.verdict is GateVerdict.CANARY and self._descends(decision.version, version))  # fmt: skip
-        begun = next(trials, None)
-        return begun is not None and any(decision.verdict in _ENDS for decision in self.decisions[begun:])
+        """Whether the trial of `version`, or of one made from it, ended with a decision about it."""
+        return any(trial.decided and version in self._ancestry(trial.version) for trial in self.branch.trials)
 
     def verdicts(self) -> dict[str, int]:
         """Decisions by verdict."""
@@ -158,14 +152,11 @@ class OnlineState:
 
     def stage(self) -> str:
         """What the gate is doing, by its newest decision about what is served."""
-        served = [d for d in self.decisions if d.verdict is not GateVerdict.ADMIT]
-        if not served:
-            return "no decision yet"
-        last = served[-1]
-        if last.verdict is not GateVerdict.CANARY:
-            return f"{last.verdict.value} v{last.version}: {last.reason}"
-        share = last.numbers.get(CANARY_SHARE, 0.0)
-        return f"v{last.version} is compared among {share:.0%} of the users" if share else f"v{last.version} is benched"
+        trial, settled = self.branch.trial, self.branch.settled
+        if trial is not None:
+            tried = f"is compared among {trial.share:.0%} of the users" if trial.share else "is benched"
+            return f"v{trial.version} {tried}"
+        return "no decision yet" if settled is None else f"{settled.verdict.value} v{settled.version}: {settled.reason}"
 
     def to_a_share_s(self) -> list[float]:
         """Seconds from each trained interaction's newest signal until some users were served what it taught."""
@@ -203,12 +194,8 @@ class OnlineState:
         """When the gate gave users to a replica that serves `version`; None while it has none."""
         if replica_id in self.stable:
             return 0
-        shares = [d.at for d in self.decisions if d.verdict is GateVerdict.CANARY and d.version == version
-                  and d.numbers.get(CANARY_SHARE, 0.0) > 0]  # fmt: skip
-        return min(shares, default=None)
-
-    def _descends(self, version: int | None, ancestor: int) -> bool:
-        return version is not None and ancestor in self._ancestry(version)
+        shown = (trial.users_at for trial in self.branch.trials if trial.version == version)
+        return min((at for at in shown if at is not None), default=None)
 
     def _ancestry(self, version: int) -> Iterator[int]:
         at: int | None = version
@@ -217,9 +204,9 @@ class OnlineState:
             at = self._parents.get(at)
 
     def fingerprints_equal(self) -> bool:
-        """Whether every proof in a pool equals its version's manifest, and stable serves what was promoted last."""
+        """Whether every proof in a pool equals its version's manifest, and stable serves the version named last."""
         proofs = [ack for ack in self._proofs.values() if ack.version in self._fingerprints]
         matches = all(ack.fingerprint == self._fingerprints[ack.version] for ack in proofs)
-        promoted = self.promoted()
-        current = all(self.serving.get(replica_id) == promoted[-1] for replica_id in self.stable) if promoted else False
+        served = self.branch.served
+        current = all(self.serving.get(replica_id) == served[-1] for replica_id in self.stable) if served else False
         return bool(proofs) and matches and current

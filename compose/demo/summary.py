@@ -155,7 +155,7 @@ def summarise_online(
     seconds: float,
 ) -> OnlineSummary:
     """The summary of learning from users; `before` and `after` are what held-out users said."""
-    promoted = online.promoted()
+    promoted = online.branch.served
     skill = {each.version: each.rate for each in state.held_out()}
     return OnlineSummary(
         satisfaction_before=round(before.rate, 4) if before else 0.0,
@@ -167,7 +167,7 @@ def summarise_online(
         online_batches=online.learnt_batches,
         online_versions=online.learnt_versions,
         promoted=promoted,
-        promotions=sum(version in online.learnt_versions for version in promoted),
+        promotions=len(online.branch.decided.intersection(online.learnt_versions, promoted)),
         verdicts=online.verdicts(),
         interactions=len(online.interactions),
         rewarded=online.rewarded,

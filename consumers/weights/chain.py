@@ -15,16 +15,12 @@ from tidemill.kernels.weights.graph import Delta, Lineage, Way
 from tidemill.schemas.records import (
     AckStatus,
     GateDecision,
-    GateVerdict,
     Manifest,
     Record,
     ShardPosition,
     SkipDelta,
     WeightAck,
 )
-
-LIMITS = (GateVerdict.PROMOTE, GateVerdict.HOLD, GateVerdict.ROLL_BACK, GateVerdict.RELEASE)
-"""Verdicts that say how far everyone may go. A trial, an admission and a rejection leave that as it is."""
 
 
 class ChainError(ValueError):
@@ -110,8 +106,7 @@ class Chain:
     @property
     def limit(self) -> GateDecision | None:
         """The decision that limits what is served now; None while the head may be."""
-        limits = [made for made in self.decisions if made.verdict in LIMITS]
-        return limits[-1] if limits and limits[-1].verdict is not GateVerdict.RELEASE else None
+        return self.gate.limit
 
     def manifest(self, version: int) -> Manifest:
         """A version's manifest. Raises UnknownVersion."""

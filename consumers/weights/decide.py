@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tidemill.consumers.weights.chain import Chain, ChainError
+from tidemill.schemas.gate_decisions import followed
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
 
 
@@ -47,9 +48,8 @@ def decision(
 
 def _require_open(chain: Chain, version: int) -> None:
     chain.manifest(version)
-    rejected = [made for made in chain.decisions if made.verdict is GateVerdict.REJECT and made.version == version]
-    if rejected:
-        raise ChainError(f"version {version} was rejected by {rejected[-1].decided_by}: {rejected[-1].reason}")
+    if (rejected := chain.gate.rejected.get(version)) is not None:
+        raise ChainError(f"version {version} was rejected by {rejected.decided_by}: {rejected.reason}")
 
 
 def _require_servable(chain: Chain, version: int, anchor_stands: Callable[[Manifest], bool]) -> None:
@@ -85,7 +85,11 @@ class Following:
     @property
     def behind(self) -> dict[str, int]:
         """Replicas that have not followed yet, with the version that they serve."""
-        return {replica: version for replica, version in self.serving.items() if not self._followed(version)}
+        return {
+            replica: version
+            for replica, version in self.serving.items()
+            if not followed(self.decision, version, self.head)
+        }
 
     @property
     def beyond(self) -> dict[str, int]:
@@ -94,10 +98,3 @@ class Following:
         if self.decision.verdict is not GateVerdict.HOLD or version is None:
             return {}
         return {replica: serving for replica, serving in self.serving.items() if serving > version}
-
-    def _followed(self, serving: int) -> bool:
-        if self.decision.version is None:
-            return serving >= self.head
-        if self.decision.verdict is GateVerdict.REJECT:
-            return serving != self.decision.version
-        return serving == self.decision.version

@@ -1,8 +1,7 @@
-"""Who is in the canary arm: a pure reading of `gate.decisions` for one branch, and the lot that is drawn for a user.
+"""Who is in the canary arm: the trial of one branch, as its decisions tell it, and the lot that is drawn for a user.
 
-What holds: while a version is tried, the newest CANARY decision's share of the users is in the canary arm, always the
-same ones; any later decision about what is served ends it, the rejection of another version excepted. Another
-candidate draws other users, so that nobody is the first to get every candidate.
+While a version is tried, the newest CANARY decision's share of the users is in the canary arm, always the same ones.
+Another candidate draws other users, so that nobody is the first to get every candidate.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tidemill.schemas.gate_decisions import BranchDecisions, canary_share
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict
 
 
@@ -37,19 +37,31 @@ class CanaryShare:
     """The share of the version under trial on one branch of one run; 0 while there is none."""
 
     def __init__(self, run_id: str, branch: str) -> None:
-        self._run_id, self._branch = run_id, branch
-        self.share = 0.0
-        self.version: int | None = None
+        self._of = (run_id, branch)
+        self._branch = BranchDecisions()
+
+    @property
+    def share(self) -> float:
+        """Part of the users, 0 to 1; 0 while nothing is tried."""
+        return 0.0 if self._branch.trial is None else self._branch.trial.share
+
+    @property
+    def version(self) -> int | None:
+        """The version that is tried; None while none is."""
+        return None if self._branch.trial is None else self._branch.trial.version
 
     def observe(self, decision: GateDecision) -> str:
         """Take a decision in, in log order. Returns why it is not taken; else an empty string."""
-        if (decision.run_id, decision.branch) != (self._run_id, self._branch) or decision.verdict is GateVerdict.ADMIT:
+        if (decision.run_id, decision.branch) != self._of:
             return ""
-        if decision.verdict is GateVerdict.CANARY:
-            return self._begin(decision)
-        if decision.verdict is not GateVerdict.REJECT or decision.version == self.version:
-            self.share, self.version = 0.0, None
-        return ""
+        objection = self._branch.observe(decision)
+        if decision.verdict is GateVerdict.CANARY and canary_share(decision) is None:
+            said = decision.numbers.get(CANARY_SHARE, math.nan)
+            return (
+                f"a canary needs a version and numbers[{CANARY_SHARE!r}] from 0 to 1, not {decision.version} and "
+                f"{said:g}"
+            )
+        return objection
 
     def lot(self, unit: str, salt: str) -> Lot:
         """The arm of a user.
@@ -60,17 +72,6 @@ class CanaryShare:
         """
         canary = _fraction(f"{salt}\x00{self.version}\x00{unit}") < self.share
         return Lot(Arm.CANARY, self.share) if canary else Lot(Arm.STABLE, 1.0 - self.share)
-
-    def _begin(self, decision: GateDecision) -> str:
-        share = decision.numbers.get(CANARY_SHARE, math.nan)
-        if decision.version is None or not 0.0 <= share <= 1.0:
-            self.share, self.version = 0.0, None
-            return (
-                f"a canary needs a version and numbers[{CANARY_SHARE!r}] from 0 to 1, not {decision.version} and "
-                f"{share:g}"
-            )
-        self.share, self.version = share, decision.version
-        return ""
 
 
 def _fraction(text: str) -> float:

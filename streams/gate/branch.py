@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.gate_decisions import NAMES, CanaryTrial, by_gate
 from tidemill.schemas.records import (
-    CANARY_SHARE,
     AckStatus,
     GateDecision,
     GateVerdict,
@@ -25,7 +25,7 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.gate.bench import Bench
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.standing import Standing, by_gate
+from tidemill.streams.gate.standing import Standing
 from tidemill.streams.gate.trial import Arm, Comparison, Watch
 
 REMEMBERED = 20
@@ -36,12 +36,15 @@ REMEMBERED = 20
 class Trial:
     """The candidate that is tried."""
 
-    version: int
+    canary: CanaryTrial
     baseline: int
-    opened_at: int
-    share: float
     comparison: Comparison | None = None
     """None while the bench measures."""
+
+    @property
+    def version(self) -> int:
+        """The candidate."""
+        return self.canary.version
 
 
 class Branch:
@@ -86,14 +89,14 @@ class Branch:
     def candidate(self) -> int | None:
         """The newest version, unless its trial is over or everyone is served it."""
         head = self.standing.head
-        return head if head > self.standing.baseline and head not in self.standing.ended else None
+        return head if head > self.standing.baseline and head not in self.standing.decided else None
 
     def skipped(self, version: int) -> list[int]:
         """Versions that came after the last one tried and before `version`."""
         standing = self.standing
-        tried = {*standing.ended, standing.baseline, *([] if self.trial is None else [self.trial.version])}
+        tried = {*standing.decided, standing.baseline, *([] if self.trial is None else [self.trial.version])}
         last = max((known for known in tried if known < version), default=-1)
-        return [known for known in sorted(standing.parents) if last < known < version]
+        return [known for known in sorted(standing.versions) if last < known < version]
 
     def _take(self, record: Manifest | WeightAck | GateDecision | Outcome) -> None:
         match record:
@@ -132,53 +135,33 @@ class Branch:
             return
         self._known.add(key)
         self.decisions.append(decision)
-        held, before = self.standing.hold, self.standing.baseline
-        self.standing.apply(decision)
-        if held is None or not by_gate(decision):
-            self._follow(decision, before, held)
-
-    def _follow(self, decision: GateDecision, before: int, held: GateDecision | None) -> None:
-        """Trial and watch, after a decision that the standing took in; `before` and `held` are from before it."""
-        match decision.verdict:
-            case GateVerdict.CANARY:
-                self._follow_canary(decision)
-            case GateVerdict.PROMOTE:
-                self._keep_origin(decision)
-                self._end_trial(decision)
-                self._begin_watch(decision, before)
-            case GateVerdict.REJECT:
-                self._keep_origin(decision)
-                self._end_trial(decision, only=decision.version)
-                if self.watch is not None and self.watch.version == decision.version:
-                    self.watch = None
-            case GateVerdict.HOLD:
-                self._keep_origin(decision)
-                self._end_trial(decision)
-            case GateVerdict.ROLL_BACK:
-                self._end_trial(decision)
-                self.watch = None
-            case GateVerdict.RELEASE:
-                self._end_trial(decision)
-                if held is not None and by_gate(held):
-                    self._origin = {}
-            case GateVerdict.ADMIT:
-                pass
-
-    def _follow_canary(self, decision: GateDecision) -> None:
-        version, share = decision.version, decision.numbers.get(CANARY_SHARE, 0.0)
-        if version is None:
+        held, before, settled = self.standing.hold, self.standing.baseline, self.standing.settled
+        self.standing.observe(decision)
+        self._follow_trial(decision)
+        if held is not None and by_gate(decision):
             return
-        if self.trial is None or self.trial.version != version:
-            self.trial = Trial(version, self.standing.baseline, decision.at, share)
-        trial = self.trial
-        trial.share = share
-        if 0.0 < share < 1.0 and trial.comparison is None:
-            trial.comparison = Comparison(self._gate, version, trial.baseline, share, decision.at, self._origin)
+        if self.standing.settled is not settled:
+            self._keep_origin(decision)
+            self.settled_at = decision.at
+        if decision.verdict is GateVerdict.RELEASE and held is not None and by_gate(held):
+            self._origin = {}
+        if decision.verdict is GateVerdict.PROMOTE:
+            self._begin_watch(decision, before)
+        elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
+            self.watch = None
 
-    def _end_trial(self, decision: GateDecision, only: int | None = None) -> None:
-        self.settled_at = decision.at
-        if self.trial is not None and only in (None, self.trial.version):
+    def _follow_trial(self, decision: GateDecision) -> None:
+        canary = self.standing.trial
+        if canary is None:
             self.trial = None
+            return
+        if self.trial is None or self.trial.canary is not canary:
+            self.trial = Trial(canary, self.standing.baseline)
+        trial = self.trial
+        if 0.0 < canary.share < 1.0 and trial.comparison is None:
+            trial.comparison = Comparison(
+                self._gate, canary.version, trial.baseline, canary.share, decision.at, self._origin
+            )
 
     def _keep_origin(self, decision: GateDecision) -> None:
         """The first baseline that enough users were compared with is what later candidates must not drift from."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.gate_decisions import GENERATION
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
 from tidemill.streams.gate.bench import BenchResult
 from tidemill.streams.gate.branch import Branch, Trial
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import names
-from tidemill.streams.gate.standing import GENERATION
 from tidemill.streams.gate.trial import Watch
 
 
@@ -100,7 +100,7 @@ class Keeper:
             candidate=None if trial is None else trial.version,
             promoted=standing.baseline,
             head=standing.head,
-            admitted=standing.baseline in standing.admitted,
+            admitted=standing.baseline in standing.learners,
             held_by=standing.hold,
             watched=None if branch.watch is None else branch.watch.version,
             numbers={} if trial is None else self._trial_numbers(trial),
@@ -118,8 +118,8 @@ class Keeper:
 
     def _admission(self) -> Iterator[GateDecision]:
         standing = self._branch.standing
-        for version in sorted(self._branch.admissible - standing.admitted - standing.rejected):
-            if version in standing.parents:
+        for version in sorted(self._branch.admissible - standing.learners - standing.rejected.keys()):
+            if version in standing.versions:
                 numbers = {**self._bench_numbers("bench", version), "floor": self._gate.floor}
                 reason = f"success on held-out tasks is surely at least {self._gate.floor:g}"
                 yield self._decision(GateVerdict.ADMIT, version, reason, numbers)
@@ -162,7 +162,7 @@ class Keeper:
             version = trial.baseline if holds else trial.version
             reason = f"version {trial.version} waits for a person: {done.reason}" if holds else done.reason
             yield self._decision(done.verdict, version, reason, self._trial_numbers(trial))
-        elif trial.share == 0.0:
+        elif trial.canary.share == 0.0:
             numbers = {**self._trial_numbers(trial), CANARY_SHARE: self._gate.share}
             yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
 
@@ -181,7 +181,7 @@ class Keeper:
 
     def _pass_over(self, trial: Trial) -> Iterator[GateDecision]:
         """Not for ever does a candidate without a bench result keep newer ones waiting."""
-        waited = self._seconds_since(trial.opened_at)
+        waited = self._seconds_since(trial.canary.opened_at)
         if waited >= self._gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
             rollouts = f"{self._branch.bench.tally(trial.version).rollouts} of {self._gate.bench_rollouts} rollouts"
             yield from self._open_newest(f"version {trial.version} is passed over: {rollouts} in {waited:g} s")
@@ -210,7 +210,7 @@ class Keeper:
         yield self._decision(GateVerdict.CANARY, version, f"{said}; the bench comes first", numbers)
 
     def _trial_numbers(self, trial: Trial) -> dict[str, float]:
-        since = trial.opened_at if trial.comparison is None else trial.comparison.started_at
+        since = trial.canary.opened_at if trial.comparison is None else trial.comparison.started_at
         return {
             "baseline": float(trial.baseline),
             "seconds_in_stage": self._seconds_since(since),

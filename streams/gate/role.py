@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.gate_decisions import GENERATION
 from tidemill.schemas.log.client_settings import LOG_WAIT_S
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.liveness import Liveness
@@ -26,7 +27,6 @@ from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.keeper import Keeper
-from tidemill.streams.gate.standing import GENERATION
 
 LOG = logging.getLogger(__name__)
 TOPICS = (Topic.MANIFESTS, Topic.ACKS, Topic.GROUPS, Topic.OUTCOMES, Topic.GATE)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.chaos.product_tally import ProductTally
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.gate_decisions import by_gate
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import (
     CloseReason,
@@ -28,7 +29,6 @@ from tidemill.schemas.records import (
     Turn,
     WeightAck,
 )
-from tidemill.streams.gate.standing import by_gate
 
 FEED, TRAIN, STREAM, SINK = "feed", "train", "stream", "sink"
 JOIN, BATCHES, GATE, ROUTE, GATEWAY, USERS = "join", "batches", "gate", "route", "gateway", "users"

@@ -123,7 +123,7 @@ def test_the_numbers():
     state = folded(log())
     assert len(state.interactions) == len(state.endings) == 4
     assert (state.rewarded, state.exclusions(), state.corrections, state.votes) == (2, {"bot": 1, "no_signal": 1}, 1, 2)
-    assert (state.learnt_batches, state.learnt_versions, state.promoted()) == (1, [1], [0, 1])
+    assert (state.learnt_batches, state.learnt_versions, state.branch.served) == (1, [1], [0, 1])
     assert state.verdicts() == {"canary": 2, "promote": 2}
     assert state.endings["i0"] == REWARDED
     assert state.fingerprints_equal()

@@ -23,13 +23,13 @@ from tidemill.consumers.weights.chain import ChainError
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.gate_decisions import GENERATION
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.role import SecondGate, run
-from tidemill.streams.gate.standing import GENERATION
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
 from gate_support import ack, bench, manifest, outcome

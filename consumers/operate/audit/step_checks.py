@@ -10,9 +10,9 @@ from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named, references
 from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.gate_decisions import GIVES_UP
 from tidemill.schemas.records import (
     CloseReason,
-    GateVerdict,
     Group,
     GroupMember,
     Mode,
@@ -27,8 +27,6 @@ from tidemill.schemas.records import (
 
 DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
 """Fields in which a step equals its plan."""
-ABANDONS = frozenset({GateVerdict.REJECT, GateVerdict.ROLL_BACK, GateVerdict.PROMOTE})
-"""Decisions after which versions may not be trained on."""
 BOUND = "policy_lag_bound"
 TrainedMember = GroupMember | OnlineMember
 
@@ -97,7 +95,7 @@ class _Inputs:
             return False
         # A trainer whose version was abandoned continues from another one.
         moved = before.parent_version != now.parent_version
-        abandoned = moved and any(decision.record.verdict in ABANDONS for decision in self.facts.model.decisions)
+        abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in self.facts.model.decisions)
         return before.config_hash != now.config_hash or abandoned or self._lacks(before, now.at)
 
     def _lacks(self, plan: StepPlan, at: int) -> bool:

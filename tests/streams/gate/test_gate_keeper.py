@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.schemas.config import RunSettings
+from tidemill.schemas.gate_decisions import GENERATION
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
 from tidemill.streams.gate.config import OnAlert
 from tidemill.streams.gate.keeper import Keeper
-from tidemill.streams.gate.standing import GENERATION
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import QUICK, RUN, SECOND, Product, ack, bench, manifest, outcome, said
