@@ -109,7 +109,7 @@ def open_session(
 
     `commits` writes `train.steps`, and lets no other trainer of the run do so.
 
-    Raises HistoryError, ChainError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
+    Raises HistoryError, VersionError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
     """
     rules, online_rules = rules_of(run, settings), online_rules_of(run, settings)
     history = read_history(kafka, run.run_id)

@@ -58,11 +58,11 @@ def run(
 ) -> None:
     """Train until `stop` is set (without one: until SIGINT or SIGTERM) or step `run.max_steps` is done.
 
-    Raises FileNotFoundError without a starting checkpoint, HistoryError, ChainError or NotRepeatableError when the log
-    does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that compares
-    rollouts, InOrderError when the log has no one order of groups, RejectedLineError when the gate left no version to
-    train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when the log
-    fails.
+    Raises FileNotFoundError without a starting checkpoint, HistoryError, VersionError or NotRepeatableError when the
+    log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
+    compares rollouts, InOrderError when the log has no one order of groups, RejectedLineError when the gate left no
+    version to train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when
+    the log fails.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)

@@ -87,7 +87,7 @@ class Session:
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log's.
 
-        Raises ChainError when the log has other weights under their version.
+        Raises VersionError when the log has other weights under their version.
         """
         if not self.place.step or self._publisher.has(self.place.version):
             self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
@@ -162,7 +162,7 @@ class Session:
     def continue_from_here(self, step: int) -> None:
         """The next step is the one after `step`, and its version continues the weights held now.
 
-        Raises ChainError when the log does not have them under their version.
+        Raises VersionError when the log does not have them under their version.
         """
         self.place = replace(self.place, step=step)
         self._publisher.go_back(self.place.version, self.place.view)

@@ -110,16 +110,16 @@ def decide(
 ) -> None:  # fmt: skip
     """Check a person's decision, write it, show it, and end the command: status 1 when it was not followed in time.
 
-    Raises ChainError when it cannot be carried out.
+    Raises VersionError when it cannot be carried out.
     """
-    from tidemill.consumers.weights.builder import anchor_stands
+    from tidemill.consumers.weights.builder import anchor_exists
     from tidemill.consumers.weights.decide import Following, Proposal, decision
     from tidemill.consumers.weights.reading import read_chain
     from tidemill.schemas.clock import now_us, to_us
 
     chain = read_chain(settings.kafka, settings.run)
     proposal = Proposal(verdict, version, reason, decided_by or _operator())
-    made = decision(chain, proposal, now_us(), anchor_stands)
+    made = decision(chain, proposal, now_us(), anchor_exists)
     following = Following(made, chain.head.version, to_us(recent_s))
     for ack in chain.replicas.values():
         following.observe(ack)

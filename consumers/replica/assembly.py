@@ -66,7 +66,7 @@ async def running_replica(
         settings: the replica.
         run: the run and branch that it follows.
         chat: how conversations become tokens.
-        state: the lineage as far as it was read.
+        state: the versions as far as they were read.
         joined: what to start with.
         directory: where whole checkpoints are staged.
         surroundings: opens the log's clients; called after the engine core, which is a fork, has been started.

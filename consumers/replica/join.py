@@ -113,8 +113,8 @@ def _build(state: ReplicaState, staging: Staging) -> _Built | None:
 
 
 def _checkpoint(move: Move, mirror: Mirror, anchor: Path | None, staging: Staging) -> Path:
-    assert anchor is not None, "with nothing loaded every way begins with an anchor"
-    return staging.checkpoint(mirror, anchor) if move.way.deltas else anchor
+    assert anchor is not None, "with nothing loaded every path begins with an anchor"
+    return staging.checkpoint(mirror, anchor) if move.path.deltas else anchor
 
 
 def _say_waiting(settings: ReplicaSettings) -> bool:

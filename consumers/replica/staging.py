@@ -77,7 +77,7 @@ class Staging:
         fresh = draft.fresh
         try:
             anchor = self._load(draft, move)
-            for delta in move.way.deltas:
+            for delta in move.path.deltas:
                 fetch_ms += self._advance(draft, mirror, delta)
             self._check(draft, move)
             changes = () if fresh else draft.changes()
@@ -107,7 +107,7 @@ class Staging:
         self._decoder.close()
 
     def _load(self, draft: Draft, move: Move) -> Path | None:
-        manifest = move.way.anchor
+        manifest = move.path.anchor
         if manifest is None or manifest.anchor is None:
             return None
         fresh = draft.fresh
@@ -131,12 +131,12 @@ class Staging:
         return decoded.fetch_ms
 
     def _check(self, draft: Draft, move: Move) -> None:
-        """The target tensor by tensor; the versions on the way are known by the sum alone."""
-        if not move.way.deltas:
+        """The target tensor by tensor; the versions before it are known by the sum alone."""
+        if not move.path.deltas:
             return
         try:
             draft.check(with_tensors(move.target))
         except (StoredObjectError, DeltaError) as error:
-            raise RefusedDeltaError(move.way.deltas[-1], str(error)) from error
+            raise RefusedDeltaError(move.path.deltas[-1], str(error)) from error
         except StoreUnavailableError as error:
             raise FetchTimeoutError(str(error)) from error

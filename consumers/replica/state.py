@@ -1,9 +1,9 @@
 """What a replica does about each record of the weight log: a pure state machine, without a clock, a network or weights.
 
-It holds the lineage of a branch, what the gate lets it serve, and what it serves. The shell hands it the records, asks
-it where to go (`plan`), carries that out and reports: `proved`, `delta_refused`, `anchor_refused`. What stays true:
+It holds the version graph of a branch, what the gate lets it serve, and what it serves. The shell hands it the records,
+asks it where to go (`plan`), does that and reports: `proved`, `delta_refused`, `anchor_refused`. What stays true:
 
-- it goes to the newest version that the gate permits and that can be reached, over the way with the fewest bytes;
+- it goes to the newest version that the gate permits and that can be reached, over the path with the fewest bytes;
 - it goes back only where a roll-back or a rejection says so;
 - the same record twice changes nothing; a version published twice with different contents is refused, not followed;
 - every version that it sees and does not go to is refused once, with the reason;
@@ -25,16 +25,16 @@ from itertools import takewhile
 
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.gate import Gate
-from tidemill.kernels.weights.graph import Delta, Lineage, Way
+from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Go to `target` over `way`."""
+    """Go to `target` over `path`."""
 
     target: Manifest
-    way: Way
+    path: UpdatePath
     reason: str
     """Why, where it is not the next version in the usual way; else empty."""
 
@@ -52,11 +52,11 @@ Said = Manifest | SkipDelta | GateDecision
 
 
 class ReplicaState:
-    """The lineage of one branch of one run, its gate for a pool, and the version served."""
+    """The versions of one branch of one run, its gate for a pool, and the version served."""
 
     def __init__(self, run_id: str, branch: str, pool: Pool = Pool.ALL) -> None:
         self._run_id, self._branch, self._pool = run_id, branch, pool
-        self._lineage = Lineage()
+        self._graph = VersionGraph(run_id, branch)
         self._gate = Gate(pool)
         self._answered: set[int] = set()
         self._notice = ""
@@ -70,11 +70,11 @@ class ReplicaState:
     @property
     def head(self) -> int:
         """Newest version seen in the log; -1 before the first."""
-        return self._lineage.head
+        return -1 if self._graph.newest_version is None else self._graph.newest_version
 
     def incarnation_of(self, version: int) -> str:
         """Which life of the run's version numbers a version is of; empty for one that is not known, or does not say."""
-        manifest = self._lineage.manifests.get(version)
+        manifest = self._graph.manifests.get(version)
         return "" if manifest is None else manifest.incarnation
 
     def observe(self, record: Said) -> str:
@@ -85,10 +85,8 @@ class ReplicaState:
         if (record.run_id, record.branch) != (self._run_id, self._branch):
             return ""
         match record:
-            case Manifest():
-                return self._lineage.add(record)
-            case SkipDelta():
-                return self._lineage.add_skip(record)
+            case Manifest() | SkipDelta():
+                return self._graph.observe(record)
             case GateDecision():
                 return self._gate.observe(record)
 
@@ -98,9 +96,9 @@ class ReplicaState:
             return self._plan_in_pool()
         notice = "" if self._serving is None else self._gate.notice(self._serving)
         for version in self._candidates(go_back=bool(notice)):
-            way = self._lineage.way(version, self._serving)
-            if way is not None:
-                return Move(self._lineage.manifests[version], way, notice or _reason(way, self._serving))
+            path = self._graph.path(version, self._serving)
+            if path is not None:
+                return Move(self._graph.manifests[version], path, notice or _reason(path, self._serving))
         return None
 
     def refusals(self) -> list[Refuse]:
@@ -110,7 +108,7 @@ class ReplicaState:
         be left and nothing leads away from it.
         """
         found = self._passed_over()
-        refused = [self._lineage.manifests[version] for version in found if version not in self._answered]
+        refused = [self._graph.manifests[version] for version in found if version not in self._answered]
         self._answered.update(found)
         return [*self._stuck(), *(Refuse(manifest, self._objection(manifest)) for manifest in refused)]
 
@@ -118,38 +116,38 @@ class ReplicaState:
         """The live tensors were proved to be `version`, which is served from now on."""
         self._serving = version
         self._answered.add(version)
-        self._lineage.forget_tensors(version)
+        self._graph.forget_tensors(version)
 
     def delta_refused(self, delta: Delta) -> None:
         """A delta is wrong, so that trying it again cannot help."""
-        self._lineage.refuse_delta(delta.base, delta.version)
+        self._graph.refuse_delta(delta.base, delta.version)
         self._answered.add(delta.version)
 
     def anchor_refused(self, version: int) -> None:
         """An anchor cannot be read or is not what its manifest says."""
-        self._lineage.refuse_anchor(version)
+        self._graph.refuse_anchor(version)
 
     def _plan_in_pool(self) -> Move | None:
         for version in self._wanted():
             if version == self._serving:
                 return None
-            way = self._lineage.way(version, self._serving)
-            if way is not None:
+            path = self._graph.path(version, self._serving)
+            if path is not None:
                 back = self._serving is not None and version < self._serving
                 left = self._gate.objection(self._serving) if back and self._serving is not None else ""
-                return Move(self._lineage.manifests[version], way, left or _reason(way, self._serving))
+                return Move(self._graph.manifests[version], path, left or _reason(path, self._serving))
         return None
 
     def _wanted(self) -> Iterator[int]:
         """What a replica of a pool should serve, the best first; the served one where it should wait."""
         serving = self._serving
         for version in self._gate.preferred(serving):
-            if version in self._lineage.manifests:
+            if version in self._graph.manifests:
                 yield version
             elif serving is not None and version > self.head and not self._gate.notice(serving):
                 # The decision came before its version: the two topics are read apart.
                 yield serving
-        oldest = next((v for v in sorted(self._lineage.manifests) if self._lineage.way(v, serving) is not None), None)
+        oldest = next((v for v in sorted(self._graph.manifests) if self._graph.path(v, serving) is not None), None)
         if oldest is not None and not self._gate.forbidden(oldest):
             yield oldest
 
@@ -157,21 +155,21 @@ class ReplicaState:
         """The versions that would be gone to if they could or might be."""
         if self._pool is not Pool.ALL:
             better = takewhile(lambda version: version != self._serving, self._gate.preferred(self._serving))
-            return sorted(version for version in better if version in self._lineage.manifests)
+            return sorted(version for version in better if version in self._graph.manifests)
         floor = -1 if self._serving is None else self._serving
-        return sorted(version for version in self._lineage.manifests if version > floor)
+        return sorted(version for version in self._graph.manifests if version > floor)
 
     def _stuck(self) -> list[Refuse]:
         notice = "" if self._serving is None else self._gate.notice(self._serving)
         said, self._notice = self._notice, notice
         if not notice or notice == said or self._serving is None:
             return []
-        return [Refuse(self._lineage.manifests[self._serving], f"{notice}; no usable anchor leads away from it")]
+        return [Refuse(self._graph.manifests[self._serving], f"{notice}; no usable anchor leads away from it")]
 
     def _candidates(self, go_back: bool) -> list[int]:
         """The versions that may be gone to, the best first."""
         serving = self._serving
-        found = (v for v in self._lineage.manifests if serving is None or (v != serving if go_back else v > serving))
+        found = (v for v in self._graph.manifests if serving is None or (v != serving if go_back else v > serving))
         return sorted((version for version in found if not self._gate.objection(version)), reverse=True)
 
     def _objection(self, manifest: Manifest) -> str:
@@ -183,9 +181,9 @@ class ReplicaState:
         )
 
 
-def _reason(way: Way, serving: int | None) -> str:
+def _reason(path: UpdatePath, serving: int | None) -> str:
     if serving is None:
-        return f"started from {way}"
-    if way.anchor is not None:
-        return f"re-synced from {way}"
-    return "" if len(way.deltas) == 1 and not way.deltas[0].skips else f"caught up from version {serving} over {way}"
+        return f"started from {path}"
+    if path.anchor is not None:
+        return f"re-synced from {path}"
+    return "" if len(path.deltas) == 1 and not path.deltas[0].skips else f"caught up from version {serving} over {path}"

@@ -153,7 +153,7 @@ class Subscriber:
             return
         prepared.draft.keep()
         self._state.proved(target.version)
-        status = AckStatus.ANCHORED if again or move.way.anchor is not None else AckStatus.PROVED
+        status = AckStatus.ANCHORED if again or move.path.anchor is not None else AckStatus.PROVED
         self._ledger.served(status, target, applied, times, move.reason)
 
     async def _write(self, prepared: Prepared, version: int, whole: bool) -> Applied:

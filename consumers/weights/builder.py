@@ -16,14 +16,13 @@ from pathlib import Path
 import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
-from tidemill.consumers.weights.chain import Chain, Unreachable
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
 from tidemill.kernels.weights.connections import SharedFetcher, open_fetcher
 from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
-from tidemill.kernels.weights.graph import Delta, Way
+from tidemill.kernels.weights.graph import Delta, Unreachable, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
@@ -40,10 +39,10 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A version in memory, and the way that led to it."""
+    """A version in memory, and the path that led to it."""
 
     mirror: Mirror
-    way: Way
+    path: UpdatePath
     anchor_directory: Path
     """The anchor's files: configuration and tokenizer beside older weights."""
 
@@ -98,39 +97,39 @@ class Builder:
         draft = self._draft(delta, mirror)
         draft.revert()
 
-    def build(self, chain: Chain, version: int) -> Built:
-        """A version over the best way that works; what turns out unusable is off `chain`'s ways from then on.
+    def build(self, graph: VersionGraph, version: int) -> Built:
+        """A version over the best path that works; what turns out unusable is on no path of `graph` from then on.
 
         Raises UnknownVersion, Unreachable.
         """
         reasons: list[str] = []
         while True:
             try:
-                way = chain.way(version, anchor_stands)
+                path = graph.require_path(version, anchor_exists)
             except Unreachable as error:
                 raise Unreachable("; ".join([str(error), *reasons])) from error
-            built = self._try(chain, way, reasons)
+            built = self._try(graph, path, reasons)
             if built is not None:
                 return built
 
-    def _try(self, chain: Chain, way: Way, reasons: list[str]) -> Built | None:
-        assert way.anchor is not None
-        self._progress(f"anchor {way.anchor.version}")
+    def _try(self, graph: VersionGraph, path: UpdatePath, reasons: list[str]) -> Built | None:
+        assert path.anchor is not None
+        self._progress(f"anchor {path.anchor.version}")
         try:
-            mirror = self.from_anchor(way.anchor)
+            mirror = self.from_anchor(path.anchor)
         except Unusable as error:
-            reasons.append(f"the anchor of version {way.anchor.version}: {error}")
-            chain.lineage.refuse_anchor(way.anchor.version)
+            reasons.append(f"the anchor of version {path.anchor.version}: {error}")
+            graph.refuse_anchor(path.anchor.version)
             return None
-        for delta in way.deltas:
+        for delta in path.deltas:
             self._progress(f"version {delta.version}")
             try:
                 self.apply(delta, mirror)
             except Unusable as error:
                 reasons.append(f"the delta from {delta.base} to {delta.version}: {error}")
-                chain.lineage.refuse_delta(delta.base, delta.version)
+                graph.refuse_delta(delta.base, delta.version)
                 return None
-        return Built(mirror, way, self._anchor_directory(way.anchor))
+        return Built(mirror, path, self._anchor_directory(path.anchor))
 
     def _draft(self, delta: Delta, mirror: Mirror) -> Draft:
         if mirror.version != delta.base:
@@ -170,7 +169,7 @@ def open_builder(
         yield builder
 
 
-def anchor_stands(manifest: Manifest) -> bool:
+def anchor_exists(manifest: Manifest) -> bool:
     """Whether the directory of a manifest's anchor is there."""
     if manifest.anchor is None:
         return False

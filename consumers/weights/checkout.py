@@ -36,7 +36,7 @@ class Checkout:
     n_bytes: int
     """Size of all files."""
     way: str
-    """How the version was built."""
+    """How the version was built: the path to it."""
 
 
 def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> Checkout:
@@ -55,7 +55,7 @@ def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> C
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     n_bytes = sum(file.stat().st_size for file in directory.iterdir())
-    return Checkout(version, str(directory), built.mirror.fingerprint.hex(), n_bytes, str(built.way))
+    return Checkout(version, str(directory), built.mirror.fingerprint.hex(), n_bytes, str(built.path))
 
 
 def _require_free(directory: Path) -> None:

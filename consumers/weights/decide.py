@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tidemill.consumers.weights.chain import Chain, ChainError
+from tidemill.consumers.weights.chain import Chain
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.gate_decisions import followed
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
 
@@ -22,18 +23,18 @@ class Proposal:
 
 
 def decision(
-    chain: Chain, proposal: Proposal, at: int, anchor_stands: Callable[[Manifest], bool] = lambda _: True
+    chain: Chain, proposal: Proposal, at: int, anchor_exists: Callable[[Manifest], bool] = lambda _: True
 ) -> GateDecision:
     """The record of a proposal that can be carried out; `at` in microseconds since the epoch.
 
-    Raises UnknownVersion, ChainError when the version was rejected before; and of a version that is to be served,
-    Unreachable when no anchor leads to it any more, ChainError when it was refused by every replica that met it.
+    Raises UnknownVersion, VersionError when the version was rejected before; and of a version that is to be served,
+    Unreachable when no anchor leads to it any more, VersionError when it was refused by every replica that met it.
     """
     head = chain.head.version
     if proposal.version is not None:
         _require_open(chain, proposal.version)
         if proposal.verdict is not GateVerdict.REJECT:
-            _require_servable(chain, proposal.version, anchor_stands)
+            _require_servable(chain, proposal.version, anchor_exists)
     return GateDecision(
         run_id=chain.run_id,
         branch=chain.branch,
@@ -49,17 +50,17 @@ def decision(
 def _require_open(chain: Chain, version: int) -> None:
     chain.manifest(version)
     if (rejected := chain.gate.rejected.get(version)) is not None:
-        raise ChainError(f"version {version} was rejected by {rejected.decided_by}: {rejected.reason}")
+        raise VersionError(f"version {version} was rejected by {rejected.decided_by}: {rejected.reason}")
 
 
-def _require_servable(chain: Chain, version: int, anchor_stands: Callable[[Manifest], bool]) -> None:
+def _require_servable(chain: Chain, version: int, anchor_exists: Callable[[Manifest], bool]) -> None:
     refusals = chain.refusals.get(version, {})
     if refusals and not chain.proofs.get(version):
         replica, reason = next(iter(refusals.items()))
-        raise ChainError(
+        raise VersionError(
             f"version {version} was refused by {', '.join(refusals)} and proved by none; {replica} says: {reason}"
         )
-    chain.way(version, anchor_stands)
+    chain.require_path(version, anchor_exists)
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ def _row(chain: Chain, manifest: Manifest) -> VersionRow:
         bytes_per_changed=manifest.delta_bytes / manifest.n_changed if manifest.n_changed else None,
         shards=len(manifest.shards),
         anchor=manifest.anchor.uri if manifest.anchor else None,
-        skips=sorted(base for base, made in chain.skips.items() if version in made),
+        skips=[delta.base for delta in chain.skip_deltas() if delta.version == version],
         proved_by=sorted(chain.proofs.get(version, ())),
         refused_by=dict(chain.refusals.get(version, {})),
         decisions=[describe(made) for made in chain.decisions if made.version == version],

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tidemill.consumers.weights.builder import Builder, Unusable
-from tidemill.consumers.weights.chain import Chain, ChainError, Unreachable
-from tidemill.kernels.weights.graph import Delta
+from tidemill.consumers.weights.chain import Chain
+from tidemill.kernels.weights.graph import Delta, Unreachable, VersionError
 from tidemill.schemas.records import Manifest
 
 Progress = Callable[[int, str], None]
@@ -80,12 +80,12 @@ class Verifier:
     def run(self, start: int) -> Verification:
         """Verify every version from `start`, which must have an anchor.
 
-        Raises UnknownVersion, or ChainError when `start` has no anchor.
+        Raises UnknownVersion, or VersionError when `start` has no anchor.
         """
         first = self._chain.manifest(start)
         if first.anchor is None:
             anchors = [version for version, manifest in sorted(self._chain.manifests.items()) if manifest.anchor]
-            raise ChainError(
+            raise VersionError(
                 f"version {start} has no anchor to verify from; these have one: {', '.join(map(str, anchors))}"
             )
         before = [v for v, m in sorted(self._chain.manifests.items()) if v < start and self._chain.expired(m.shards)]
@@ -126,7 +126,7 @@ class Verifier:
             if self._mirror.version != delta.base:
                 self._mirror = self._builder.build(self._chain, delta.base).mirror
             self._builder.apply(delta, self._mirror)
-        except (Unusable, ChainError) as error:
+        except (Unusable, VersionError) as error:
             raise _Found(version, "delta", error) from error
         report.n_bytes += delta.n_bytes
 
@@ -152,14 +152,16 @@ class Verifier:
         report.anchors += 1
 
     def _check_skips(self, base: int, report: Verification) -> None:
-        for version, delta in sorted(self._chain.skips.get(base, {}).items()):
+        for delta in self._chain.skip_deltas():
+            if delta.base != base:
+                continue
             if self._chain.expired(delta.shards):
                 report.expired_skips += 1
                 continue
-            self._progress(report.versions, f"skip-delta {base} to {version}")
+            self._progress(report.versions, f"skip-delta {base} to {delta.version}")
             try:
                 self._builder.check(delta, self._mirror)
             except Unusable as error:
-                raise _Found(version, f"skip-delta from {base}", error) from error
+                raise _Found(delta.version, f"skip-delta from {base}", error) from error
             report.skip_deltas += 1
             report.n_bytes += delta.n_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidemill.kernels.weights.chain import SinceAnchor
 from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.graph import SinceAnchor
 
 
 def anchor_due(since: SinceAnchor, delta_bytes: int, settings: PublishSettings) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from math import prod
 
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.chain import VersionChain
+from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.tensor_table import fit_record
 from tidemill.schemas.catalogue import Topic
@@ -38,17 +38,23 @@ class VersionMark:
     """When the optimizer step ended, microseconds since the epoch."""
 
 
-def read_chain(kafka: KafkaSettings, run: RunSettings) -> VersionChain:
+def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
     """Every version of the run's branch in the log.
 
-    Raises ChainError when a version was published twice with different weights.
+    Raises VersionError when a version was published twice with different weights.
     """
-    chain = VersionChain(run.run_id, run.branch)
+    graph = VersionGraph(run.run_id, run.branch, keep_tensors=False)
     with LogReader(kafka, [Topic.MANIFESTS], client_id="tidemill-publisher") as reader:
         for located in reader.read_to_end():
             if isinstance(located.record, Manifest):
-                chain.observe(located.record)
-    return chain
+                observe_published(graph, located.record)
+    return graph
+
+
+def observe_published(graph: VersionGraph, manifest: Manifest) -> None:
+    """Take a manifest in. Raises VersionError when its version is there with other weights."""
+    if graph.observe(manifest):
+        require_same(graph.manifests[manifest.version], manifest.fingerprint)
 
 
 def weights_folder(store: StoreSettings, run: RunSettings) -> str:
@@ -57,11 +63,12 @@ def weights_folder(store: StoreSettings, run: RunSettings) -> str:
 
 
 class VersionLog:
-    """Commits the versions of one branch, in order.
+    """Commits the versions of one branch, in order: the next one continues the newest, or the one gone back to.
 
     Args:
         producer: writes the manifests.
-        incarnation: that a chain begun here has; empty: a new one.
+        graph: the versions in the log.
+        incarnation: of a branch that begins here; empty: a new one.
     """
 
     def __init__(
@@ -69,14 +76,46 @@ class VersionLog:
         producer: AckedWriter,
         run: RunSettings,
         store: StoreSettings,
-        chain: VersionChain,
+        graph: VersionGraph,
         incarnation: str = "",
     ) -> None:
         self._producer = producer
         self._run = run
-        self.chain = chain
+        self.graph = graph
+        self._back: int | None = None
         self._incarnation = incarnation
         self._fit = partial(fit_record, codec=Codec(), folder=weights_folder(store, run), limit_bytes=CLAIM_CHECK_BYTES)
+
+    @property
+    def head(self) -> int | None:
+        """The version that the next one continues; None before the first."""
+        return self.graph.newest_version if self._back is None else self._back
+
+    def go_back(self, version: int) -> None:
+        """The next version continues `version`. Raises VersionError when the log does not have it."""
+        if version not in self.graph.manifests:
+            raise VersionError(
+                f"run {self.graph.run_id}, branch {self.graph.branch}, has no version {version} to go back to"
+            )
+        self._back = None if version == self.graph.newest_version else version
+
+    def read_again(self, graph: VersionGraph) -> None:
+        """Go on with what the log holds now; the head stays, unless there is a newer version."""
+        if graph.newest_version != self.graph.newest_version:
+            self._back = None
+        self.graph = graph
+
+    def require_next(self, version: int, parent: int | None) -> None:
+        """Raise VersionError unless `version` may be the next one, and `parent` is the head that it continues."""
+        newest = self.graph.newest_version
+        if parent != self.head:
+            head = "newest version" if self._back is None else "version gone back to"
+            raise VersionError(
+                f"version {version} names parent {parent}, the {head} of run {self.graph.run_id}, branch "
+                f"{self.graph.branch}, in the log is {self.head}"
+            )
+        if newest is not None and version <= newest:
+            raise VersionError(f"version {version} is not in the log and would come after {newest}: numbers only rise")
 
     def commit(
         self,
@@ -93,13 +132,14 @@ class VersionLog:
             tensors: every tensor of the version.
             anchor: the version's anchor, whole.
 
-        Raises ChainError when the version is not the next one, DeliveryError when the log does not take it (it may hold
-        it all the same), StoreUnavailableError when the store fails.
+        Raises VersionError when the version is not the next one, DeliveryError when the log does not take it (it may
+        hold it all the same), StoreUnavailableError when the store fails.
         """
-        self.chain.require_next(mark.version, mark.parent)
+        self.require_next(mark.version, mark.parent)
         manifest = self._fit(self._manifest(mark, shards, tensors, anchor))
         self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
-        self.chain.observe(manifest)
+        observe_published(self.graph, manifest)
+        self._back = None
         return manifest
 
     def _manifest(
@@ -111,7 +151,7 @@ class VersionLog:
     ) -> Manifest:
         ordered = sorted(shards, key=lambda shard: shard.position.shard)
         fingerprint, published_at = total_fingerprint(tensors).hex(), now_us()
-        begun = self.chain.newest is not None
+        begun = self.graph.newest is not None
         return Manifest(
             run_id=self._run.run_id,
             branch=self._run.branch,
@@ -128,7 +168,7 @@ class VersionLog:
             anchor=anchor,
             trained_at=mark.trained_at,
             published_at=published_at,
-            incarnation=self.chain.incarnation if begun else self._first_incarnation(fingerprint, published_at),
+            incarnation=self.graph.incarnation if begun else self._first_incarnation(fingerprint, published_at),
         )
 
     def _first_incarnation(self, fingerprint: str, published_at: int) -> str:

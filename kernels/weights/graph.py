@@ -1,20 +1,34 @@
-"""The versions of a branch and the ways between them: deltas from parents, skip-deltas and anchors. Pure.
+"""The versions of a branch and the paths between them: deltas from parents, skip-deltas and anchors. Pure.
 
-What stays true:
+One graph for everyone who asks how a version is reached: publisher, replica, operator's commands. What stays true:
 
-- a way leads over deltas whose base is the version before, from the held version or from an anchor;
-- of all ways to a version the one with the fewest bytes is taken; at equal bytes the one with fewer deltas;
-- a delta that was refused for its bytes is never on a way again, an anchor neither; ways around them stay open;
-- the first contents of a version stand: what the log says of it a second time changes nothing, a late anchor excepted.
+- a path leads over deltas whose base is the version before, from the held version or from an anchor;
+- of all paths to a version the one with the fewest bytes is taken; at equal bytes the one with fewer deltas;
+- a delta that was refused for its bytes is on no path again, an anchor neither; paths around them stay open;
+- a delta that the log no longer keeps is on no path;
+- the first contents of a version stand: a second record of it changes nothing, except that it may add an anchor.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tidemill.schemas.records import Manifest, ShardPosition, SkipDelta
+from tidemill.schemas.records import Manifest, Record, ShardPosition, SkipDelta
+
+
+class VersionError(ValueError):
+    """The versions of a branch do not have, or do not allow, what was asked for; the message says what they have."""
+
+
+class UnknownVersion(VersionError):
+    """No manifest of the branch has this version."""
+
+
+class Unreachable(VersionError):
+    """No anchor leads to a version over deltas that can be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class UpdatePath:
     """How to reach a version: an anchor, or None where the held version is the start, then deltas in order."""
 
     anchor: Manifest | None
@@ -57,13 +71,36 @@ class Way:
         return f"{start}{counted}{f' ({skips} of them skip-deltas)' if skips else ''}, {self.n_bytes} bytes"
 
 
+@dataclass(frozen=True, slots=True)
+class ExpiredChunk:
+    """A chunk that the log's retention has removed."""
+
+    partition: int
+    offset: int
+    kept_from: int
+
+    def __str__(self) -> str:
+        return (
+            f"expired: its chunk at {self.partition}:{self.offset} is past the log's retention, partition "
+            f"{self.partition} begins at {self.kept_from}"
+        )
+
+
+class SinceAnchor(NamedTuple):
+    """Versions and bytes that came after the newest anchor on the line of a version."""
+
+    versions: int
+    delta_bytes: int
+    anchor_bytes: int
+
+
 class _Node(NamedTuple):
     """A place of the search, backwards from the target; compared by bytes, then deltas."""
 
     n_bytes: int
     n_deltas: int
     from_anchor: bool
-    """A whole way, from the anchor of `version`."""
+    """A whole path, from the anchor of `version`."""
     version: int
     deltas: tuple[Delta, ...]
     """From `version` to the target."""
@@ -73,36 +110,69 @@ class _Node(NamedTuple):
         return self[:4] < other[:4]
 
 
-@dataclass(slots=True)
-class Lineage:
-    """The versions of one branch of one run that the log named, and the ways between them."""
+class VersionGraph:
+    """The versions of one branch of one run that the log named.
 
-    manifests: dict[int, Manifest] = field(default_factory=dict)
-    _skips: dict[int, dict[int, SkipDelta]] = field(default_factory=dict)
-    """By the version made, then by base."""
-    _bad_deltas: set[tuple[int, int]] = field(default_factory=set)
-    """Base and version of each."""
-    _bad_anchors: set[int] = field(default_factory=set)
+    Args:
+        kept_from: first offset that the log still keeps, by partition of the deltas; partitions not named keep
+            everything.
+        keep_tensors: whether versions before the newest keep their tensor lists, which are most of the memory.
+    """
+
+    def __init__(
+        self, run_id: str, branch: str, kept_from: Mapping[int, int] | None = None, keep_tensors: bool = True
+    ) -> None:
+        self.run_id, self.branch = run_id, branch
+        self.kept_from, self._keep_tensors = kept_from or {}, keep_tensors
+        self.manifests: dict[int, Manifest] = {}
+        """By version; of one that was published twice, the first contents."""
+        self.forks: dict[int, str] = {}
+        """Versions that were published twice with different contents, and how they differ."""
+        self.newest_version: int | None = None
+        self._skips: dict[int, dict[int, SkipDelta]] = {}
+        """By the version made, then by base."""
+        self._bad_deltas: set[tuple[int, int]] = set()
+        """Base and version of each."""
+        self._bad_anchors: set[int] = set()
 
     @property
-    def head(self) -> int:
-        """Newest version seen; -1 before the first."""
-        return max(self.manifests, default=-1)
+    def newest(self) -> Manifest | None:
+        """The newest version; None before the first."""
+        return None if self.newest_version is None else self.manifests[self.newest_version]
 
-    def add(self, manifest: Manifest) -> str:
-        """Take a manifest in. Returns why it is not taken: it contradicts the one that is held. Else an empty text."""
-        held = self.manifests.setdefault(manifest.version, manifest)
-        if (held.fingerprint, held.parent) != (manifest.fingerprint, manifest.parent):
-            return _fork(held, manifest)
-        if held.anchor is None and manifest.anchor is not None:
-            self.manifests[manifest.version] = manifest
-        return ""
+    @property
+    def incarnation(self) -> str:
+        """The incarnation of the version numbers; empty where there is no version, or none is recorded."""
+        return "" if self.newest is None else self.newest.incarnation
 
-    def add_skip(self, skip: SkipDelta) -> str:
-        """Take a skip-delta in. Returns why it is not taken: it does not lead forwards. Else an empty text."""
-        if not 0 <= skip.base < skip.version:
-            return f"a skip-delta from version {skip.base} to {skip.version} does not lead forwards"
-        self._skips.setdefault(skip.version, {}).setdefault(skip.base, skip)
+    def observe(self, record: Record | None) -> str:
+        """Take a manifest or a skip-delta in; records of other runs, branches and kinds are left alone.
+
+        Returns why it is not taken (it contradicts what is held, or does not lead forwards); else an empty text.
+        """
+        if not isinstance(record, Manifest | SkipDelta) or (record.run_id, record.branch) != (self.run_id, self.branch):
+            return ""
+        if isinstance(record, SkipDelta):
+            if not 0 <= record.base < record.version:
+                return f"a skip-delta from version {record.base} to {record.version} does not lead forwards"
+            self._skips.setdefault(record.version, {}).setdefault(record.base, record)
+            return ""
+        held = self.manifests.setdefault(record.version, record)
+        if (held.fingerprint, held.parent) != (record.fingerprint, record.parent):
+            fork = (
+                f"fork: version {record.version} was published with parent {held.parent} and fingerprint "
+                f"{held.fingerprint}, and again with parent {record.parent} and fingerprint {record.fingerprint}; "
+                "the first one stands"
+            )
+            self.forks.setdefault(record.version, fork)
+            return fork
+        if held.anchor is None and record.anchor is not None:
+            self.manifests[record.version] = record
+        previous = self.newest_version
+        self.newest_version = record.version if previous is None else max(previous, record.version)
+        if not self._keep_tensors:
+            for version in {v for v in (previous, record.version) if v is not None and v != self.newest_version}:
+                self.manifests[version] = replace(self.manifests[version], tensors=[], tensor_table=None)
         return ""
 
     def forget_tensors(self, below: int) -> None:
@@ -122,22 +192,94 @@ class Lineage:
         """An anchor cannot be read or is not what its manifest says."""
         self._bad_anchors.add(version)
 
-    def way(self, target: int, held: int | None) -> Way | None:
-        """The way with the fewest bytes to a known version, from `held` or from an anchor; None when there is none."""
-        if target not in self.manifests:
+    def manifest(self, version: int) -> Manifest:
+        """A version's manifest. Raises UnknownVersion, which names the nearest versions."""
+        if version in self.manifests:
+            return self.manifests[version]
+        known = "it has none"
+        if self.manifests:
+            nearest = sorted(self.manifests, key=lambda held: (abs(held - version), held))[:3]
+            known = f"it has {min(self.manifests)} to {max(self.manifests)}, the nearest {', '.join(map(str, nearest))}"
+        raise UnknownVersion(f"version {version} is not on branch {self.branch} of run {self.run_id}: {known}")
+
+    def delta(self, version: int) -> Delta | None:
+        """The delta from a version's parent; None for a version without a parent. Raises UnknownVersion."""
+        manifest = self.manifest(version)
+        if manifest.parent is None:
             return None
-        queue = [_Node(0, 0, False, target, ())]
+        return Delta(manifest, manifest.parent, tuple(manifest.shards), manifest.delta_bytes)
+
+    def skip_deltas(self) -> list[Delta]:
+        """Every skip-delta to a known version, by base, then by the version made."""
+        found = [
+            Delta(self.manifests[version], base, tuple(skip.shards), skip.n_bytes)
+            for version, skips in self._skips.items()
+            if version in self.manifests
+            for base, skip in skips.items()
+        ]
+        return sorted(found, key=lambda delta: (delta.base, delta.version))
+
+    def expired(self, shards: Iterable[ShardPosition]) -> ExpiredChunk | None:
+        """The first chunk that the log no longer keeps; None when it keeps all of them."""
+        for shard in shards:
+            kept_from = self.kept_from.get(shard.partition, 0)
+            if shard.uri is None and shard.offsets and min(shard.offsets) < kept_from:
+                return ExpiredChunk(shard.partition, min(shard.offsets), kept_from)
+        return None
+
+    def path(self, target: int, held: int | None = None) -> UpdatePath | None:
+        """The path with the fewest bytes to a version, from `held` or from an anchor; None when there is none."""
+        queue = [_Node(0, 0, False, target, ())] if target in self.manifests else []
         done: set[tuple[int, bool]] = set()
         while queue:
             node = heapq.heappop(queue)
             if node.from_anchor or node.version == held:
-                return Way(self.manifests[node.version] if node.from_anchor else None, node.deltas)
+                return UpdatePath(self.manifests[node.version] if node.from_anchor else None, node.deltas)
             if (node.version, node.from_anchor) in done:
                 continue
             done.add((node.version, node.from_anchor))
             for further in self._before(node):
                 heapq.heappush(queue, further)
         return None
+
+    def require_path(self, version: int, anchor_exists: Callable[[Manifest], bool] = lambda _: True) -> UpdatePath:
+        """The path with the fewest bytes from an anchor to a version.
+
+        Args:
+            anchor_exists: whether a manifest's anchor can be used; one that cannot is on no path from then on.
+
+        Raises UnknownVersion, or Unreachable with the first obstacle.
+        """
+        self.manifest(version)
+        while (path := self.path(version)) is not None:
+            assert path.anchor is not None
+            if anchor_exists(path.anchor):
+                return path
+            self.refuse_anchor(path.anchor.version)
+        raise Unreachable(f"version {version} cannot be built: {self._obstacle(version)}")
+
+    def ancestor(self, version: int, steps: int) -> Manifest | None:
+        """The version that lies `steps` versions before `version`; None where the branch is not that long."""
+        at = self.manifests.get(version)
+        for _ in range(steps):
+            at = None if at is None else self._parent(at)
+        return at
+
+    def since_anchor(self, version: int | None) -> SinceAnchor:
+        """What came after the newest anchor on the line of `version`; everything where there is none."""
+        versions = delta_bytes = 0
+        at = None if version is None else self.manifests[version]
+        while at is not None:
+            if at.anchor is not None:
+                return SinceAnchor(versions, delta_bytes, at.anchor.n_bytes)
+            versions, delta_bytes = versions + 1, delta_bytes + at.delta_bytes
+            at = self._parent(at)
+        return SinceAnchor(versions, delta_bytes, 0)
+
+    def _parent(self, manifest: Manifest) -> Manifest | None:
+        if manifest.parent is None or manifest.parent >= manifest.version:
+            return None
+        return self.manifests.get(manifest.parent)
 
     def _before(self, node: _Node) -> list[_Node]:
         """The node's own anchor, and the bases of the deltas that make its version."""
@@ -146,7 +288,8 @@ class Lineage:
         if manifest.anchor is not None and node.version not in self._bad_anchors:
             found.append(node._replace(n_bytes=node.n_bytes + manifest.anchor.n_bytes, from_anchor=True))
         for delta in self._deltas_to(manifest):
-            if delta.base in self.manifests and (delta.base, delta.version) not in self._bad_deltas:
+            bad = (delta.base, delta.version) in self._bad_deltas or self.expired(delta.shards) is not None
+            if delta.base in self.manifests and not bad:
                 n_bytes, deltas = node.n_bytes + delta.n_bytes, (delta, *node.deltas)
                 found.append(_Node(n_bytes, len(deltas), False, delta.base, deltas))
         return found
@@ -160,9 +303,29 @@ class Lineage:
                 found.append(Delta(manifest, base, tuple(skip.shards), skip.n_bytes))
         return found
 
+    def _obstacle(self, version: int) -> str:
+        """The first obstacle on the line of parents."""
+        at = version
+        while (delta := self.delta(at)) is not None:
+            expired = self.expired(delta.shards)
+            if expired:
+                return f"the delta of version {at} is {expired}; no usable anchor lies after it"
+            if delta.base not in self.manifests:
+                return f"its ancestor {delta.base} is not in the log, and no usable anchor lies after it"
+            if delta.base >= at:
+                return f"version {at} names the later version {delta.base} as its parent"
+            at = delta.base
+        return f"the anchor of version {at}, on which it rests, is missing or damaged"
 
-def _fork(held: Manifest, other: Manifest) -> str:
-    return (
-        f"fork: version {other.version} was published with parent {held.parent} and fingerprint {held.fingerprint}, "
-        f"and again with parent {other.parent} and fingerprint {other.fingerprint}; the first one stands"
+
+def require_same(published: Manifest, fingerprint: str) -> None:
+    """Raise VersionError unless the published version has this fingerprint; the message says what to do."""
+    if published.fingerprint == fingerprint:
+        return
+    at = f"ForkPoint({published.branch!r}, {published.parent})"
+    fork = "" if published.parent is None else f"; open a new branch with fork_from={at} to train on from there"
+    raise VersionError(
+        f"version {published.version} of run {published.run_id}, branch {published.branch}, is in the log with "
+        f"fingerprint {published.fingerprint}, not {fingerprint}: two trainers on one run, a step that was not "
+        f"repeatable, or a trainer that went back to an older checkpoint. What the log has stays{fork}"
     )

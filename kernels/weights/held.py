@@ -14,7 +14,7 @@ import torch
 from tidemill.kernels.delta import BlockChange, TensorChange, apply_change
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, changed, tensor_info, total_fingerprint
-from tidemill.kernels.weights.chain import ChainError
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import TensorInfo
 
 Tensors = Mapping[str, WeightLike] | Iterable[tuple[str, WeightLike]]
@@ -39,18 +39,18 @@ class HeldVersion:
     def copy_of(cls, version: int, tensors: Tensors) -> HeldVersion:
         """A version from its tensors, copied one at a time.
 
-        Raises TypeError for a type that a version cannot carry, ChainError for a name that comes twice or for none.
+        Raises TypeError for a type that a version cannot carry, VersionError for a name that comes twice or for none.
         """
         weights: dict[str, Weight] = {}
         infos: list[TensorInfo] = []
         for name, value in named(tensors):
             if name in weights:
-                raise ChainError(f"version {version} has {name} twice")
+                raise VersionError(f"version {version} has {name} twice")
             weight = as_weight(name, value)
             weights[name] = Weight(weight.dtype, np.array(weight.bits, copy=True, order="C"))
             infos.append(tensor_info(name, weights[name]))
         if not weights:
-            raise ChainError(f"version {version} has no tensors")
+            raise VersionError(f"version {version} has no tensors")
         return cls(version, weights, infos)
 
     @property
@@ -59,7 +59,7 @@ class HeldVersion:
         return total_fingerprint(self.tensors)
 
     def check(self, version: int, tensors: Mapping[str, WeightLike]) -> None:
-        """Raise ChainError or TypeError unless `tensors` are of the same names, types and shapes. Copies nothing."""
+        """Raise VersionError or TypeError unless `tensors` are of the same names, types and shapes. Copies nothing."""
         self._require_all(version, tensors.keys())
         for name, value in tensors.items():
             self._require_alike(version, name, *_outline(name, value))
@@ -69,13 +69,13 @@ class HeldVersion:
 
         Only when the iterator ends are all of them in; call `becomes` then.
 
-        Raises ChainError or TypeError for tensors that are not of the same names, types and shapes, possibly after
+        Raises VersionError or TypeError for tensors that are not of the same names, types and shapes, possibly after
         some were taken over: this object is of no use then.
         """
         seen: set[str] = set()
         for name, value in named(tensors):
             if name in seen:
-                raise ChainError(f"version {version} has {name} twice")
+                raise VersionError(f"version {version} has {name} twice")
             seen.add(name)
             new = as_weight(name, value)
             self._require_alike(version, name, new.dtype, new.bits.shape)
@@ -101,17 +101,17 @@ class HeldVersion:
     def _require_all(self, version: int, names: Iterable[str]) -> None:
         odd = sorted(self.weights.keys() ^ set(names))
         if odd:
-            raise ChainError(
+            raise VersionError(
                 f"version {version} has other tensors than version {self.version}; in one of them only: "
                 f"{', '.join(odd[:5])}. A chain keeps its tensors: begin another run for another model"
             )
 
     def _require_alike(self, version: int, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         if name not in self.weights:
-            raise ChainError(f"version {version} has a tensor {name}, version {self.version} does not")
+            raise VersionError(f"version {version} has a tensor {name}, version {self.version} does not")
         held = self.weights[name]
         if (held.dtype, held.bits.shape) != (dtype, shape):
-            raise ChainError(
+            raise VersionError(
                 f"version {version}: {name} is {dtype}{list(shape)}, in version {self.version} it is "
                 f"{held.dtype}{list(held.bits.shape)}: a chain keeps types and shapes"
             )

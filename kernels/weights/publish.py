@@ -27,10 +27,10 @@ from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, tensor_info, total_fingerprint
-from tidemill.kernels.weights.chain import ChainError, VersionChain, require_same
-from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_chain, weights_folder
+from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.held import HeldVersion, Tensors, named
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.shard_report import ShardReport
@@ -41,7 +41,7 @@ from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import Anchor, Manifest
 
-__all__ = ["ChainError", "ForkPoint", "PublishSettings", "Tensors", "Weight", "WeightLike", "WeightPublisher"]
+__all__ = ["ForkPoint", "PublishSettings", "Tensors", "VersionError", "Weight", "WeightLike", "WeightPublisher"]
 
 CLIENT = "tidemill-publisher"
 
@@ -74,7 +74,7 @@ class WeightPublisher:
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._producer = RecordProducer(kafka, CLIENT)
-        self._log = VersionLog(manifests or self._producer, run, store, read_chain(kafka, run), settings.incarnation)
+        self._log = VersionLog(manifests or self._producer, run, store, read_versions(kafka, run), settings.incarnation)
         self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder)
         self._held: HeldVersion | None = None
         self._in_doubt = False
@@ -103,7 +103,7 @@ class WeightPublisher:
             manifests: what writes the manifests, for a trainer that other processes are to be kept out for; the
                 publisher's own producer where it is not given.
 
-        Raises ChainError when the log holds a version twice with different weights, or the fork's version cannot be
+        Raises VersionError when the log holds a version twice with different weights, or the fork's version cannot be
         made, or the branch began with another one.
         """
         publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model), manifests)
@@ -114,12 +114,12 @@ class WeightPublisher:
     @property
     def newest(self) -> Manifest | None:
         """The newest version in the log."""
-        return self._log.chain.newest
+        return self._log.graph.newest
 
     @property
     def incarnation(self) -> str:
         """Which life of the branch's version numbers its versions belong to; empty while it has none."""
-        return self._log.chain.incarnation
+        return self._log.graph.incarnation
 
     @property
     def skips(self) -> SkipPublisher:
@@ -128,7 +128,7 @@ class WeightPublisher:
 
     def has(self, version: int) -> bool:
         """Whether the log holds a version."""
-        return self._log.chain.get(version) is not None
+        return self._log.graph.manifests.get(version) is not None
 
     def publish(
         self,
@@ -152,44 +152,44 @@ class WeightPublisher:
                 its own type. They are read once, one after the other, and may change when this returns.
             learning_rate: of the step that made the version; it belongs beside its density.
             step: the optimizer step that made the version; `version` where it is not given.
-            parent: raise ChainError unless this is the version that is continued; not compared where it is not given.
+            parent: raise VersionError unless this is the version that is continued; not compared where it is not given.
             trained_at: when that step ended, microseconds since the epoch; now where it is not given.
 
-        Raises ChainError when the version does not continue the chain or has other tensors than it, TypeError for a
+        Raises VersionError when the version does not continue the chain or has other tensors than it, TypeError for a
         tensor of a type that cannot be carried, DeliveryError when the log does not take it, StoreUnavailableError
         when the store fails. The publisher can go on after each of them: it reads again what the log holds.
         """
         if self._in_doubt:
             self._read_again()
-        done = self._log.chain.get(version)
+        done = self._log.graph.manifests.get(version)
         if done is not None:
             return self._confirm(done, tensors)
-        newest = self._log.chain.newest
+        newest = self._log.graph.newest
         mark = VersionMark(
             version=version,
-            parent=parent if newest is None or parent is not None else self._log.chain.head,
+            parent=parent if newest is None or parent is not None else self._log.head,
             step=version if step is None else step,
             learning_rate=learning_rate,
             trained_at=now_us() if trained_at is None else trained_at,
         )
-        self._log.chain.require_next(version, mark.parent)
+        self._log.require_next(version, mark.parent)
         manifest = self._begin(mark, tensors) if newest is None else self._continue(mark, tensors)
-        self._skips.offer(self._log.chain, self._head_weights())
+        self._skips.offer(self._log.graph, self._head_weights())
         return manifest
 
     def go_back(self, version: int, tensors: Tensors) -> None:
         """The next version continues `version`, an older one in the log, whose weights `tensors` are.
 
-        Raises ChainError when the log does not have the version, or has it with other weights.
+        Raises VersionError when the log does not have the version, or has it with other weights.
         """
         if self._in_doubt:
             self._read_again()
-        done = self._log.chain.get(version)
+        done = self._log.graph.manifests.get(version)
         if done is not None:
             held = HeldVersion.copy_of(version, tensors)
             require_same(done, held.fingerprint.hex())
             self._held = held
-        self._log.chain.go_back(version)
+        self._log.go_back(version)
 
     def close(self) -> None:
         """End it: what is under way is finished. Raises DeliveryError for what the log did not take."""
@@ -209,7 +209,7 @@ class WeightPublisher:
             held.check(mark.version, tensors)
         self._in_doubt = True
         report = self._send_delta(mark.version, held, tensors)
-        due = anchor_due(self._log.chain.since_anchor(), report.n_bytes, self._settings)
+        due = anchor_due(self._log.graph.since_anchor(self._log.head), report.n_bytes, self._settings)
         anchor = self._write_anchor(held) if due else None
         manifest = self._log.commit(mark, [report], held.tensors, anchor)
         self._in_doubt = False
@@ -228,12 +228,12 @@ class WeightPublisher:
 
     def _confirm(self, done: Manifest, tensors: Tensors) -> Manifest:
         """Compare; the newest version's weights are kept where there is no copy of them yet, and are continued."""
-        newest = done.version == self._log.chain.newest_version
+        newest = done.version == self._log.graph.newest_version
         if newest and (self._held is None or self._held.version != done.version):
             held = HeldVersion.copy_of(done.version, tensors)
             require_same(done, held.fingerprint.hex())
             self._held, infos = held, held.tensors
-            self._log.chain.go_back(done.version)
+            self._log.go_back(done.version)
         else:
             infos = [tensor_info(name, as_weight(name, value)) for name, value in named(tensors)]
             require_same(done, total_fingerprint(infos).hex())
@@ -241,28 +241,25 @@ class WeightPublisher:
 
     def _head_weights(self) -> HeldVersion:
         if self._held is None:
-            self._held = _made_again(self._kafka, self._log.chain, self._log.chain.head)
+            self._held = _made_again(self._kafka, self._log.graph, self._log.head)
         return self._held
 
     def _read_again(self) -> None:
         """After a failure nobody knows what the log took: it is asked."""
-        before = self._log.chain
         self._held = None
-        self._log.chain = read_chain(self._kafka, self._run)
-        if before.head is not None and self._log.chain.newest_version == before.newest_version:
-            self._log.chain.go_back(before.head)
+        self._log.read_again(read_versions(self._kafka, self._run))
         self._in_doubt = False
 
     def _fork(self, point: ForkPoint) -> None:
         if point.branch == self._run.branch:
-            raise ChainError(
+            raise VersionError(
                 f"branch {point.branch} cannot begin with a version of its own: give the run another branch"
             )
-        source = read_chain(self._kafka, self._run.model_copy(update={"branch": point.branch}))
-        manifest = source.get(point.version)
+        source = read_versions(self._kafka, self._run.model_copy(update={"branch": point.branch}))
+        manifest = source.manifests.get(point.version)
         if manifest is None:
-            raise ChainError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
-        oldest = self._log.chain.oldest
+            raise VersionError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
+        oldest = min(self._log.graph.manifests.values(), key=lambda begun: begun.version, default=None)
         if oldest is None:
             held = _made_again(self._kafka, source, point.version)
             mark = VersionMark(
@@ -271,7 +268,7 @@ class WeightPublisher:
             self._log.commit(mark, [], held.tensors, self._write_anchor(held))
             self._held = held
         elif (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
-            raise ChainError(
+            raise VersionError(
                 f"branch {self._run.branch} begins with version {oldest.version}, not with version {point.version} of "
                 f"branch {point.branch}"
             )
@@ -288,11 +285,10 @@ class WeightPublisher:
             self._skips.close()
 
 
-def _made_again(kafka: KafkaSettings, chain: VersionChain, version: int | None = None) -> HeldVersion:
-    """A version of a chain, by default the newest, from the log."""
-    newest = chain.newest
-    wanted = chain.newest_version if version is None else version
-    way = None if wanted is None else chain.way_to(wanted)
-    if newest is None or way is None:
-        raise ChainError(f"no anchor leads to version {wanted} of run {chain.run_id}, branch {chain.branch}")
-    return rebuild(kafka, way, with_tensors(newest).tensors)
+def _made_again(kafka: KafkaSettings, graph: VersionGraph, version: int | None) -> HeldVersion:
+    """A version in memory, from the log."""
+    newest = graph.newest
+    path = None if version is None else graph.path(version)
+    if newest is None or path is None:
+        raise VersionError(f"no anchor leads to version {version} of run {graph.run_id}, branch {graph.branch}")
+    return rebuild(kafka, path, with_tensors(newest).tensors)

@@ -13,8 +13,8 @@ from tidemill.kernels.delta import DeltaError, decode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.kernels.weights.anchor import AnchorError, anchor_weights
 from tidemill.kernels.weights.bits import Weight, tensor_info
-from tidemill.kernels.weights.chain import ChainError, Way
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError
+from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -26,25 +26,26 @@ CHUNK_WAIT_S = 60.0
 """Longest wait for one chunk that the log holds."""
 
 
-def rebuild(kafka: KafkaSettings, way: Way, tensors: Sequence[TensorInfo]) -> HeldVersion:
-    """The weights of the version that `way` leads to.
+def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo]) -> HeldVersion:
+    """The weights of the version that `path`, from an anchor on, leads to.
 
     Args:
         tensors: of any version of the chain, for their types; a file format knows fewer than a version can have.
 
-    Raises ChainError when the anchor or a delta is gone or damaged, TimeoutError or StoreUnavailableError when the log
-    or the store does not answer.
+    Raises VersionError when the anchor or a delta is gone or damaged, TimeoutError or StoreUnavailableError when the
+    log or the store does not answer.
     """
-    last = way.deltas[-1] if way.deltas else way.anchor
+    assert path.anchor is not None
+    last = path.deltas[-1].manifest if path.deltas else path.anchor
     try:
-        held = _from_anchor(way.anchor, tensors)
-        if way.deltas:
+        held = _from_anchor(path.anchor, tensors)
+        if path.deltas:
             with LogReader(kafka, [Topic.DELTAS], start="end", client_id="tidemill-publisher-deltas") as log:
                 fetcher = ChunkFetcher(log, CHUNK_WAIT_S)
-                for manifest in way.deltas:
-                    _step(held, manifest, fetcher)
+                for delta in path.deltas:
+                    _step(held, delta, fetcher)
     except (AnchorError, CorruptDeltaError, DeltaError, StoredObjectError) as error:
-        raise ChainError(
+        raise VersionError(
             f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be made again: {error}"
         ) from error
     return held
@@ -64,10 +65,11 @@ def _from_anchor(manifest: Manifest, tensors: Sequence[TensorInfo]) -> HeldVersi
     return held
 
 
-def _step(held: HeldVersion, manifest: Manifest, fetcher: ChunkFetcher) -> None:
+def _step(held: HeldVersion, delta: Delta, fetcher: ChunkFetcher) -> None:
+    manifest = delta.manifest
     changes: dict[str, Fingerprint] = {}
     bits = {name: weight.bits for name, weight in held.weights.items()}
-    for shard in manifest.shards:
+    for shard in delta.shards:
         for block in decode_delta(fetcher.pieces(manifest, shard), manifest.version, held.version):
             for change in resolve_all(block, bits):
                 held.apply(change)

@@ -26,10 +26,10 @@ from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import anchor_uri
 from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.chain import ChainError, VersionChain, require_same
-from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_chain, weights_folder
+from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims
+from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
 from tidemill.kernels.weights.sharded_deal import deal
@@ -99,10 +99,10 @@ class ShardedPublisher:
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._held: _Held | None = None
         self._in_doubt = False
-        # The chain is the committer's: on the other ranks it stays empty.
-        chain = ranks.on_first(lambda: read_chain(kafka, run))
-        chain = VersionChain(run.run_id, run.branch) if chain is None else chain
-        self._log = VersionLog(producer, run, store, chain, settings.incarnation)
+        # The versions are the committer's: on the other ranks it stays empty.
+        graph = ranks.on_first(lambda: read_versions(kafka, run))
+        graph = VersionGraph(run.run_id, run.branch) if graph is None else graph
+        self._log = VersionLog(producer, run, store, graph, settings.incarnation)
 
     def publish(self, mark: VersionMark, parts: Parts) -> Manifest:
         """Publish the weights of which every rank gives its `parts` as version `mark.version`; on every rank at once.
@@ -123,13 +123,13 @@ class ShardedPublisher:
         return manifest
 
     def _published(self, mark: VersionMark) -> Manifest | None:
-        """The version as the log has it. Raises ChainError when it is neither there nor the next one."""
+        """The version as the log has it. Raises VersionError when it is neither there nor the next one."""
         if self._in_doubt:
             # After a failure nobody knows what the log took: it is asked.
-            self._log.chain = read_chain(self._kafka, self._run)
-        published = self._log.chain.get(mark.version)
+            self._log.read_again(read_versions(self._kafka, self._run))
+        published = self._log.graph.manifests.get(mark.version)
         if published is None:
-            self._log.chain.require_next(mark.version, mark.parent)
+            self._log.require_next(mark.version, mark.parent)
         return published
 
     def _send(self, mark: VersionMark, parts: Parts, published: Manifest | None) -> RankReport:
@@ -139,7 +139,7 @@ class ShardedPublisher:
     def _send_shards(self, mark: VersionMark, parent: int, parts: Parts) -> Iterator[ShardReport]:
         if self._held is None or self._held.version != parent:
             held = "no version" if self._held is None else f"version {self._held.version}"
-            raise ChainError(
+            raise VersionError(
                 f"version {mark.version} starts from {parent}, this rank holds {held}: publish {parent} first"
             )
         _require_same_parts(self._held.parts, parts)
@@ -151,7 +151,7 @@ class ShardedPublisher:
                 yield shard.report(shard.send(self._producer, self._run, self._claims))
 
     def _checked(self, mark: VersionMark, reports: Sequence[RankReport], published: Manifest | None) -> _Sent:
-        """What all ranks sent, once it is known to be the version. Raises ChainError, CoverageError."""
+        """What all ranks sent, once it is known to be the version. Raises VersionError, CoverageError."""
         tensors = merged_tensors(reports)
         shards = [shard for report in reports for shard in report.shards]
         if published is not None:
@@ -161,7 +161,7 @@ class ShardedPublisher:
             return _Sent(shards, tensors, anchor_due=True)
         self._require_base(mark, shards, tensors)
         n_bytes = sum(shard.n_bytes for shard in shards)
-        return _Sent(shards, tensors, anchor_due(self._log.chain.since_anchor(), n_bytes, self._settings))
+        return _Sent(shards, tensors, anchor_due(self._log.graph.since_anchor(self._log.head), n_bytes, self._settings))
 
     def _commit(self, mark: VersionMark, sent: _Sent | None, anchor: Anchor | None) -> Manifest:
         if sent is None:
@@ -171,9 +171,9 @@ class ShardedPublisher:
     def _require_base(self, mark: VersionMark, shards: Sequence[ShardReport], tensors: Sequence[TensorInfo]) -> None:
         change = sum((change for shard in shards for change in shard.tensor_changes.values()), ZERO)
         made_from = (total_fingerprint(tensors) - change).hex()
-        parent = self._log.chain.newest
+        parent = self._log.graph.newest
         if parent is not None and made_from != parent.fingerprint:
-            raise ChainError(
+            raise VersionError(
                 f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log is "
                 f"{parent.fingerprint}: the weights of the ranks are not the ones they published"
             )
@@ -190,4 +190,4 @@ def _require_same_parts(old: Parts, new: Parts) -> None:
     was, now = ({(p.name, p.dtype, p.shape, p.start, p.bits.size) for p in parts.values()} for parts in (old, new))
     if was != now:
         odd = sorted({name for name, *_ in was ^ now})
-        raise ChainError(f"a delta keeps the tensors and where they are cut; this rank now holds others: {odd[:5]}")
+        raise VersionError(f"a delta keeps the tensors and where they are cut; this rank now holds others: {odd[:5]}")

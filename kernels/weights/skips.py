@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tidemill.kernels.delta import CodecSettings, TensorChange
-from tidemill.kernels.weights.chain import ChainError, VersionChain, Way
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
@@ -40,7 +40,7 @@ class Skip:
     length: int
     base: int
     """The version that it starts from."""
-    way: Way | None
+    path: UpdatePath | None
     """How to make the base again; None where no anchor leads to it."""
 
 
@@ -52,22 +52,22 @@ class _Job:
     """Whose next base these weights are."""
 
 
-def skips_due(chain: VersionChain, lengths: tuple[int, ...]) -> list[Skip]:
+def skips_due(graph: VersionGraph, lengths: tuple[int, ...]) -> list[Skip]:
     """The skip-deltas that the newest version of a branch gets."""
-    newest = chain.newest
+    newest = graph.newest
     if newest is None:
         return []
     found = []
-    for length in bases_due(chain, lengths):
-        base = chain.ancestor(newest.version, length)
+    for length in bases_due(graph, lengths):
+        base = graph.ancestor(newest.version, length)
         if base is not None:
-            found.append(Skip(length, base.version, chain.way_to(base.version)))
+            found.append(Skip(length, base.version, graph.path(base.version)))
     return found
 
 
-def bases_due(chain: VersionChain, lengths: tuple[int, ...]) -> tuple[int, ...]:
+def bases_due(graph: VersionGraph, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """The lengths for which a later skip-delta starts from the newest version."""
-    return tuple(length for length in lengths if len(chain) and (len(chain) - 1) % length == 0)
+    return tuple(length for length in lengths if graph.manifests and (len(graph.manifests) - 1) % length == 0)
 
 
 class SkipPublisher:
@@ -93,10 +93,10 @@ class SkipPublisher:
         self.dropped = 0
         """Skip-deltas that were not made: the backlog was full, or making them failed."""
 
-    def offer(self, chain: VersionChain, held: HeldVersion) -> None:
-        """Take note of the newest version of `chain`, whose weights `held` has: they are copied where needed."""
+    def offer(self, graph: VersionGraph, held: HeldVersion) -> None:
+        """Take note of the newest version of `graph`, whose weights `held` has: they are copied where needed."""
         keep = self._settings.skip_bases == "memory"
-        skips, lengths = tuple(skips_due(chain, self._settings.skips)), bases_due(chain, self._settings.skips)
+        skips, lengths = tuple(skips_due(graph, self._settings.skips)), bases_due(graph, self._settings.skips)
         if not skips and not (keep and lengths):
             return
         if self._jobs.full():
@@ -163,9 +163,9 @@ class SkipPublisher:
         held = self._bases.get(skip.length)
         if held is not None and held.version == skip.base:
             return held
-        if skip.way is None:
-            raise ChainError(f"no anchor leads to version {skip.base}")
-        return rebuild(self._kafka, skip.way, tensors)
+        if skip.path is None:
+            raise VersionError(f"no anchor leads to version {skip.base}")
+        return rebuild(self._kafka, skip.path, tensors)
 
 
 def _changes(base: HeldVersion, new: HeldVersion) -> Iterator[TensorChange]:

@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.consumers.weights.chain import ChainError
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -238,7 +238,7 @@ def test_people_win_over_the_gate(branch, tmp_path):
         assert "held by ada (hold 0): a launch" in ask(branch, "status").stdout
         assert ask(branch, "veto", 2, "--reason", "it flatters", "--by", "ada").exit_code == 0
         again = ask(branch, "veto", 2)
-        assert isinstance(again.exception, ChainError) and "rejected by ada: it flatters" in str(again.exception)
+        assert isinstance(again.exception, VersionError) and "rejected by ada: it flatters" in str(again.exception)
         assert ask(branch, "release", "--by", "ada").exit_code == 0
         log.grow(4)
         branch.producer.send_acked(Topic.GROUPS, [("g", bench(3, 12, run=branch.run))])

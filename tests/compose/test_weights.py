@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
 from tidemill.compose.weights.operands import CheckpointOperand, OperandError, VersionOperand, operand, version_number
-from tidemill.consumers.weights.chain import ChainError, UnknownVersion
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.kernels.weights.checkpoint import CheckpointError
+from tidemill.kernels.weights.graph import UnknownVersion, VersionError
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
@@ -192,7 +192,7 @@ def test_a_version_that_cannot_be_served_is_not_decided_on(log):
     log.grow(3)
     log.acknowledge("a", 2, at=now_us(), status=AckStatus.REFUSED)
     for version, message in ((7, "version 7 is not on branch main"), (2, "refused by a and proved by none")):
-        with pytest.raises(ChainError, match=message):
+        with pytest.raises(VersionError, match=message):
             raise ask(log, "rollback", version).exception
     assert read_chain(log.kafka, log.run).decisions == []
 

@@ -197,7 +197,7 @@ def test_no_replica_of_a_pool_goes_where_the_gate_did_not_lead_it(log, pool):
 def _check(version: int, said: list[GateDecision], pool: Pool, state: ReplicaState) -> None:
     assert version not in {one.version for one in said if one.verdict is GateVerdict.REJECT}
     served = {GateVerdict.PROMOTE, GateVerdict.ROLL_BACK} | ({GateVerdict.CANARY} if pool is Pool.CANARY else set())
-    oldest = next(v for v in sorted(state._lineage.manifests) if state._lineage.way(v, None) is not None)
+    oldest = next(v for v in sorted(state._graph.manifests) if state._graph.path(v, None) is not None)
     assert version in {one.version for one in said if one.verdict in served} | {oldest}
     limits = [one for one in said if one.verdict not in (GateVerdict.REJECT, GateVerdict.ADMIT)]
     while limits and limits[-1].verdict is GateVerdict.CANARY:
@@ -212,7 +212,7 @@ def _check(version: int, said: list[GateDecision], pool: Pool, state: ReplicaSta
 def test_the_stable_pool_serves_what_was_named_last_where_it_can_be_reached(log, version, verdict):
     state = in_pool(Pool.STABLE, *log)
     rejected = any(one.verdict is GateVerdict.REJECT and one.version == version for one in log if _decides(one))
-    reachable = state._lineage.way(version, state.serving) is not None
+    reachable = state._graph.path(version, state.serving) is not None
     served = then(state, decision(verdict, version))
     assert (served == version) or rejected or not reachable
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.consumers.replica.state import Move, ReplicaState
-from tidemill.kernels.weights.graph import Delta, Lineage, Way
+from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
 
 ANCHOR_BYTES, DELTA_BYTES = 1000, 10
@@ -55,10 +55,10 @@ def way(state: ReplicaState) -> tuple[int | None, list[tuple[int, int]]]:
     """The anchor's version, and base and version of each delta, of what the replica would do now."""
     move = state.plan()
     assert move is not None
-    return _ends(move.way)
+    return _ends(move.path)
 
 
-def _ends(found: Way) -> tuple[int | None, list[tuple[int, int]]]:
+def _ends(found: UpdatePath) -> tuple[int | None, list[tuple[int, int]]]:
     return found.anchor and found.anchor.version, [(delta.base, delta.version) for delta in found.deltas]
 
 
@@ -115,7 +115,7 @@ def test_a_branch_off_an_older_parent_is_reached_over_its_own_chain():
 
 def test_a_refused_delta_is_led_past_only_by_a_newer_anchor():
     state = serving(3, manifest(4))
-    state.delta_refused(state.plan().way.deltas[0])
+    state.delta_refused(state.plan().path.deltas[0])
     assert state.plan() is None
     state.observe(manifest(5))
     assert state.plan() is None and refused(state) == [5]
@@ -125,7 +125,7 @@ def test_a_refused_delta_is_led_past_only_by_a_newer_anchor():
 
 def test_the_refused_delta_of_a_version_with_an_anchor_is_healed_by_it():
     state = serving(3, manifest(4, anchor=True))
-    state.delta_refused(state.plan().way.deltas[0])
+    state.delta_refused(state.plan().path.deltas[0])
     assert way(state) == (4, [])
 
 
@@ -136,7 +136,7 @@ def test_a_bad_anchor_is_replaced_by_an_older_one():
     assert way(state) == (2, [(2, 3)])
     state.anchor_refused(2)
     assert way(state) == (0, [(0, 1), (1, 2), (2, 3)])
-    state.delta_refused(state.plan().way.deltas[1])
+    state.delta_refused(state.plan().path.deltas[1])
     assert way(state) == (0, [(0, 1)])
 
 
@@ -152,7 +152,7 @@ def test_a_replica_that_is_behind_takes_the_way_with_the_fewest_bytes():
 
 def test_a_bad_skip_delta_is_gone_around():
     state = serving(0, *[manifest(version) for version in range(1, 5)], skip(0, 4))
-    state.delta_refused(state.plan().way.deltas[0])
+    state.delta_refused(state.plan().path.deltas[0])
     assert way(state) == (None, [(0, 1), (1, 2), (2, 3), (3, 4)])
 
 
@@ -266,20 +266,20 @@ def test_whatever_the_log_holds_the_served_version_only_moves_along_ways_and_the
             _check(move, state.serving, refusals, decisions)
             if fits:
                 state.proved(move.target.version)
-            elif move.way.anchor is not None:
-                state.anchor_refused(move.way.anchor.version)
-                refusals.add(("anchor", move.way.anchor.version))
+            elif move.path.anchor is not None:
+                state.anchor_refused(move.path.anchor.version)
+                refusals.add(("anchor", move.path.anchor.version))
             else:
-                state.delta_refused(move.way.deltas[0])
-                refusals.add(("delta", move.way.deltas[0].base, move.way.deltas[0].version))
+                state.delta_refused(move.path.deltas[0])
+                refusals.add(("delta", move.path.deltas[0].base, move.path.deltas[0].version))
         said = state.refusals()
         assert state.refusals() == [] and len({one.manifest.version for one in said}) == len(said)
 
 
 def _check(move: Move, before: int | None, refusals: set, decisions: list[GateDecision]) -> None:
-    at = before if move.way.anchor is None else move.way.anchor.version
-    assert ("anchor", at) not in refusals or move.way.anchor is None
-    for delta in move.way.deltas:
+    at = before if move.path.anchor is None else move.path.anchor.version
+    assert ("anchor", at) not in refusals or move.path.anchor is None
+    for delta in move.path.deltas:
         assert delta.base == at and ("delta", delta.base, delta.version) not in refusals
         at = delta.version
     assert at == move.target.version != before
@@ -296,28 +296,28 @@ EDGES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 
 
 
 @given(EDGES, st.lists(st.integers(0, 60), min_size=6, max_size=6), st.integers(0, 5), st.none() | st.integers(0, 5))
-def test_no_way_is_cheaper_than_the_one_that_is_found(edges, anchors, target, held):
+def test_no_path_is_cheaper_than_the_one_that_is_found(edges, anchors, target, held):
     """Against every path there is: six versions, edges between any two, an anchor where the number is even."""
-    lineage = Lineage()
+    graph = VersionGraph(manifest(0).run_id, "main")
     for version in range(6):
         anchor = Anchor("", anchors[version]) if anchors[version] % 2 == 0 else None
-        lineage.add(replace(manifest(version, parent=None), anchor=anchor))
+        graph.observe(replace(manifest(version, parent=None), anchor=anchor))
     for base, version, n_bytes in edges:
-        lineage.add_skip(skip(base, version, n_bytes))
-    found = lineage.way(target, held)
-    costs = _costs_of_all_ways(lineage, target, held)
+        graph.observe(skip(base, version, n_bytes))
+    found = graph.path(target, held)
+    costs = _costs_of_all_paths(graph, target, held)
     assert (found.n_bytes if found else None) == min(costs, default=None)
 
 
-def _costs_of_all_ways(lineage: Lineage, target: int, held: int | None) -> list[int]:
+def _costs_of_all_paths(graph: VersionGraph, target: int, held: int | None) -> list[int]:
     costs = []
-    edges = {(d.base, d.version): d for m in lineage.manifests.values() for d in lineage._deltas_to(m)}
+    edges = {(d.base, d.version): d for m in graph.manifests.values() for d in graph._deltas_to(m)}
     for length in range(6):
         for between in combinations(range(target), length):
             path = [*between, target]
             if all(pair in edges for pair in pairwise(path)):
                 deltas: tuple[Delta, ...] = tuple(edges[pair] for pair in pairwise(path))
-                start = lineage.manifests[path[0]]
-                costs += [Way(None, deltas).n_bytes] if path[0] == held else []
-                costs += [Way(start, deltas).n_bytes] if start.anchor else []
+                start = graph.manifests[path[0]]
+                costs += [UpdatePath(None, deltas).n_bytes] if path[0] == held else []
+                costs += [UpdatePath(start, deltas).n_bytes] if start.anchor else []
     return costs

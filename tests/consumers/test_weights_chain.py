@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.consumers.weights.chain import Chain, ChainError, UnknownVersion, Unreachable
+from tidemill.consumers.weights.chain import Chain
 from tidemill.consumers.weights.decide import Following, Proposal, decision
 from tidemill.consumers.weights.listing import rows
 from tidemill.consumers.weights.verify import default_start
+from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
@@ -64,8 +65,8 @@ def long_chain(anchors: tuple[int, ...] = (0,), kept_from: int = 0, count: int =
 
 
 def path(chain: Chain, version: int) -> list[int]:
-    way = chain.way(version)
-    return [way.anchor.version, *(delta.version for delta in way.deltas)]
+    found = chain.require_path(version)
+    return [found.anchor.version, *(delta.version for delta in found.deltas)]
 
 
 def test_the_way_leads_from_the_nearest_anchor_over_the_cheapest_deltas():
@@ -79,7 +80,7 @@ def test_what_the_log_no_longer_keeps_is_on_no_way():
     chain = long_chain(anchors=(0, 4), kept_from=4)
     assert path(chain, 6) == [4, 5, 6]
     with pytest.raises(Unreachable, match=r"delta of version 3 is expired: its chunk at 0:3 .* begins at 4"):
-        chain.way(3)
+        chain.require_path(3)
 
 
 def test_a_delta_in_the_object_store_does_not_expire():
@@ -89,10 +90,10 @@ def test_a_delta_in_the_object_store_does_not_expire():
 
 def test_an_anchor_that_is_gone_is_passed_over():
     chain = long_chain(anchors=(0, 6))
-    way = chain.way(8, lambda made: made.version != 6)
-    assert way.anchor.version == 0
+    found = chain.require_path(8, lambda made: made.version != 6)
+    assert found.anchor.version == 0
     with pytest.raises(Unreachable, match="anchor of version 0, on which it rests, is missing"):
-        long_chain().way(3, lambda _: False)
+        long_chain().require_path(3, lambda _: False)
 
 
 def test_an_unknown_version_is_told_which_there_are():
@@ -105,7 +106,7 @@ def test_an_unknown_version_is_told_which_there_are():
 def test_a_parent_that_is_not_in_the_log_is_named():
     chain = chain_of(manifest(5), manifest(6))
     with pytest.raises(Unreachable, match="its ancestor 4 is not in the log"):
-        chain.way(6)
+        chain.require_path(6)
 
 
 def test_the_first_contents_of_a_version_stand():
@@ -167,10 +168,10 @@ def test_only_a_version_that_can_be_served_may_be_decided_on():
     with pytest.raises(Unreachable, match="expired"):
         propose(chain, GateVerdict.ROLL_BACK, 5)
     chain.observe(decided(GateVerdict.REJECT, 8))
-    with pytest.raises(ChainError, match="rejected by ada: because"):
+    with pytest.raises(VersionError, match="rejected by ada: because"):
         propose(chain, GateVerdict.HOLD, 8)
     chain.observe(acknowledgement(RUN, "a", 7, at=1, status=AckStatus.REFUSED))
-    with pytest.raises(ChainError, match="refused by a and proved by none; a says: because"):
+    with pytest.raises(VersionError, match="refused by a and proved by none; a says: because"):
         propose(chain, GateVerdict.HOLD, 7)
     chain.observe(acknowledgement(RUN, "b", 7, at=1))
     assert propose(chain, GateVerdict.HOLD, 7).version == 7

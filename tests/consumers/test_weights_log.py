@@ -14,11 +14,11 @@ from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
 from tidemill.consumers.weights.builder import Unusable, open_builder
-from tidemill.consumers.weights.chain import ChainError, Unreachable
 from tidemill.consumers.weights.checkout import CheckoutError, checkout
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
 from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.graph import Unreachable, VersionError
 from tidemill.kernels.weights.tensor_table import store_tensor_table
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -107,7 +107,7 @@ def test_a_branch_that_went_back_is_verified_on_both_arms(log):
 @pytest.mark.parametrize("start", [1, 3])
 def test_verification_begins_at_an_anchor(log, start):
     log.grow(5, anchors=(0, 2))
-    with pytest.raises(ChainError, match="has no anchor to verify from; these have one: 0, 2"):
+    with pytest.raises(VersionError, match="has no anchor to verify from; these have one: 0, 2"):
         verified(log, start)
 
 

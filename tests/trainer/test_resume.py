@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tidemill.kernels.weights.chain import ChainError
 from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -171,7 +171,7 @@ def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, 
     stop.set()
     run(log, run_settings("idle"), store, settings, stop)
     tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
-    with pytest.raises(ChainError, match=r"version 0 of run idle, branch main, .* went back to an older checkpoint"):
+    with pytest.raises(VersionError, match=r"version 0 of run idle, branch main, .* went back to an older checkpoint"):
         run(log, run_settings("idle"), store, settings.model_copy(update={"model": str(tmp_path / "other")}), stop)
     assert len(records(log, Topic.MANIFESTS, Manifest, "idle")) == 1
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tidemill.kernels.weights import sharded_anchor
-from tidemill.kernels.weights.commit import VersionMark, read_chain
+from tidemill.kernels.weights.commit import VersionMark, read_versions
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.sharded_publish import ShardedPublisher
 from tidemill.kernels.weights.sharded_ranks import RankFailedError, Ranks, RanksLostError, open_ranks
@@ -209,7 +209,7 @@ class Worker:
         try:
             publisher.publish(mark(version), self.parts(model))
         except RankFailedError as error:
-            chain = read_chain(self.kafka, RunSettings(run_id=f"{self.job.run_id}-failing"))
+            chain = read_versions(self.kafka, RunSettings(run_id=f"{self.job.run_id}-failing"))
             return [str(error), chain.newest_version]
         raise AssertionError("a version was published that one rank failed at")
 

@@ -11,7 +11,8 @@ import torch
 from tidemill.kernels.weights.anchor import read_anchor
 from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, DeltaShard
-from tidemill.kernels.weights.publish import ChainError, ForkPoint, PublishSettings, Weight, WeightPublisher
+from tidemill.kernels.weights.graph import VersionError
+from tidemill.kernels.weights.publish import ForkPoint, PublishSettings, Weight, WeightPublisher
 from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import CLAIM_CHECK_BYTES
@@ -111,7 +112,7 @@ def test_a_chain_whose_delta_is_lost_is_not_continued(publication, open_publishe
     manifests = publish_all(open_publisher(TO_STORE), views[:3])
     Path(manifests[2].shards[0].uri.removeprefix("file://")).unlink()
     restarted = open_publisher(TO_STORE)
-    with pytest.raises(ChainError, match=r"version 2 .* cannot be made again: .* is gone"):
+    with pytest.raises(VersionError, match=r"version 2 .* cannot be made again: .* is gone"):
         restarted.publish(3, views[3])
     assert restarted.publish(2, views[2]).version == 2, "whoever has the weights can go on"
     assert restarted.publish(3, views[3]).parent == 2
@@ -150,9 +151,9 @@ def test_chunks_without_a_manifest_are_left_behind(publication, open_publisher, 
 
 def test_other_weights_under_a_published_version_are_refused_with_the_way_out(open_publisher, views):
     publish_all(open_publisher(), views[:3])
-    with pytest.raises(ChainError, match=r"two trainers on one run.*fork_from=ForkPoint\('main', 1\)"):
+    with pytest.raises(VersionError, match=r"two trainers on one run.*fork_from=ForkPoint\('main', 1\)"):
         open_publisher().publish(2, views[5])
-    with pytest.raises(ChainError, match=r"two trainers on one run"):
+    with pytest.raises(VersionError, match=r"two trainers on one run"):
         open_publisher().publish(0, views[5])
 
 
@@ -160,7 +161,7 @@ def test_a_conflict_in_the_log_is_reported_on_start(open_publisher, views):
     first, second = open_publisher(), open_publisher()
     first.publish(0, views[0])
     second.publish(0, views[5])
-    with pytest.raises(ChainError, match="two trainers on one run"):
+    with pytest.raises(VersionError, match="two trainers on one run"):
         open_publisher()
 
 
@@ -169,14 +170,14 @@ def test_a_version_that_is_not_the_next_is_refused(publication, open_publisher, 
     publisher = open_publisher()
     for number in (0, 2):
         publisher.publish(number, views[number])
-    with pytest.raises(ChainError, match=reason):
+    with pytest.raises(VersionError, match=reason):
         publisher.publish(version, views[3], parent=parent)
     publisher.publish(3, views[3], parent=2)
     assert [m.version for m in publication.manifests()] == [0, 2, 3]
 
 
 def test_the_first_version_of_a_branch_has_no_parent(open_publisher, views):
-    with pytest.raises(ChainError, match=r"the newest version .* is None"):
+    with pytest.raises(VersionError, match=r"the newest version .* is None"):
         open_publisher().publish(1, views[1], parent=0)
 
 
@@ -200,7 +201,7 @@ def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication
     publisher = open_publisher()
     publisher.publish(0, views[0])
     for change, reason in BAD.values():
-        with pytest.raises((ChainError, TypeError), match=reason):
+        with pytest.raises((VersionError, TypeError), match=reason):
             publisher.publish(1, given(change(views[1])))
     assert not publication.chunks()
     publisher.publish(1, views[1])
@@ -209,12 +210,12 @@ def test_tensors_that_are_not_the_chain_s_are_refused_and_it_goes_on(publication
 
 def test_a_tensor_that_comes_twice_or_none_at_all_is_refused(open_publisher, views):
     publisher = open_publisher()
-    with pytest.raises(ChainError, match="no tensors"):
+    with pytest.raises(VersionError, match="no tensors"):
         publisher.publish(0, {})
-    with pytest.raises(ChainError, match="twice"):
+    with pytest.raises(VersionError, match="twice"):
         publisher.publish(0, [*views[0].items(), ("norm", views[0]["norm"])])
     publisher.publish(0, views[0])
-    with pytest.raises(ChainError, match="twice"):
+    with pytest.raises(VersionError, match="twice"):
         publisher.publish(1, [*views[1].items(), ("norm", views[1]["norm"])])
 
 
@@ -268,12 +269,12 @@ def test_a_branch_begins_with_a_version_of_another_one(publication, open_publish
 
 def test_a_fork_that_cannot_be_is_refused(open_publisher, views):
     publish_all(open_publisher(), views[:3])
-    with pytest.raises(ChainError, match="has no version 7"):
+    with pytest.raises(VersionError, match="has no version 7"):
         open_publisher(branch="again", fork_from=ForkPoint("main", 7))
-    with pytest.raises(ChainError, match="give the run another branch"):
+    with pytest.raises(VersionError, match="give the run another branch"):
         open_publisher(fork_from=ForkPoint("main", 1))
     open_publisher(branch="again", fork_from=ForkPoint("main", 1))
-    with pytest.raises(ChainError, match="begins with version 1, not with version 2"):
+    with pytest.raises(VersionError, match="begins with version 1, not with version 2"):
         open_publisher(branch="again", fork_from=ForkPoint("main", 2))
 
 
@@ -324,11 +325,11 @@ def test_the_codec_s_settings_are_the_configuration_s(publication, open_publishe
 def test_a_version_in_the_middle_is_made_again(publication, open_publisher, views):
     publisher = open_publisher(EVERY_3)
     publish_all(publisher, views[:6])
-    chain = publisher._log.chain
+    graph = publisher._log.graph
     for version in range(6):
-        way = chain.way_to(version)
-        held = rebuild(publication.kafka, way, chain.newest.tensors)
-        assert len(way.deltas) == version % 3 and held.version == version
+        path = graph.path(version)
+        held = rebuild(publication.kafka, path, graph.newest.tensors)
+        assert len(path.deltas) == version % 3 and held.version == version
         assert_equal({name: weight.bits for name, weight in held.weights.items()}, views[version])
 
 

@@ -28,7 +28,7 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
 from tidemill.kernels.weights.anchor import read_anchor
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
-from tidemill.kernels.weights.graph import Delta, Way
+from tidemill.kernels.weights.graph import Delta, UpdatePath
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
@@ -136,8 +136,8 @@ def replica(kafka, run_id, directory):
         try:
             for version, manifest in chain:
                 deltas_to = [] if not version else [Delta(manifest, version - 1, tuple(manifest.shards), 0)]
-                way = Way(None if version else manifest, tuple(deltas_to))
-                staging.prepare(Move(manifest, way, ""), mirror).draft.keep()
+                path = UpdatePath(None if version else manifest, tuple(deltas_to))
+                staging.prepare(Move(manifest, path, ""), mirror).draft.keep()
                 assert mirror.version == version
                 assert mirror.fingerprint.hex() == manifest.fingerprint
                 assert mirror.fingerprints == {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
@@ -211,7 +211,7 @@ def test_no_rank_holds_the_whole_state(jobs):
     ("failure", "reason", "newest"),
     [
         ("log", "rank 1: DeliveryError: the broker is gone", 0),
-        ("drift", "rank 0: ChainError: version 2 was made from weights", 1),
+        ("drift", "rank 0: VersionError: version 2 was made from weights", 1),
         ("anchor", "rank 1: OSError: no space left on device", 2),
     ],
 )

@@ -9,8 +9,8 @@ import torch
 from tidemill.kernels.delta import decode_delta, encode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.weights.bits import Weight, as_weight, changed, tensor_infos
-from tidemill.kernels.weights.chain import ChainError
 from tidemill.kernels.weights.config import CodecChoice, PublishSettings
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.held import HeldVersion
 
 TORCH_TYPES = [
@@ -99,7 +99,7 @@ def test_a_snapshot_stays_what_it_was(first_view, next_view):
 def test_tensors_are_compared_before_any_is_moved_to_the_processor(first_view):
     held = HeldVersion.copy_of(0, {"w": torch.zeros(4, 4)})
     held.check(1, {"w": torch.zeros(4, 4, device="meta")})
-    with pytest.raises(ChainError, match=r"w is float32\[5, 4\], in version 0 it is float32\[4, 4\]"):
+    with pytest.raises(VersionError, match=r"w is float32\[5, 4\], in version 0 it is float32\[4, 4\]"):
         held.check(1, {"w": torch.zeros(5, 4, device="meta")})
 
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tidemill.consumers.weights.chain import Chain, ChainError
+from tidemill.consumers.weights.chain import Chain
 from tidemill.consumers.weights.decide import Following, Proposal, decision
+from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode
 from tidemill.streams.gate.bench import Bench, BenchResult
 from tidemill.streams.gate.config import GateSettings
@@ -181,9 +182,9 @@ def test_a_veto_is_followed_by_leaving_the_version():
     following.observe(ack("b", 0, 5))
     assert following.behind == {"a": 1}
     chain.observe(veto)
-    with pytest.raises(ChainError, match="rejected by ada: it flatters"):
+    with pytest.raises(VersionError, match="rejected by ada: it flatters"):
         decision(chain, Proposal(GateVerdict.HOLD, 1, "", "bob"), at=6)
-    with pytest.raises(ChainError, match="version 7 is not on branch"):
+    with pytest.raises(VersionError, match="version 7 is not on branch"):
         decision(chain, Proposal(GateVerdict.REJECT, 7, "", "bob"), at=6)
 
 

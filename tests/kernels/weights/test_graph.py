@@ -1,4 +1,4 @@
-"""The chain of a branch, and when an anchor is due: pure functions of the manifests in the log."""
+"""The versions of a branch as a publisher reads them, and when an anchor is due: functions of the manifests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import changed
-from tidemill.kernels.weights.chain import ChainError, SinceAnchor, VersionChain
+from tidemill.kernels.weights.commit import VersionLog, observe_published
 from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph
 from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.skips import bases_due, skips_due
+from tidemill.schemas.config import RunSettings, StoreSettings
 from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
 
 
@@ -29,84 +31,106 @@ def manifest(version: int, parent: int | None = None, anchor: int | None = None,
     return replace(made, **fields)
 
 
-def chain(versions: int, anchors: tuple[int, ...] = (0,)) -> VersionChain:
+def graph_of(manifests: list[Manifest]) -> VersionGraph:
+    """What a publisher knows of a log with these manifests."""
+    graph = VersionGraph("run", "main", keep_tensors=False)
+    for made in manifests:
+        observe_published(graph, made)
+    return graph
+
+
+def chain(versions: int, anchors: tuple[int, ...] = (0,)) -> VersionGraph:
     """Versions 0, 10, 20... with anchors at the places named."""
     numbers = range(0, 10 * versions, 10)
-    return VersionChain(
-        "run",
-        "main",
-        [manifest(v, v - 10 if v else None, 1000 if v // 10 in anchors else None) for v in numbers],
-    )
+    return graph_of([manifest(v, v - 10 if v else None, 1000 if v // 10 in anchors else None) for v in numbers])
+
+
+def version_log(graph: VersionGraph) -> VersionLog:
+    """The log of versions, for questions only."""
+    return VersionLog(None, RunSettings(run_id="run"), StoreSettings(), graph)
 
 
 def test_others_are_left_alone_and_only_the_newest_keeps_its_tensors():
-    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(9, 8, run_id="other")])
+    held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(9, 8, run_id="other")])
     held.observe(manifest(7, 1, branch="candidate"))
-    assert (len(held), held.newest, held.oldest.version) == (2, manifest(1, 0), 0)
-    assert held.get(0).tensors == [] and held.get(0).fingerprint == manifest(0).fingerprint
-    assert held.get(7) is held.get(9) is None
+    assert (sorted(held.manifests), held.newest) == ([0, 1], manifest(1, 0))
+    assert held.manifests[0].tensors == [] and held.manifests[0].fingerprint == manifest(0).fingerprint
+    held.observe(manifest(2, 1))
+    assert held.manifests[1].tensors == [] and held.newest.tensors == manifest(2, 1).tensors
+
+
+def test_a_replica_s_graph_keeps_the_tensors_that_it_may_need():
+    held = VersionGraph("run", "main")
+    for made in (manifest(0, anchor=1), manifest(1, 0), manifest(2, 1)):
+        held.observe(made)
+    assert all(made.tensors for made in held.manifests.values())
+    held.forget_tensors(2)
+    assert [bool(made.tensors) for _, made in sorted(held.manifests.items())] == [True, False, True]
 
 
 def test_a_chain_is_one_life_of_the_version_numbers():
-    assert VersionChain("run", "main").incarnation == ""
-    held = VersionChain(
-        "run", "main", [manifest(0, anchor=1, incarnation="first"), manifest(1, 0, incarnation="first")]
-    )
+    assert graph_of([]).incarnation == ""
+    held = graph_of([manifest(0, anchor=1, incarnation="first"), manifest(1, 0, incarnation="first")])
     assert held.incarnation == "first"
-    assert VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0)]).incarnation == ""
+    assert graph_of([manifest(0, anchor=1), manifest(1, 0)]).incarnation == ""
 
 
 def test_the_same_record_again_changes_nothing_and_other_weights_are_refused():
-    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(0, anchor=1)])
+    held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(0, anchor=1)])
     assert held.newest.version == 1
-    with pytest.raises(ChainError, match=r"fork_from=ForkPoint\('main', 0\)"):
-        held.observe(manifest(1, 0, fingerprint="f" * 32))
-    with pytest.raises(ChainError, match=r"What the log has stays$"):
-        held.observe(manifest(0, fingerprint="f" * 32))
+    with pytest.raises(VersionError, match=r"fork_from=ForkPoint\('main', 0\)"):
+        observe_published(held, manifest(1, 0, fingerprint="f" * 32))
+    with pytest.raises(VersionError, match=r"What the log has stays$"):
+        observe_published(held, manifest(0, fingerprint="f" * 32))
+    assert held.manifests[1].fingerprint == manifest(1).fingerprint, "the first contents stand"
 
 
 def test_the_next_version_follows_the_newest():
-    VersionChain("run", "main").require_next(5, None)
-    held = chain(3)
+    version_log(graph_of([])).require_next(5, None)
+    held = version_log(chain(3))
     held.require_next(21, 20)
     for version, parent in ((21, 10), (21, None), (20, 20), (5, 20)):
-        with pytest.raises(ChainError):
+        with pytest.raises(VersionError):
             held.require_next(version, parent)
 
 
 def test_after_going_back_the_next_version_follows_the_older_one_once():
-    held = chain(4, anchors=(0, 3))
-    held.go_back(10)
-    assert (held.head, held.newest_version, held.since_anchor()) == (10, 30, SinceAnchor(1, 100, 1000))
-    held.require_next(31, 10)
+    graph = chain(4, anchors=(0, 3))
+    log = version_log(graph)
+    log.go_back(10)
+    assert (log.head, graph.newest_version, graph.since_anchor(log.head)) == (10, 30, SinceAnchor(1, 100, 1000))
+    log.require_next(31, 10)
     for version, parent, message in ((31, 30, "gone back to"), (20, 10, "numbers only rise")):
-        with pytest.raises(ChainError, match=message):
-            held.require_next(version, parent)
-    held.observe(manifest(31, 10))
-    assert held.head == 31
-    assert [d.version for d in held.way_to(31).deltas] == [10, 31]
-    assert [m.version for m in (held.ancestor(31, 1), held.ancestor(31, 2))] == [10, 0]
-    held.go_back(10)
-    held.go_back(31)
-    held.require_next(32, 31)
-    with pytest.raises(ChainError, match="no version 99 to go back to"):
-        held.go_back(99)
+        with pytest.raises(VersionError, match=message):
+            log.require_next(version, parent)
+    log.read_again(chain(4, anchors=(0, 3)))
+    assert log.head == 10, "the log has nothing newer"
+    graph.observe(manifest(31, 10))
+    log.read_again(graph)
+    assert log.head == 31
+    assert [d.version for d in graph.path(31).deltas] == [10, 31]
+    assert [m.version for m in (graph.ancestor(31, 1), graph.ancestor(31, 2))] == [10, 0]
+    log.go_back(10)
+    log.go_back(31)
+    log.require_next(32, 31)
+    with pytest.raises(VersionError, match="no version 99 to go back to"):
+        log.go_back(99)
 
 
-def test_the_way_to_a_version_begins_at_the_nearest_anchor():
+def test_the_path_to_a_version_begins_at_the_nearest_anchor():
     held = chain(7, anchors=(0, 3))
-    assert [(held.way_to(v).anchor.version, [d.version for d in held.way_to(v).deltas]) for v in (0, 20, 30, 60)] == [
+    assert [(held.path(v).anchor.version, [d.version for d in held.path(v).deltas]) for v in (0, 20, 30, 60)] == [
         (0, []), (0, [10, 20]), (30, []), (30, [40, 50, 60])
     ]  # fmt: skip
-    assert held.way_to(5) is None
-    assert VersionChain("run", "main", [manifest(4, 3)]).way_to(4) is None
-    assert VersionChain("run", "main", [manifest(4, 4)]).way_to(4) is None, "no parent of its own"
+    assert held.path(5) is None
+    assert graph_of([manifest(4, 3)]).path(4) is None
+    assert graph_of([manifest(4, 4)]).path(4) is None, "no parent of its own"
 
 
 def test_what_has_come_since_the_anchor():
-    assert chain(1).since_anchor() == SinceAnchor(0, 0, 1000)
-    assert chain(7, anchors=(0, 3)).since_anchor() == SinceAnchor(3, 300, 1000)
-    assert VersionChain("run", "main").since_anchor() == SinceAnchor(0, 0, 0)
+    assert chain(1).since_anchor(0) == SinceAnchor(0, 0, 1000)
+    assert chain(7, anchors=(0, 3)).since_anchor(60) == SinceAnchor(3, 300, 1000)
+    assert graph_of([]).since_anchor(None) == SinceAnchor(0, 0, 0)
 
 
 @given(
@@ -116,10 +140,10 @@ def test_what_has_come_since_the_anchor():
 )
 def test_anchors_are_never_further_apart_than_either_rule_says(sizes: list[int], every: int, ratio: float):
     settings = PublishSettings(anchor_every=every, anchor_bytes_ratio=ratio)
-    held = VersionChain("run", "main", [manifest(0, anchor=1000)])
+    held = graph_of([manifest(0, anchor=1000)])
     between = read = 0
     for version, size in enumerate(sizes, 1):
-        due = anchor_due(held.since_anchor(), size, settings)
+        due = anchor_due(held.since_anchor(held.newest_version), size, settings)
         between, read = (0, 0) if due else (between + 1, read + size)
         assert between < every and read <= ratio * 1000
         held.observe(manifest(version, version - 1, 1000 if due else None, delta_bytes=size))
@@ -150,7 +174,7 @@ def test_skip_deltas_are_due_by_place_in_the_branch(versions, due, kept):
 
 
 def test_a_branch_that_lost_a_version_is_not_skipped_over():
-    held = VersionChain("run", "main", [manifest(0, anchor=1), manifest(1, 0), manifest(3, 2)])
+    held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(3, 2)])
     assert held.ancestor(3, 2) is None and skips_due(held, (2,)) == []
 
 
