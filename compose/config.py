@@ -122,11 +122,11 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
     if file is not None and not file.is_file():
         raise ConfigError(f"configuration file {file} does not exist")
 
-    class ConsumedRecord(TidemillSettings):
+    class FromFile(TidemillSettings):
         model_config = SettingsConfigDict(toml_file=file or DEFAULT_FILE)
 
     try:
-        return ConsumedRecord(**(flags or {}))
+        return FromFile(**(flags or {}))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     except tomllib.TOMLDecodeError as error:

@@ -14,7 +14,7 @@ from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import Indices
 from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.information import BIT, choice_cost, log2
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 ALL, BITS, FRAME = 0, 1, 2
 FIXED_COST = 300 * BIT
@@ -39,7 +39,7 @@ def write_active(active: Active) -> bytes:
     return bytes([FRAME]) + packed if len(packed) < len(bits) else bytes([BITS]) + bits
 
 
-def read_active(source: Reader, n_elements: int) -> Active:
+def read_active(source: WireReader, n_elements: int) -> Active:
     """The inverse of `write_active`. Raises DeltaError."""
     form, n = source.byte(), segments(n_elements)
     size = -(-n // 8)

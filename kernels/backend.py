@@ -42,7 +42,7 @@ class KernelUnavailableError(RuntimeError):
     """The kernels that were asked for cannot run here, and nothing may take their place; the message says why."""
 
 
-class Mode(StrEnum):
+class BackendMode(StrEnum):
     """What `TIDEMILL_KERNELS` may say."""
 
     AUTO = "auto"
@@ -51,7 +51,7 @@ class Mode(StrEnum):
     TRITON = "triton"
 
 
-class Choice(Enum):
+class BackendChoice(Enum):
     """What runs the kernels for an array."""
 
     CPU = "the compiled loops"
@@ -59,28 +59,28 @@ class Choice(Enum):
     FALLBACK = "the compiled loops, on a copy of what lies on the GPU"
 
 
-def choose(mode: Mode, on_gpu: bool, obstacle: Callable[[], str | None]) -> Choice:
+def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) -> BackendChoice:
     """What runs the kernels for an array; `obstacle` says what keeps Triton from running, None if nothing does.
 
     `obstacle` is asked only where Triton is wanted. Raises KernelUnavailableError.
     """
-    if mode is Mode.CPU or (mode is not Mode.TRITON and not on_gpu):
-        return Choice.CPU
+    if mode is BackendMode.CPU or (mode is not BackendMode.TRITON and not on_gpu):
+        return BackendChoice.CPU
     reason = obstacle()
     if reason is None:
-        return Choice.TRITON
-    if mode is Mode.AUTO:
-        return Choice.FALLBACK
+        return BackendChoice.TRITON
+    if mode is BackendMode.AUTO:
+        return BackendChoice.FALLBACK
     raise KernelUnavailableError(f"{ENVIRONMENT}={mode} asks for Triton's kernels, which cannot run: {reason}")
 
 
-def mode_of(value: str | None, strict: bool = False) -> Mode:
+def mode_of(value: str | None, strict: bool = False) -> BackendMode:
     """The mode that the environment's `value` and a caller's `strict` make. Raises ValueError for an unknown value."""
     try:
-        mode = Mode(value or Mode.AUTO)
+        mode = BackendMode(value or BackendMode.AUTO)
     except ValueError as error:
-        raise ValueError(f"{ENVIRONMENT} is {value!r}; it may be {', '.join(Mode)}") from error
-    return Mode.STRICT if strict and mode is Mode.AUTO else mode
+        raise ValueError(f"{ENVIRONMENT} is {value!r}; it may be {', '.join(BackendMode)}") from error
+    return BackendMode.STRICT if strict and mode is BackendMode.AUTO else mode
 
 
 def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
@@ -90,13 +90,13 @@ def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
     """
     mode = mode_of(os.environ.get(ENVIRONMENT), strict)
     is_numpy = isinstance(array, np.ndarray)
-    if is_numpy and mode is not Mode.TRITON:
+    if is_numpy and mode is not BackendMode.TRITON:
         return CPU_BACKEND
     on_gpu = not is_on_host(array)
     choice = choose(mode, on_gpu, triton_obstacle)
-    if choice is Choice.FALLBACK:
+    if choice is BackendChoice.FALLBACK:
         _warn_of_fallback(str(array.device))
-    if choice is Choice.TRITON:
+    if choice is BackendChoice.TRITON:
         return _triton_backend(on_gpu, is_numpy)
     return _cpu_backend_of_tensors()
 

@@ -25,7 +25,7 @@ from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.parts import DIRECTORY_LIMIT, NAME_LIMIT, BlockPart, read_directory, read_name
 from tidemill.kernels.payload import payload_limit
 from tidemill.kernels.settings import BLOCK_ELEMENTS, DigestChoice
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 MAGIC, SEVERAL_MAGIC = b"TMb\x02", b"TMb\x03"
 TENSOR_LIMIT = 1 << 48
@@ -117,7 +117,7 @@ def read_header(data: memoryview) -> BlockHeader:
     size = header_size(data[:PREFIX_SIZE])
     if len(data) < size:
         raise DeltaError(f"the delta ends inside a block's header: {len(data)} of {size} bytes")
-    source = Reader(data[PREFIX_SIZE : size - DIGEST_SIZE])
+    source = WireReader(data[PREFIX_SIZE : size - DIGEST_SIZE])
     encoding, code, digest_code = source.byte(), source.byte(), source.byte()
     if code not in BY_CODE or digest_code >= len(DIGESTS):
         raise DeltaError(f"unknown element type code {code} or digest code {digest_code} in a block")

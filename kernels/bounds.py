@@ -37,7 +37,7 @@ LEADING_BITS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class DeltaBounds:
     """What a change costs at least under each model."""
 
     elements: int
@@ -47,9 +47,9 @@ class Bounds:
     exponent_class: float
     """Bytes, when that and the step depend on the old pattern's exponent."""
 
-    def __add__(self, other: Bounds) -> Bounds:
+    def __add__(self, other: DeltaBounds) -> DeltaBounds:
         """The cost of two changes, each under a model of its own."""
-        return Bounds(
+        return DeltaBounds(
             self.elements + other.elements,
             self.changed + other.changed,
             self.iid + other.iid,
@@ -57,7 +57,7 @@ class Bounds:
         )
 
 
-NOTHING = Bounds(0, 0, 0.0, 0.0)
+NOTHING = DeltaBounds(0, 0, 0.0, 0.0)
 
 
 class DeltaCounts:
@@ -105,7 +105,7 @@ class DeltaCounts:
         self._elements[:] = 0
         self._used[:] = 0
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> DeltaBounds:
         """The bounds of all that was counted."""
         n_all, n_changed, by_class = int(self._elements.sum()), 0, 0.0
         pooled = np.zeros(int(self._used.max()), np.int64)
@@ -115,7 +115,7 @@ class DeltaCounts:
             by_class += self._cost(int(self._elements[row]), changed, steps)
             n_changed += changed
             pooled[: steps.size] += steps
-        return Bounds(n_all, n_changed, self._cost(n_all, n_changed, pooled) / 8, by_class / 8)
+        return DeltaBounds(n_all, n_changed, self._cost(n_all, n_changed, pooled) / 8, by_class / 8)
 
     def _cost(self, elements: int, changed: int, steps: Counts) -> float:
         """Bits of which elements changed and by what, all drawn from one distribution."""
@@ -129,7 +129,7 @@ class ModelBounds:
     def __init__(self) -> None:
         self._current: dict[str, DeltaCounts] = {}
         self._whole: dict[str, DeltaCounts] = {}
-        self._by_tensor: dict[str, Bounds] = {}
+        self._by_tensor: dict[str, DeltaBounds] = {}
 
     def count(self, dtype: str, old_bits: Bits, new_bits: Bits) -> None:
         """Count a part of the current tensor, or all of it (uN, equal shapes). Raises DeltaError."""
@@ -144,16 +144,16 @@ class ModelBounds:
             self._whole[dtype].add(counts)
             counts.clear()
 
-    def whole(self) -> dict[str, Bounds]:
+    def whole(self) -> dict[str, DeltaBounds]:
         """By element type: the bounds of one fit to all of its tensors. Tensors that have not ended are left out."""
         return {dtype: counts.bounds() for dtype, counts in self._whole.items()}
 
-    def by_tensor(self) -> dict[str, Bounds]:
+    def by_tensor(self) -> dict[str, DeltaBounds]:
         """By element type: the sum of the bounds of a fit to each tensor."""
         return dict(self._by_tensor)
 
 
-def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> Bounds:
+def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> DeltaBounds:
     """The bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
     counts = DeltaCounts(dtype)
     counts.count(old_bits, new_bits)

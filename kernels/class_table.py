@@ -12,7 +12,7 @@ from tidemill.kernels.classes import MAX_CLASSES, ClassTable, Counts
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.information import BIT, choice_cost
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 CLASS_COST = 10 * BIT
 """A class's boundary and its count."""
@@ -40,7 +40,7 @@ def write_table(table: ClassTable) -> bytes:
     return varint(firsts.size) + firsts.astype(np.uint8).tobytes()
 
 
-def read_table(source: Reader, exponents: int) -> ClassTable:
+def read_table(source: WireReader, exponents: int) -> ClassTable:
     """The inverse of `write_table` for a type of so many `exponents`. Raises DeltaError."""
     more = source.varint()
     if more >= min(MAX_CLASSES, exponents):

@@ -16,7 +16,7 @@ from tidemill.kernels.coder import Coder
 from tidemill.kernels.coder_zstd import checked
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.ulp_steps import Values
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 
 class PcodecCoder(Coder):
@@ -32,7 +32,7 @@ class PcodecCoder(Coder):
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
         """See `Coder.decode`."""
-        source, changed = Reader(payload), int(counts.sum())
+        source, changed = WireReader(payload), int(counts.sum())
         gaps = _numbers(source.take(source.varint()), changed)
         return ClassStreams(counts, *checked(gaps, _numbers(source.rest(), changed), n_elements))
 

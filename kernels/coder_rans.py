@@ -24,7 +24,7 @@ from tidemill.kernels.gap_models import ALL_ZERO, MODELS, gap_tables, low_bits, 
 from tidemill.kernels.rans import Reciprocals, reciprocals
 from tidemill.kernels.step_tables import StepTable, fit_tables
 from tidemill.kernels.ulp_steps import Values
-from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
+from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 
 STATE_BYTES = 5
 PROBLEMS = {rans.TRUNCATED: "ends early", rans.OVERLONG: "leaves its block", rans.LEFT_OVER: "has bytes to spare"}
@@ -52,7 +52,7 @@ class RansCoder(Coder):
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
         """See `Coder.decode`."""
-        source = Reader(payload)
+        source = WireReader(payload)
         used = counts[counts > 0]
         models = list(source.take(used.size))
         if any(model >= MODELS and model != ALL_ZERO for model in models):
@@ -167,7 +167,7 @@ def _write_tables(tables: list[StepTable | None]) -> bytes:
     return out.getvalue()
 
 
-def _read_tables(source: Reader, n: int) -> list[StepTable | None]:
+def _read_tables(source: WireReader, n: int) -> list[StepTable | None]:
     bits = BitReader(source)
     tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(n)]
     bits.close()

@@ -15,7 +15,7 @@ from tidemill.kernels.coder import Coder
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.ulp_steps import Values
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 ESCAPE = 255
 
@@ -34,7 +34,7 @@ class ZstdCoder(Coder):
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
         """See `Coder.decode`."""
-        source, changed = Reader(payload), int(counts.sum())
+        source, changed = WireReader(payload), int(counts.sum())
         values = np.frombuffer(decompress(source.take(source.varint()), 2 * changed), np.uint8).astype(np.uint32)
         escaped, rest = np.flatnonzero(values == ESCAPE), source.rest()
         if escaped.size:

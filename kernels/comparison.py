@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.kernels.bounds import NOTHING, Bounds, ModelBounds
+from tidemill.kernels.bounds import NOTHING, DeltaBounds, ModelBounds
 from tidemill.kernels.delta import (
     CodecSettings,
     DeltaEncoder,
@@ -254,7 +254,7 @@ class _FormatMeter:
         )
 
 
-def _size(wire: int, whole: Bounds, apart: Bounds) -> DeltaSize:
+def _size(wire: int, whole: DeltaBounds, apart: DeltaBounds) -> DeltaSize:
     return DeltaSize(
         elements=whole.elements,
         changed=whole.changed,

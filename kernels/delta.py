@@ -24,7 +24,7 @@ from tidemill.kernels.elements import DeltaError, element_type
 from tidemill.kernels.encoder import DeltaEncoder, Encoded, TensorChange, encode_delta, encode_tensor
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, Indices, TensorKey, fingerprint_change
 from tidemill.kernels.parts import BlockPart
-from tidemill.kernels.payload import Changes, unpack
+from tidemill.kernels.payload import ElementChanges, unpack
 from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
 
 __all__ = [
@@ -140,16 +140,16 @@ def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ..
     )
 
 
-def _unpacked(block: EncodedBlock, rows: list[Bits]) -> list[Changes]:
+def _unpacked(block: EncodedBlock, rows: list[Bits]) -> list[ElementChanges]:
     """What a block changes in each of its parts, by indices in the tensor. Raises DeltaError."""
     kind = element_type(block.dtype)
     if len(rows) == 1:
         return [unpack(block.encoding, block.payload, kind, rows[0], block.changed, block.parts[0].start)]
     together = unpack(block.encoding, block.payload, kind, np.concatenate(rows), block.changed, 0)
     begins = np.cumsum([0, *(part.n for part in block.parts)])
-    split, cuts = Changes(*map(np.empty_like, together)), np.zeros(len(rows) + 1, np.int64)
+    split, cuts = ElementChanges(*map(np.empty_like, together)), np.zeros(len(rows) + 1, np.int64)
     _split(*together, begins, *split, cuts)
-    return [Changes(*(side[a:b] for side in split)) for a, b in pairwise(cuts.tolist())]
+    return [ElementChanges(*(side[a:b] for side in split)) for a, b in pairwise(cuts.tolist())]
 
 
 @compiled

@@ -23,7 +23,7 @@ from tidemill.kernels.parts import (
     directory_entry_limit,
     write_directory,
 )
-from tidemill.kernels.payload import Changes, pack
+from tidemill.kernels.payload import ElementChanges, pack
 from tidemill.kernels.settings import CodecSettings
 
 DEFAULTS = CodecSettings()
@@ -64,7 +64,7 @@ class _Difference(NamedTuple):
     """What changed in a run, and what that means for its fingerprint."""
 
     part: BlockPart
-    changes: Changes
+    changes: ElementChanges
     """By their places in the run, ascending."""
     base: Fingerprint
     added: Fingerprint
@@ -78,7 +78,7 @@ class DeltaEncoder:
 
     def __init__(self, settings: CodecSettings = DEFAULTS) -> None:
         self._settings = settings
-        self._waiting: dict[ElementType, _Waiting] = {}
+        self._waiting: dict[ElementType, _SmallTensors] = {}
 
     def encode(self, changes: Iterable[tuple[Any, ...]]) -> Iterator[Encoded]:
         """The blocks of a whole delta; each of `changes` is what `add` takes."""
@@ -106,7 +106,7 @@ class DeltaEncoder:
         if difference is None:
             return
         if rows.kind not in self._waiting:
-            self._waiting[rows.kind] = _Waiting(rows.kind, self._settings.block_elements // SHARED_SHARE)
+            self._waiting[rows.kind] = _SmallTensors(rows.kind, self._settings.block_elements // SHARED_SHARE)
         waiting = self._waiting[rows.kind]
         if not waiting.has_room(rows.part):
             yield waiting.write(self._settings)
@@ -128,7 +128,7 @@ class DeltaEncoder:
         return part.n == part.tensor_elements <= self._settings.block_elements // share
 
 
-class _Waiting:
+class _SmallTensors:
     """Small tensors of one type that changed, up to `limit` elements: their old patterns, copied, and the changes."""
 
     def __init__(self, kind: ElementType, limit: int) -> None:
@@ -147,7 +147,7 @@ class _Waiting:
     def take(self, difference: _Difference, old: AnyArray) -> None:
         """Add a tensor for which there is room."""
         part, (indices, old_at, new_at) = difference.part, map(_hosted, difference.changes)
-        changes = Changes(indices + self._elements, old_at.copy(), new_at.copy())
+        changes = ElementChanges(indices + self._elements, old_at.copy(), new_at.copy())
         self._old[self._elements : self._elements + part.n] = _hosted(old)
         self.differences[part.name] = difference._replace(changes=changes)
         self._elements += part.n
@@ -156,7 +156,7 @@ class _Waiting:
     def write(self, settings: CodecSettings) -> Encoded:
         """The block of all of them; none waits any more."""
         differences = list(self.differences.values())
-        changes = Changes(*map(np.concatenate, zip(*(one.changes for one in differences), strict=True)))
+        changes = ElementChanges(*map(np.concatenate, zip(*(one.changes for one in differences), strict=True)))
         block = _block(differences, self._kind, self._old[: self._elements], changes, settings)
         self.differences, self._elements, self._directory = {}, 0, 0
         return block
@@ -235,7 +235,7 @@ def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int
 def _difference(rows: _Rows) -> _Difference | None:
     """What changed in a run; None for nothing."""
     kernels, key = backend_for(rows.old), TensorKey.of(rows.part.name)
-    changes = Changes(*kernels.compare_and_take(rows.old, rows.new))
+    changes = ElementChanges(*kernels.compare_and_take(rows.old, rows.new))
     if not len(changes.indices):
         return None
     base = kernels.fingerprint(rows.old, key, rows.part.start)
@@ -252,7 +252,7 @@ def _block(
     differences: Sequence[_Difference],
     kind: ElementType,
     old: AnyArray,
-    changes: Changes,
+    changes: ElementChanges,
     settings: CodecSettings,
 ) -> Encoded:
     """The block of one run, or of several whole tensors, one after the other in `old` and `changes`."""

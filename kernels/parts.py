@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.frames import compress, decompress
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 NAME_LIMIT = 1024
 """Longest name, in bytes."""
@@ -66,7 +66,7 @@ def directory_entry_limit(part: BlockPart) -> int:
 
 def read_directory(data: memoryview, elements: int) -> tuple[BlockPart, ...]:
     """The tensors of a directory, at least two and each once, of `elements` elements together. Raises DeltaError."""
-    source = Reader(data)
+    source = WireReader(data)
     size, form = source.varint(), source.byte()
     if size > DIRECTORY_LIMIT or form > 1:
         raise DeltaError(f"a directory of {size} bytes in form {form}")
@@ -74,7 +74,7 @@ def read_directory(data: memoryview, elements: int) -> tuple[BlockPart, ...]:
     if len(entries) != size:
         raise DeltaError(f"a directory of {len(entries)} bytes where it says {size}")
     parts: dict[str, BlockPart] = {}
-    inner = Reader(entries)
+    inner = WireReader(entries)
     left = elements
     while left > 0:
         name, n = read_name(inner.take(inner.varint())), inner.varint()

@@ -29,7 +29,7 @@ from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.settings import CoderChoice
 from tidemill.kernels.ulp_steps import fold_steps, move
-from tidemill.kernels.wire import Reader, varint
+from tidemill.kernels.wire import WireReader, varint
 
 RAW_SHARE = 4
 """Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""
@@ -37,7 +37,7 @@ SAMPLE_RUN, SAMPLE_EVERY = 1 << 14, 8
 """Of large blocks the exponents of one run in so many are counted: the choice of classes needs no more."""
 
 
-class Changes(NamedTuple):
+class ElementChanges(NamedTuple):
     """Changed elements, where the block lies: numpy arrays or PyTorch tensors."""
 
     indices: AnyArray
@@ -56,7 +56,7 @@ class Encoding(IntEnum):
     CLASSES = 3
 
 
-def pack(kind: ElementType, old: AnyArray, changes: Changes, coder: CoderChoice) -> tuple[Encoding, bytes]:
+def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: CoderChoice) -> tuple[Encoding, bytes]:
     """Encode the step from `old` (uN[n], contiguous) by `changes`, in ascending order.
 
     Of tensors on a GPU only what changed comes to the host, unless nearly all did.
@@ -74,7 +74,9 @@ def pack(kind: ElementType, old: AnyArray, changes: Changes, coder: CoderChoice)
     return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
 
-def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Changes:
+def unpack(
+    encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int
+) -> ElementChanges:
     """What a payload changes in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
 
     Raises DeltaError when the payload does not change exactly `n_changed` elements of it.
@@ -90,7 +92,7 @@ def unpack(encoding: int, payload: memoryview, kind: ElementType, old: Bits, n_c
     indices = np.flatnonzero(old != new)
     if indices.size != n_changed:
         raise DeltaError(f"the payload changes {indices.size} elements where the block's header says {n_changed}")
-    return Changes(indices + start, old[indices], new[indices])
+    return ElementChanges(indices + start, old[indices], new[indices])
 
 
 def payload_limit(n_block: int, kind: ElementType) -> int:
@@ -115,7 +117,7 @@ def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray
 
 
 def _unpack_constant(payload: memoryview, kind: ElementType, old: Bits) -> Bits:
-    source = Reader(payload)
+    source = WireReader(payload)
     form, value = source.byte(), int.from_bytes(source.take(4), "little")
     if form > 1 or value >> kind.width or len(source.rest()):
         raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
@@ -123,7 +125,7 @@ def _unpack_constant(payload: memoryview, kind: ElementType, old: Bits) -> Bits:
 
 
 def _pack_classes(
-    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, changes: Changes, coder: CoderChoice
+    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, changes: ElementChanges, coder: CoderChoice
 ) -> bytes:
     active = find_active(kernels.host(changes.indices), len(old))
     changed = kernels.count_exponents(kind, changes.old)
@@ -134,8 +136,8 @@ def _pack_classes(
     return b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
 
 
-def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> Changes:
-    source = Reader(payload)
+def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> ElementChanges:
+    source = WireReader(payload)
     code = source.byte()
     if code not in CODERS:
         raise DeltaError(f"unknown coder {code}: written by a newer version?")
@@ -147,7 +149,7 @@ def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed
     streams = CODERS[code].decode(source.rest(), counts, old.size)
     if n_changed and kind.width < 32 and int(streams.steps.max()) >> kind.width:
         raise DeltaError(f"a step of {streams.steps.max()} in a block of {kind.name}")
-    return Changes(*select_classes(kind, old, streams, table, active, start))
+    return ElementChanges(*select_classes(kind, old, streams, table, active, start))
 
 
 def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, active: Active) -> Counts:
@@ -173,7 +175,7 @@ def _pack_raw(new: Bits, kind: ElementType) -> bytes:
 
 
 def _unpack_raw(payload: memoryview, kind: ElementType, n_elements: int) -> Bits:
-    source = Reader(payload)
+    source = WireReader(payload)
     form, data, expected = source.byte(), source.rest(), n_elements * kind.bits.itemsize
     if form == 0 and len(data) == expected:
         return np.frombuffer(data, kind.bits.newbyteorder("<")).astype(kind.bits)

@@ -29,7 +29,7 @@ FEATURES: str = cpu_target.target_context.codegen().magic_tuple()[2]
 """Of the processor that loops are compiled for."""
 
 
-class Row:
+class VectorRow:
     """A contiguous row of numbers, as code that is being generated sees it."""
 
     def __init__(self, context: Any, builder: ir.IRBuilder, row_type: Any, value: ir.Value) -> None:  # noqa: ANN401 - numba has no types for these
@@ -51,11 +51,11 @@ class Row:
 
 
 def generated(
-    *arguments: types.Type | type[Row], returns: types.Type = types.uint64
+    *arguments: types.Type | type[VectorRow], returns: types.Type = types.uint64
 ) -> Callable[[Callable[..., ir.Value]], Callable[..., np.uint64]]:
     """Make a function of compiled loops of one that generates its code, given a builder and what `arguments` say.
 
-    `Row` stands for a row of any unsigned type.
+    `VectorRow` stands for a row of any unsigned type.
     """
 
     def decorate(generate: Callable[..., ir.Value]) -> Callable[..., np.uint64]:
@@ -64,7 +64,7 @@ def generated(
 
         def emit(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> ir.Value:  # noqa: ANN401 - as above
             made = (
-                Row(context, builder, given, value) if wanted is Row else value
+                VectorRow(context, builder, given, value) if wanted is VectorRow else value
                 for wanted, given, value in zip(arguments, signature.args, values, strict=True)
             )
             result = generate(builder, *made)
@@ -78,8 +78,8 @@ def generated(
     return decorate
 
 
-def _argument(wanted: types.Type | type[Row], given: types.Type) -> types.Type:
-    if wanted is not Row:
+def _argument(wanted: types.Type | type[VectorRow], given: types.Type) -> types.Type:
+    if wanted is not VectorRow:
         return cast(types.Type, wanted)
     if not isinstance(given, types.Array) or given.ndim != 1 or given.layout != "C":
         raise TypingError(f"words are read from contiguous rows, not from {given}")
@@ -93,15 +93,21 @@ def _spread(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(places, [0] * WORD))
 
 
-@generated(Row, Row, types.uint64)
-def differing(builder: ir.IRBuilder, old: Row, new: Row, first: ir.Value) -> ir.Value:
+@generated(VectorRow, VectorRow, types.uint64)
+def differing(builder: ir.IRBuilder, old: VectorRow, new: VectorRow, first: ir.Value) -> ir.Value:
     """The mask of elements that differ between the words of `old` and `new` (uN each) that begin at `first`."""
     return builder.bitcast(builder.icmp_unsigned("!=", old.load(first), new.load(first)), MASK)
 
 
-@generated(Row, types.uint64, types.uint64, types.uint64, Row, types.uint64, returns=types.void)
+@generated(VectorRow, types.uint64, types.uint64, types.uint64, VectorRow, types.uint64, returns=types.void)
 def extract_field(
-    builder: ir.IRBuilder, bits: Row, first: ir.Value, shift: ir.Value, mask: ir.Value, out: Row, at: ir.Value
+    builder: ir.IRBuilder,
+    bits: VectorRow,
+    first: ir.Value,
+    shift: ir.Value,
+    mask: ir.Value,
+    out: VectorRow,
+    at: ir.Value,
 ) -> None:
     """Write (bits >> shift) & mask of the word of `bits` (uN) at `first` to the word of `out` (u1) at `at`."""
     field = builder.lshr(bits.load(first), _spread(builder, builder.trunc(shift, bits.element)))
@@ -110,8 +116,8 @@ def extract_field(
     out.store(at, builder.and_(field, _spread(builder, builder.trunc(mask, BYTE))))
 
 
-@generated(Row, types.uint64, types.uint8, types.uint8)
-def within(builder: ir.IRBuilder, values: Row, first: ir.Value, least: ir.Value, span: ir.Value) -> ir.Value:
+@generated(VectorRow, types.uint64, types.uint8, types.uint8)
+def within(builder: ir.IRBuilder, values: VectorRow, first: ir.Value, least: ir.Value, span: ir.Value) -> ir.Value:
     """The mask of elements of the word of `values` (u1) at `first` from `least` to `least` + `span` (u1, inclusive)."""
     above = builder.sub(values.load(first), _spread(builder, least))
     return builder.bitcast(builder.icmp_unsigned("<=", above, _spread(builder, span)), MASK)

@@ -18,7 +18,7 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
-class Reader:
+class WireReader:
     """Takes fields off the front of some bytes; whatever they do not hold raises DeltaError."""
 
     def __init__(self, data: memoryview) -> None:
@@ -71,9 +71,9 @@ class BitWriter:
 
 
 class BitReader:
-    """Takes what a `BitWriter` wrote off a `Reader`, a byte when it is needed."""
+    """Takes what a `BitWriter` wrote off a `WireReader`, a byte when it is needed."""
 
-    def __init__(self, source: Reader) -> None:
+    def __init__(self, source: WireReader) -> None:
         self._source = source
         self._value = 0
         self._width = 0

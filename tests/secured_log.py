@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tidemill.compose.stack.config import HOST, StackSettings
-from tidemill.compose.stack.errors import PortTaken
+from tidemill.compose.stack.errors import BrokerPortTaken
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.compose.stack.ports import check_free, pick_ports
 from tidemill.schemas.config import KafkaSettings
@@ -186,7 +186,7 @@ def _free_ports() -> int:
         (first,) = pick_ports(1, 0)
         try:
             check_free(range(first, first + PORTS))
-        except PortTaken:
+        except BrokerPortTaken:
             continue
         return first
     raise AssertionError(f"no {PORTS} free ports in a row")

@@ -29,7 +29,7 @@ class InvalidRolloutError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """One packed row of L tokens, P of which predict T sampled tokens that are to be trained.
 
     What comes after the last predicting token of a segment is left out: nothing depends on it.
@@ -94,7 +94,9 @@ class _OpenRow:
             insort(self.inputs, ids)
 
 
-def pack(rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int, *, share_prefixes: bool = True) -> list[Row]:
+def pack(
+    rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int, *, share_prefixes: bool = True
+) -> list[PackedRow]:
     """Rows of at most `row_tokens` tokens holding `rollouts`; a longer rollout has a row of its own.
 
     A rollout goes to the row with room for it where it adds the fewest tokens, the first of equals.
@@ -188,7 +190,7 @@ def _common(first: bytes, second: bytes) -> int:
     return int(apart[0]) if apart.size else size
 
 
-def _row(pieces: Sequence[_Piece], share: bool) -> Row:
+def _row(pieces: Sequence[_Piece], share: bool) -> PackedRow:
     inputs = [ids for piece in pieces for ids in piece.inputs]
     segments = [segment for piece in pieces for segment in piece.segments]
     paths, parents, depths, tokens = _laid_out(inputs, share)
@@ -198,7 +200,7 @@ def _row(pieces: Sequence[_Piece], share: bool) -> Row:
     per_sampled = zip(segments, sampled, strict=True)
     targets, logprobs = zip(*((s.ids()[at], s.sampled_logprobs()[at]) for s, at in per_sampled), strict=True)
     owners = [piece.index for piece in pieces for _ in piece.segments]
-    return Row(
+    return PackedRow(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(depths)[None],
         tree=tree_calls(parents),

@@ -26,7 +26,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import CloseReason, Group, Mode, Rollout, StepExclusion, StepInput
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
-from tidemill.trainer.endings import DecidedStep, Endings, Progress, place_of_exclusion
+from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
 from tidemill.trainer.groups import TrainableGroup, completed, has_signal
 from tidemill.trainer.online.trainable import TrainableBatch
 from tidemill.trainer.undefined_lag import SetAside
@@ -66,7 +66,7 @@ MOST_EXCLUSIONS = 4_096
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class StepRules:
     """The settings that decide."""
 
     run_id: str
@@ -87,7 +87,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """The inputs of one step, and what ended untrained since the step before."""
 
     groups: list[TrainableGroup]
@@ -103,10 +103,10 @@ class BatchBuilder:
         incarnation: of the run's versions; None where versions of different incarnations are not told apart.
     """
 
-    def __init__(self, rules: Rules, progress: Progress | None = None, incarnation: str | None = None) -> None:
+    def __init__(self, rules: StepRules, progress: TopicProgress | None = None, incarnation: str | None = None) -> None:
         self._rules = rules
         self._incarnation = incarnation
-        self._endings = Endings(progress or Progress(), rules.remembered_groups)
+        self._endings = Endings(progress or TopicProgress(), rules.remembered_groups)
         self._abandoned: frozenset[int] = frozenset()
         self._waiting: list[TrainableGroup] = []
         self._excluded: list[StepExclusion] = []
@@ -199,7 +199,7 @@ class BatchBuilder:
         self._excluded.append(exclusion)
         self._endings.end(place, remember=_says_something(exclusion))
 
-    def close(self, version: int) -> Batch | None:
+    def close(self, version: int) -> StepBatch | None:
         """The next batch at trainer version `version`, or None while too few groups wait. Stale ones are excluded."""
         self.sweep(version)
         return self.take(self._rules.groups_per_step) if len(self._waiting) >= self._rules.groups_per_step else None
@@ -215,7 +215,7 @@ class BatchBuilder:
             else:
                 self._waiting.append(candidate)
 
-    def take(self, size: int) -> Batch:
+    def take(self, size: int) -> StepBatch:
         """A batch of at most `size` groups, the oldest that wait, with the exclusions that no batch has named yet."""
         self._waiting.sort(key=_age)
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
@@ -228,9 +228,9 @@ class BatchBuilder:
             # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.
             self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))
         self._endings.settle()
-        return Batch(chosen, exclusions)
+        return StepBatch(chosen, exclusions)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TopicProgress:
         """Where to go on, as of the batch closed last: exclusions since then are decided again."""
         firsts = [place_of_exclusion(e) for e in self._excluded if _says_something(e)]
         seconds = [place_of_exclusion(e) for e in self._excluded if not _says_something(e)]

@@ -14,7 +14,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch import InvalidRolloutError
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import RecordedInputs
 from tidemill.trainer.resume import OpenRun
@@ -50,7 +50,7 @@ def take_begun(
 
 def _inputs(
     plan: StepPlan, opened: OpenRun, kafka: KafkaSettings, settings: TrainerSettings, producer: RecordProducer
-) -> Batch:
+) -> StepBatch:
     """The planned inputs. Raises OutdatedPlanError."""
     session = opened.session
     if plan.config_hash != session.config_hash:

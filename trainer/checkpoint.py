@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.endings import TopicProgress
 
 HEADER = "tidemill"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
 
 
-class CheckpointError(RuntimeError):
+class TrainerCheckpointError(RuntimeError):
     """A checkpoint cannot be used; the message says which and why."""
 
 
@@ -39,9 +39,9 @@ class CheckpointState:
     fingerprint: str
     """Of the serving view after the step, hexadecimal."""
     config_hash: str
-    progress: Progress
+    progress: TopicProgress
     """Of `groups`."""
-    online: Progress = field(default_factory=Progress)
+    online: TopicProgress = field(default_factory=TopicProgress)
     """Of `online-batches`."""
 
 
@@ -85,7 +85,7 @@ class CheckpointStore:
         try:
             return _state(_header(payload)), load(payload)
         except (ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
+            raise TrainerCheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
 
     def _path(self, step: int) -> str:
         return f"{self._folder}/step-{step:08d}.safetensors"
@@ -101,12 +101,12 @@ def _state(header: dict[str, Any]) -> CheckpointState:
     # Checkpoints of runs before there were online batches do not speak of them.
     progress, online = header.pop("progress"), header.pop("online", None)
     return CheckpointState(
-        **header, progress=_progress(progress), online=Progress() if online is None else _progress(online)
+        **header, progress=_progress(progress), online=TopicProgress() if online is None else _progress(online)
     )
 
 
-def _progress(fields: dict[str, Any]) -> Progress:
-    return Progress(
+def _progress(fields: dict[str, Any]) -> TopicProgress:
+    return TopicProgress(
         next_offsets={int(partition): offset for partition, offset in fields["next_offsets"].items()},
         ended_above={int(partition): offsets for partition, offsets in fields["ended_above"].items()},
         remembered=fields["remembered"],

@@ -22,41 +22,41 @@ from tidemill.trainer.choices import CorrectionKind
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RatioBounds:
     """Bounds of the ratio: `low` is used by the masks, `high` by all."""
 
     low: float
     high: float
 
 
-def none(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def none(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """1 for every token."""
     return torch.ones_like(log_ratio)
 
 
-def tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """min(rho_t, high): truncated importance sampling, token by token."""
     return log_ratio.exp().clamp(max=bounds.high)
 
 
-def mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """rho_t where low <= rho_t <= high, else 0: masked importance sampling (IcePop)."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= bounds.low) & (ratio <= bounds.high), ratio, 0.0)
 
 
-def sequence_tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def sequence_tis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """min(prod_t rho_t, high), the same for every token of a rollout."""
     return sequence_sum(log_ratio, sequence, n).exp().clamp(max=bounds.high)[sequence]
 
 
-def sequence_mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def sequence_mis(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """prod_t rho_t where it is at most high, else 0."""
     ratio = sequence_sum(log_ratio, sequence, n).exp()
     return torch.where(ratio <= bounds.high, ratio, 0.0)[sequence]
 
 
-def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Tensor:
+def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: RatioBounds) -> Tensor:
     """1 for the rollouts whose geometric mean ratio lies in [low, high], else 0.
 
     The mean over tokens does not grow with length: a ratio of 1.1 a token is 2.6 after 10 tokens and 13,780 after 100.
@@ -65,7 +65,7 @@ def geometric(log_ratio: Tensor, sequence: Tensor, n: int, bounds: Bounds) -> Te
     return ((mean >= bounds.low) & (mean <= bounds.high)).to(log_ratio.dtype)[sequence]
 
 
-Correction = Callable[[Tensor, Tensor, int, Bounds], Tensor]
+Correction = Callable[[Tensor, Tensor, int, RatioBounds], Tensor]
 
 CORRECTIONS: dict[CorrectionKind, Correction] = {
     CorrectionKind.NONE: none,
@@ -78,7 +78,7 @@ CORRECTIONS: dict[CorrectionKind, Correction] = {
 
 
 def correction_weights(
-    kind: CorrectionKind, trainer: Tensor, sampler: Tensor, sequence: Tensor, n: int, bounds: Bounds
+    kind: CorrectionKind, trainer: Tensor, sampler: Tensor, sequence: Tensor, n: int, bounds: RatioBounds
 ) -> Tensor:
     """f4[T]: the weights of `kind` for tokens with these logprobs (f4[T] each); carries no gradient."""
     return CORRECTIONS[kind](trainer.detach() - sampler, sequence, n, bounds)

@@ -17,7 +17,7 @@ DecidedStep = TrainStep | StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TopicProgress:
     """How far a topic is used up; what a checkpoint keeps of it."""
 
     next_offsets: Mapping[int, int] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Progress:
 class Endings:
     """The ended records of one topic; at most `limit` of their ids are remembered from step to step."""
 
-    def __init__(self, progress: Progress, limit: int) -> None:
+    def __init__(self, progress: TopicProgress, limit: int) -> None:
         self._limit = limit
         self._read = dict(progress.next_offsets)
         self._ended = {partition: set(offsets) for partition, offsets in progress.ended_above.items()}
@@ -63,7 +63,7 @@ class Endings:
         """Whether a record of this id has ended."""
         return record_id in self._remembered
 
-    def progress(self, undecided: Sequence[StepInput], second: Collection[StepInput] = ()) -> Progress:
+    def progress(self, undecided: Sequence[StepInput], second: Collection[StepInput] = ()) -> TopicProgress:
         """Where to go on, when the records at `undecided` and `second` are to be decided again.
 
         Those at `second` only said again what another record had said: their ids stay remembered.
@@ -74,7 +74,7 @@ class Endings:
             following[place.partition] = min(following[place.partition], place.offset)
         again = {(place.partition, place.offset) for place in open_places}
         forgotten = {place.group_id for place in undecided}
-        return Progress(
+        return TopicProgress(
             next_offsets=following,
             ended_above={p: _kept(p, offsets, following.get(p, 0), again) for p, offsets in self._ended.items()},
             remembered=[record_id for record_id in self._remembered if record_id not in forgotten],

@@ -11,7 +11,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.endings import DecidedStep
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import group_log, trainable
@@ -28,7 +28,7 @@ class HistoryError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class StepHistory:
     """What a run has done."""
 
     steps: list[TrainStep]
@@ -43,7 +43,7 @@ def read_steps(kafka: KafkaSettings, run_id: str) -> list[TrainStep]:
     return read_history(kafka, run_id).steps
 
 
-def read_history(kafka: KafkaSettings, run_id: str) -> History:
+def read_history(kafka: KafkaSettings, run_id: str) -> StepHistory:
     """What a run has done, as the log has it. Raises HistoryError when a step is missing or there twice."""
     with LogReader(kafka, [Topic.STEPS], client_id=CLIENT) as reader:
         found = [located.record for located in reader.read_to_end()]
@@ -56,7 +56,7 @@ def read_history(kafka: KafkaSettings, run_id: str) -> History:
             "run, or part of train.steps is gone; start a new run"
         )
     plans = [record for record in own if isinstance(record, StepPlan) and record.step == len(steps) + 1]
-    return History(steps, plans[-1] if plans else None)
+    return StepHistory(steps, plans[-1] if plans else None)
 
 
 class RecordedInputs:
@@ -69,7 +69,7 @@ class RecordedInputs:
         self._batches = batch_log(kafka, producer, "end")
         self._interactions = InteractionLog(kafka, vocab_size)
 
-    def of(self, record: DecidedStep) -> Batch:
+    def of(self, record: DecidedStep) -> StepBatch:
         """What a step is trained on, without what was excluded when that was decided.
 
         Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
@@ -77,7 +77,7 @@ class RecordedInputs:
         """
         groups = [self._group(place) for place in record.inputs if place.topic == Topic.GROUPS]
         online = [self._online(place, record) for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
-        return Batch(groups, record.exclusions, online[0] if online else None)
+        return StepBatch(groups, record.exclusions, online[0] if online else None)
 
     def _group(self, place: StepInput) -> TrainableGroup:
         return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tidemill.schemas.records import LagCount, Rollout
 from tidemill.trainer import divergence
-from tidemill.trainer.batch import Row, Trajectory, sampled_versions
+from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.online.trainable import TrainableBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TokenTrace:
     """What was seen of the T sampled tokens of one row, all f4[T] and without gradient."""
 
     logprobs: Tensor
@@ -28,7 +28,7 @@ class Trace:
     """f4[]: tokens whose clipped surrogate had no gradient."""
 
 
-def mismatch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     """How far trainer and sampler are apart on the trained tokens, by policy lag and by arithmetic together."""
     log_ratio = _log_ratio(traces)
     weights = _joined([t.weights for t in traces])
@@ -45,7 +45,7 @@ def mismatch_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
 
 
-def token_metrics(traces: Sequence[Trace]) -> dict[str, float]:
+def token_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     """Entropy in nats and the share of clipped tokens."""
     entropy = _joined([t.entropy for t in traces])
     return {
@@ -70,7 +70,7 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
     }
 
 
-def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[Trace]) -> dict[str, float]:
+def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[TokenTrace]) -> dict[str, float]:
     """What users made of the answers of an online batch, and how much of it the gradient rests on.
 
     `ess` is the share of tokens that their weights between sampler and trainer leave; `effective_members` the number of
@@ -91,7 +91,7 @@ def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[T
     }
 
 
-def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[Trace]) -> dict[str, float]:
+def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTrace]) -> dict[str, float]:
     """What the simulated groups beside an online batch earned."""
     return {
         "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
@@ -101,7 +101,7 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[Trace])
     }
 
 
-def packing_metrics(rows: Sequence[Row]) -> dict[str, float]:
+def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
     """Tokens of the trained segments, and how many the model computes for them in a pass."""
     return {
         "packing/tokens": float(sum(row.tokens for row in rows)),
@@ -134,7 +134,7 @@ def _component_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: _mean(found) for name, found in sorted(values.items())}
 
 
-def _log_ratio(traces: Sequence[Trace]) -> Tensor:
+def _log_ratio(traces: Sequence[TokenTrace]) -> Tensor:
     return _joined([t.logprobs for t in traces]) - _joined([t.sampler_logprobs for t in traces])
 
 

@@ -50,7 +50,7 @@ class Corpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MidtrainProgress:
     """How far training has come."""
 
     step: int
@@ -73,7 +73,7 @@ class Result:
     tokens: int
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[MidtrainProgress], None]
 
 
 def run(
@@ -159,7 +159,7 @@ def _train(
         if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
             recent = losses[-settings.report_every :]
             mean = sum(recent) / len(recent)
-            report(Progress(step + 1, settings.steps, mean, tokens, time.monotonic() - began))
+            report(MidtrainProgress(step + 1, settings.steps, mean, tokens, time.monotonic() - began))
     return losses, tokens
 
 
@@ -216,5 +216,5 @@ def _write_record(directory: Path, record: Mapping[str, object]) -> None:
     (directory / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
-def _log_progress(progress: Progress) -> None:
+def _log_progress(progress: MidtrainProgress) -> None:
     _log.info("midtrain %s", json.dumps({name: round(value, 4) for name, value in asdict(progress).items()}))

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, log_softmax
 from transformers import PreTrainedModel
 
-from tidemill.trainer.batch import Row
+from tidemill.trainer.batch import PackedRow
 
 CHUNK_SCORES = 1 << 24
 """Scores held at a time."""
@@ -23,7 +23,7 @@ KEPT_SCORES = 1 << 26
 """Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
 
 
-def sampled_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
+def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
     """Logprob (f4[T], with gradient) of each sampled token of `row`, and the entropy (f4[T], without) there.
 
     At temperature 1 over the whole vocabulary, in nats. `model` must have passed `use_packed_attention`.
@@ -32,7 +32,7 @@ def sampled_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     return logprobs, entropy[row.predictors]
 
 
-def frozen_logprobs(model: PreTrainedModel, row: Row) -> Tensor:
+def frozen_logprobs(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """f4[T]: like `sampled_logprobs`, without gradient or entropy."""
     with torch.no_grad():
         return SampledLogprobs.apply(*_head_inputs(model, row), False)[0]  # type: ignore[no-any-return,no-untyped-call]
@@ -84,7 +84,7 @@ class SampledLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _head_inputs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+def _head_inputs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     states = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree, use_cache=False
     ).last_hidden_state

@@ -15,8 +15,8 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.advantages import GroupTooSmallError
-from tidemill.trainer.batch_builder import BatchBuilder, Rules
-from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
+from tidemill.trainer.batch_builder import BatchBuilder, StepRules
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import RecordedInputs, read_history
@@ -50,7 +50,7 @@ class OpenRun:
         self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
 
 
-def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
+def rules_of(run: RunSettings, settings: TrainerSettings) -> StepRules:
     """What decides which groups are trained.
 
     Raises GroupTooSmallError when groups with one completed rollout are let in and the objective compares rollouts.
@@ -58,7 +58,7 @@ def rules_of(run: RunSettings, settings: TrainerSettings) -> Rules:
     advantage = OBJECTIVES[settings.objective].advantage
     if run.min_completed < 2 and advantage is not AdvantageKind.RAW:
         raise GroupTooSmallError(advantage.value, run.min_completed)
-    return Rules(
+    return StepRules(
         run_id=run.run_id,
         groups_per_step=run.groups_per_step,
         max_policy_lag=run.max_policy_lag,
@@ -145,7 +145,7 @@ def _restore(learner: Learner, checkpoints: CheckpointStore, last_step: int) -> 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
     if session.place.fingerprint != record.fingerprint:
-        raise CheckpointError(
+        raise TrainerCheckpointError(
             f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
             f"{record.fingerprint}: it is damaged or of another run; delete it, and an older one is used"
         )

@@ -21,7 +21,7 @@ from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
-from tidemill.trainer.batch_builder import Batch, BatchBuilder
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.begun import take_begun
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
@@ -104,7 +104,7 @@ class Feed(Protocol):
     def poll(self, timeout_s: float, version: int) -> None:
         """Read on at trainer version `version`."""
 
-    def close(self, version: int, now: float) -> Batch | None:
+    def close(self, version: int, now: float) -> StepBatch | None:
         """The inputs of the next step at trainer version `version` and time `now` in seconds; None while there are
         none."""
 
@@ -119,7 +119,7 @@ class GroupFeed:
         """Read on at trainer version `version`."""
         self._source.poll(timeout_s, version)
 
-    def close(self, version: int, now: float) -> Batch | None:
+    def close(self, version: int, now: float) -> StepBatch | None:
         """The next batch, once enough groups wait."""
         return self._builder.close(version)
 
@@ -163,7 +163,7 @@ class _Loop:
         if record.step % self._settings.checkpoint_every == 0:
             self._checkpoint()
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self) -> StepBatch | None:
         """The next batch, or None when stopped before there is one."""
         while not self._stop.is_set():
             self._beat("reading on for the next batch")

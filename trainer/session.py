@@ -25,13 +25,13 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.step import Learner
-from tidemill.trainer.step_records import Taken, plan_of, record_of, staleness_records
+from tidemill.trainer.step_records import TakenStep, plan_of, record_of, staleness_records
 
 
 class NotRepeatableError(RuntimeError):
@@ -39,7 +39,7 @@ class NotRepeatableError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrainerPosition:
     """Where the weights are in the run."""
 
     step: int
@@ -92,14 +92,14 @@ class Session:
         if not self.place.step or self._publisher.has(self.place.version):
             self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
 
-    def train(self, batch: Batch, decisions: int | None = None) -> TrainStep:
+    def train(self, batch: StepBatch, decisions: int | None = None) -> TrainStep:
         """Train the next step on `batch`, record it and publish its version.
 
         `decisions` of the gate were known when it was begun; None where the gate is not followed.
         """
         return self.take(self.begin(batch, decisions), batch)
 
-    def begin(self, batch: Batch, decisions: int | None = None) -> StepPlan:
+    def begin(self, batch: StepBatch, decisions: int | None = None) -> StepPlan:
         """Write down that the next step is taken on `batch`. From here on it is taken on nothing else."""
         plan = plan_of(
             self._run,
@@ -114,7 +114,7 @@ class Session:
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, plan)])
         return plan
 
-    def take(self, plan: StepPlan, batch: Batch) -> TrainStep:
+    def take(self, plan: StepPlan, batch: StepBatch) -> TrainStep:
         """Take a step that was begun, record it and publish its version; `batch` holds the inputs of its plan."""
         before = self.place
         if (before.step + 1, before.version) != (plan.step, plan.parent_version):
@@ -125,13 +125,13 @@ class Session:
         started, clock = now_us(), time.monotonic()
         outcome = self._learner.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
         self.place = self._snapshot(plan.step)
-        taken = Taken(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
+        taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
         record = record_of(plan, batch, self._settings.objective, taken)
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch)
         return record
 
-    def repeat(self, record: TrainStep, batch: Batch) -> None:
+    def repeat(self, record: TrainStep, batch: StepBatch) -> None:
         """Make a recorded step again from its inputs, check it, and publish what of it is missing.
 
         Raises NotRepeatableError when the settings are others than then, or the weights come out different.
@@ -139,7 +139,7 @@ class Session:
         self.make_again(record, batch)
         self._finish(record, batch)
 
-    def make_again(self, record: TrainStep, batch: Batch) -> None:
+    def make_again(self, record: TrainStep, batch: StepBatch) -> None:
         """Like `repeat`, and publish nothing."""
         self._require_same_settings(record)
         if self.place.version != record.parent_version:
@@ -168,7 +168,11 @@ class Session:
         self._publisher.go_back(self.place.version, self.place.view)
 
     def checkpoint(
-        self, store: CheckpointStore, progress: Progress, online: Progress | None = None, keep: Collection[int] = ()
+        self,
+        store: CheckpointStore,
+        progress: TopicProgress,
+        online: TopicProgress | None = None,
+        keep: Collection[int] = (),
     ) -> None:
         """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped."""
         state = CheckpointState(
@@ -179,16 +183,16 @@ class Session:
             fingerprint=self.place.fingerprint,
             config_hash=self.config_hash,
             progress=progress,
-            online=online or Progress(),
+            online=online or TopicProgress(),
         )
         store.write(state, self._learner.masters.state(), keep)
 
-    def _snapshot(self, step: int) -> Place:
+    def _snapshot(self, step: int) -> TrainerPosition:
         view = serving_view(self._learner.model)
         # Each step makes one version, and version 0 is what the run starts from.
-        return Place(step=step, version=step, view=view, fingerprint=fingerprint_of(view))
+        return TrainerPosition(step=step, version=step, view=view, fingerprint=fingerprint_of(view))
 
-    def _finish(self, record: TrainStep, batch: Batch) -> None:
+    def _finish(self, record: TrainStep, batch: StepBatch) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
             for staleness in staleness_records(record, batch):

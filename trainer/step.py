@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, penalise
-from tidemill.trainer.batch import Row, Trajectory, pack
+from tidemill.trainer.batch import PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.corrections import Bounds, correction_weights, sequence_sum
+from tidemill.trainer.corrections import RatioBounds, correction_weights, sequence_sum
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import (
@@ -66,7 +66,7 @@ class StepOutcome:
 class _Anchored:
     """A row with the logprobs that do not change within the step; None where the settings need none."""
 
-    row: Row
+    row: PackedRow
     old: Tensor | None
     reference: Tensor | None
 
@@ -89,7 +89,7 @@ class _Trained:
     """What an update saw of one part."""
 
     loss: float
-    traces: list[metrics.Trace]
+    traces: list[metrics.TokenTrace]
 
 
 class Learner:
@@ -174,7 +174,7 @@ class Learner:
         tokens = sum(len(anchored.row.targets) for anchored in rows)
         return _Part(rows, advantages, Totals(n, tokens), recipe, objective_options(self._settings, recipe), weight)
 
-    def _anchor(self, row: Row) -> _Anchored:
+    def _anchor(self, row: PackedRow) -> _Anchored:
         settings = self._settings
         in_reward = settings.kl.coefficient > 0 and not settings.kl.in_loss
         needs_old = settings.minibatches > 1 or in_reward
@@ -201,13 +201,13 @@ class Learner:
             trained.append(_Trained(sum(value for value, _ in seen), [trace for _, trace in seen]))
         return trained, self.masters.update(learning_rate)
 
-    def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.Trace]:
+    def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
         row = anchored.row
         logprobs, entropy = sampled_logprobs(self.model, row)
         tokens = self._tokens(anchored, logprobs, part)
         value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
         value.backward()  # type: ignore[no-untyped-call]
-        return float(value.detach()), metrics.Trace(
+        return float(value.detach()), metrics.TokenTrace(
             logprobs=tokens.old_logprobs,
             sampler_logprobs=row.sampler_logprobs,
             weights=tokens.weights,
@@ -218,7 +218,7 @@ class Learner:
     def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:
         row, correction = anchored.row, self._settings.correction
         old = anchored.old if anchored.old is not None else logprobs.detach()
-        bounds = Bounds(correction.low, correction.high)
+        bounds = RatioBounds(correction.low, correction.high)
         n = part.totals.sequences
         return Tokens(
             logprobs=logprobs,

@@ -11,7 +11,7 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import Staleness, StepPlan, TrainStep
 from tidemill.trainer.batch import Trajectory
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.metrics import lag_counts
 from tidemill.trainer.step import StepOutcome
@@ -22,7 +22,7 @@ DECISIONS = "online/decisions"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenStep:
     """How a step went."""
 
     outcome: StepOutcome
@@ -40,7 +40,7 @@ def step_seed(run_seed: int, step: int) -> int:
 
 def plan_of(
     run: RunSettings,
-    batch: Batch,
+    batch: StepBatch,
     *,
     step: int,
     parent_version: int,
@@ -71,7 +71,7 @@ def plan_of(
     )
 
 
-def record_of(plan: StepPlan, batch: Batch, objective: ObjectiveName, taken: Taken) -> TrainStep:
+def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken: TakenStep) -> TrainStep:
     """The record of a step that was taken as planned; `objective` is that of its simulated groups."""
     return TrainStep(
         run_id=plan.run_id,
@@ -97,7 +97,7 @@ def record_of(plan: StepPlan, batch: Batch, objective: ObjectiveName, taken: Tak
     )
 
 
-def staleness_records(record: TrainStep, batch: Batch) -> list[Staleness]:
+def staleness_records(record: TrainStep, batch: StepBatch) -> list[Staleness]:
     """Policy lag of the trained tokens of each replica of a step."""
     sampled: list[Trajectory] = [*(batch.online.interactions if batch.online else ())]
     sampled += [rollout for group in batch.groups for rollout in group.rollouts]
@@ -116,7 +116,7 @@ def staleness_records(record: TrainStep, batch: Batch) -> list[Staleness]:
     ]
 
 
-def _objectives(batch: Batch, simulated: ObjectiveName) -> list[str]:
+def _objectives(batch: StepBatch, simulated: ObjectiveName) -> list[str]:
     online = [ObjectiveName.REINFORCE.value] if batch.online else []
     return online + ([simulated.value] if batch.groups or not online else [])
 

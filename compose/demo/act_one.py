@@ -9,14 +9,14 @@ from rich.console import Console, RenderableType
 from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.view import screen
-from tidemill.compose.demo.watch import REFRESH_S, Watch, display
+from tidemill.compose.demo.watch import REFRESH_S, DemoWatch, display
 from tidemill.compose.processes import Supervisor
 
 MAY_END = ("documents", "midtrain", "feed", "train")
 """Roles that end by themselves when their work is done."""
 
 
-def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch) -> None:
+def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> None:
     """Start the simulated loop and show it to its end. Raises DemoFailed, RoleDied."""
     for name, arguments in plan.loop_roles():
         supervisor.start(name, arguments)

@@ -20,7 +20,7 @@ from tidemill.compose.demo.first_version import promote_first
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
 from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
-from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, Watch, display, last_line, spinner
+from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, DemoWatch, display, last_line, spinner
 from tidemill.compose.processes import Supervisor
 from tidemill.producers.users.crowd import Seen
 from tidemill.producers.users.satisfaction import Satisfaction
@@ -52,7 +52,7 @@ class _Stage:
     plan: DemoPlan
     supervisor: Supervisor
     console: Console
-    watch: Watch
+    watch: DemoWatch
 
     def start(self, role: RoleArguments) -> None:
         name, arguments = role
@@ -79,7 +79,7 @@ class _Stage:
         return newest_report(self.plan.log_directory / f"{name}.log")
 
 
-def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch) -> Played:
+def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Played:
     """Play the act to its end. Raises DemoFailed, RoleDied."""
     stage = _Stage(plan, supervisor, console, watch)
     first = _open(stage)

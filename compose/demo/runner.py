@@ -24,7 +24,7 @@ from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import OnlineSummary, Summary, summarise, summarise_online
 from tidemill.compose.demo.view import closing
-from tidemill.compose.demo.watch import REFRESH_S, WATCHED, Watch, last_line, spinner
+from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line, spinner
 from tidemill.compose.guard import Guard
 from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
@@ -94,12 +94,12 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     run_id = plan.settings.run.run_id
     with LogReader(plan.settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
         online = OnlineState(run_id, frozenset({STABLE}), frozenset({CANARY}))
-        watch = Watch(reader, LoopState(run_id), online, time.monotonic())
+        watch = DemoWatch(reader, LoopState(run_id), online, time.monotonic())
         summary = _audited(plan, supervisor, console, watch, _play(plan, supervisor, console, watch))
     return replace(summary, seconds=round(time.monotonic() - began, 1))
 
 
-def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch, summary: Summary) -> Summary:
+def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch, summary: Summary) -> Summary:
     """The summary with the verdict on the log, once every rollout that was asked for has ended."""
     settings = plan.settings
     with spinner(console, "auditing the log") as say:
@@ -120,7 +120,7 @@ def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Wa
     return replace(summary, audit_sound=report.passed, audit=report.verdict())
 
 
-def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch) -> Summary:
+def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Summary:
     if plan.acts == (Act.TWO,):
         supervisor.start("stream", plan.arguments("stream"))
         online = _play_two(plan, supervisor, console, watch)
@@ -133,7 +133,7 @@ def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch
     return replace(summary, online=_play_two(plan, supervisor, console, watch))
 
 
-def _play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: Watch) -> OnlineSummary:
+def _play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
     played = act_two.play(plan, supervisor, console, watch)
     return summarise_online(
         watch.state,
@@ -145,7 +145,7 @@ def _play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: W
     )
 
 
-def _summary(plan: DemoPlan, watch: Watch) -> Summary:
+def _summary(plan: DemoPlan, watch: DemoWatch) -> Summary:
     """What the simulated loop showed so far."""
     run = plan.settings.run
     return summarise(watch.state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory)

@@ -39,7 +39,7 @@ class DemoFailed(RuntimeError):
 
 
 @dataclass(slots=True)
-class Watch:
+class DemoWatch:
     """A reader of the log and the states folded from it."""
 
     reader: LogReader

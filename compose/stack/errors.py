@@ -11,7 +11,7 @@ class MissingTool(StackError):
     """Java or Maven is not on this machine, so the local stack cannot start; the message names the three choices."""
 
 
-class PortTaken(StackError):
+class BrokerPortTaken(StackError):
     """Another program listens on a port that a broker needs."""
 
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from tidemill.compose.stack.config import HOST
-from tidemill.compose.stack.errors import PortTaken, StackError
+from tidemill.compose.stack.errors import BrokerPortTaken, StackError
 
 # Below the range that Linux and macOS hand to outgoing connections, so that no client of anything sits on a broker's
 # port when the broker comes back.
@@ -26,7 +26,7 @@ def check_free(ports: Iterable[int]) -> None:
     for port in ports:
         with _bind(port) as bound:
             if bound is None:
-                raise PortTaken(
+                raise BrokerPortTaken(
                     f"port {port} on {HOST} is in use by another program; stop that program, or choose other ports "
                     "with --port (0 picks free ones for a new --data-dir)"
                 )

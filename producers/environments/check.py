@@ -33,7 +33,7 @@ LONG_TURN = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class ContractCheck:
     """One clause of the contract."""
 
     name: str
@@ -97,7 +97,9 @@ HOSTILE: Mapping[str, tuple[str, str | None]] = {
 """Turns that a policy can make, by what is wrong with them: the text, and arguments for the first tool."""
 
 
-async def check_environment(environment: Environment, name: str, seed: int, limit_s: float) -> AsyncIterator[Check]:
+async def check_environment(
+    environment: Environment, name: str, seed: int, limit_s: float
+) -> AsyncIterator[ContractCheck]:
     """Yield the clauses as they are tried; later ones are left out when there is no task to try them on.
 
     Args:
@@ -108,16 +110,18 @@ async def check_environment(environment: Environment, name: str, seed: int, limi
         again = list(islice(environment.tasks(TaskQuery(seed)), DRAFTS))
         other = list(islice(environment.tasks(TaskQuery(seed + 1)), DRAFTS))
     except (TaskError, EnvironmentFailed) as error:
-        yield Check("tasks", False, str(error))
+        yield ContractCheck("tasks", False, str(error))
         return
     distinct = len({draft.asks for draft in drafts})
-    yield Check("tasks", bool(drafts), f"{len(drafts)} drawn, {distinct} questions")
+    yield ContractCheck("tasks", bool(drafts), f"{len(drafts)} drawn, {distinct} questions")
     if not drafts:
         return
     same = drafts == again
-    yield Check("tasks are deterministic", same, "the same seed gives the same tasks" if same else "they differ")
+    yield ContractCheck(
+        "tasks are deterministic", same, "the same seed gives the same tasks" if same else "they differ"
+    )
     shared = {draft.asks for draft in drafts} & {draft.asks for draft in other}
-    yield Check("another seed asks something else", drafts != other, f"{len(shared)} questions in common")
+    yield ContractCheck("another seed asks something else", drafts != other, f"{len(shared)} questions in common")
     yield _apart(drafts)
     drafts = drafts[:SIDE_BY_SIDE]
     tasks = [task_of(environment, name, draft, seed) for draft in drafts]
@@ -129,30 +133,34 @@ async def check_environment(environment: Environment, name: str, seed: int, limi
     yield await _cancelled(environment, tasks[0], limit_s)
 
 
-def _apart(drafts: Sequence[TaskDraft]) -> Check:
+def _apart(drafts: Sequence[TaskDraft]) -> ContractCheck:
     by_payload: dict[str, set[Split]] = {}
     for draft in drafts:
         by_payload.setdefault(draft.payload, set()).add(split_of(draft.asks))
     both = sum(len(splits) > 1 for splits in by_payload.values())
     held_out = sum(split_of(draft.asks) is Split.EVAL for draft in drafts)
     ok = both == 0 and 0 < held_out < len(drafts)
-    return Check("no task in both splits", ok, f"{held_out} of {len(drafts)} held out, {both} payloads on both sides")
+    return ContractCheck(
+        "no task in both splits", ok, f"{held_out} of {len(drafts)} held out, {both} payloads on both sides"
+    )
 
 
 async def _played(
     environment: Environment, tasks: Sequence[Task], splits: Sequence[Split], limit_s: float
-) -> AsyncIterator[Check]:
+) -> AsyncIterator[ContractCheck]:
     alone = [await _outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks[:4]]
     again = [await _outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks[:4]]
     scored = next((outcome for outcome in alone if isinstance(outcome[0], Score)), None)
     names = ", ".join(f"{part.name} × {part.weight:g}" for part in scored[0].rewards) if scored else ""  # type: ignore[union-attr]
-    yield Check("an episode ends in a reward", scored is not None, names or str(alone[0][0]))
-    yield Check("episodes are deterministic", alone == again, "the same turns give the same conversation and reward")
+    yield ContractCheck("an episode ends in a reward", scored is not None, names or str(alone[0][0]))
+    yield ContractCheck(
+        "episodes are deterministic", alone == again, "the same turns give the same conversation and reward"
+    )
     beside = await asyncio.gather(
         *(_outcome(environment, task, ScriptedPolicy(["7"], task.max_turns), limit_s) for task in tasks)
     )
     equal = list(beside[:4]) == alone
-    yield Check(
+    yield ContractCheck(
         "episodes side by side", equal, f"{len(beside)} at once, as alone" if equal else "they are not as alone"
     )
     openings: dict[tuple[object, ...], set[Split]] = {}
@@ -161,7 +169,7 @@ async def _played(
         openings.setdefault(tuple(map(identity, conversation[:turn])), set()).add(split)
     both = sum(len(found) > 1 for found in openings.values())
     said = f"{len(openings)} different ones of {len(beside)}, {both} of them in both splits"
-    yield Check("no prompt in both splits", both == 0 and () not in openings, said)
+    yield ContractCheck("no prompt in both splits", both == 0 and () not in openings, said)
 
 
 async def _outcome(
@@ -179,16 +187,18 @@ async def _outcome(
     return (fault or score), policy.conversation
 
 
-async def _hostile(environment: Environment, task: Task, fault: str, policy: ScriptedPolicy, limit_s: float) -> Check:
+async def _hostile(
+    environment: Environment, task: Task, fault: str, policy: ScriptedPolicy, limit_s: float
+) -> ContractCheck:
     outcome, _ = await _outcome(environment, task, policy, limit_s)
     calls = f"{len(policy.requests)} calls"
     if isinstance(outcome, Score):
-        return Check(fault, not outcome.success, f"reward {outcome.total:g} after {calls}")
+        return ContractCheck(fault, not outcome.success, f"reward {outcome.total:g} after {calls}")
     expected = outcome.startswith(("GenerationFailed", "ContextFull"))
-    return Check(fault, expected, f"{outcome} after {calls}")
+    return ContractCheck(fault, expected, f"{outcome} after {calls}")
 
 
-async def _cancelled(environment: Environment, task: Task, limit_s: float) -> Check:
+async def _cancelled(environment: Environment, task: Task, limit_s: float) -> ContractCheck:
     class Silent(ScriptedPolicy):
         async def chat(self, *_arguments: Any, **_options: Any) -> Reply:  # noqa: ANN401 - never answers
             asked.set()
@@ -203,9 +213,9 @@ async def _cancelled(environment: Environment, task: Task, limit_s: float) -> Ch
     began = loop.time()
     playing.cancel()
     done, _ = await asyncio.wait({playing}, timeout=limit_s)
-    return Check("it ends at its deadline", bool(done), f"{loop.time() - began:.2f} s after it was cancelled")
+    return ContractCheck("it ends at its deadline", bool(done), f"{loop.time() - began:.2f} s after it was cancelled")
 
 
-def as_json(checks: Sequence[Check]) -> str:
+def as_json(checks: Sequence[ContractCheck]) -> str:
     """The checks for scripts."""
     return json.dumps([{"name": each.name, "ok": each.ok, "detail": each.detail} for each in checks], indent=2)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from numbers import Real
 
 from tidemill.producers.feedback.errors import BadFeedback, NotServed
-from tidemill.producers.product.pseudonym import BadUser, Pseudonyms
+from tidemill.producers.product.pseudonym import BadUserId, Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import BadToken, Signer
 from tidemill.schemas import signals
@@ -83,7 +83,7 @@ class FeedbackMaker:
     def _user_id(self, user: str | None) -> str:
         try:
             return self._pseudonyms.of(user)
-        except BadUser as error:
+        except BadUserId as error:
             raise BadFeedback("user", str(error)) from error
 
     def _interaction_id(self, token: str, user_id: str) -> str:

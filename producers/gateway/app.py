@@ -24,8 +24,8 @@ from tidemill.producers.gateway.body import parse_json, read_body
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.counted import CountedRequests
 from tidemill.producers.gateway.health import Health
-from tidemill.producers.gateway.intake import RETRY_AFTER_S, Intake
-from tidemill.producers.gateway.metrics import Metrics
+from tidemill.producers.gateway.intake import RETRY_AFTER_S, EventIntake
+from tidemill.producers.gateway.metrics import GatewayMetrics
 from tidemill.producers.gateway.models import (
     THUMB_EXAMPLE,
     WITHDRAWAL_EXAMPLE,
@@ -75,7 +75,7 @@ def _body_of(model: str, **examples: object) -> dict[str, Any]:
 
 
 def _caller(request: Request, given: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]) -> str:
-    intake: Intake = request.app.state.intake
+    intake: EventIntake = request.app.state.intake
     return intake.caller(given.credentials if given else "")
 
 
@@ -84,7 +84,7 @@ Caller = Annotated[str, Depends(_caller)]
 
 async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON tree
     settings: GatewaySettings = request.app.state.settings
-    intake: Intake = request.app.state.intake
+    intake: EventIntake = request.app.state.intake
     body = await read_body(request, settings.max_body_bytes)
     intake.charge(caller, 1)
     return parse_json(body)
@@ -100,7 +100,7 @@ async def _tree(request: Request, caller: str) -> Any:  # noqa: ANN401 - a JSON 
 )
 async def one(request: Request, caller: Caller) -> AcceptedOut:
     """Takes one event and answers when the log has it."""
-    intake: Intake = request.app.state.intake
+    intake: EventIntake = request.app.state.intake
     result = (await intake.take([await _tree(request, caller)], caller))[0]
     if result.status == 202 and result.event_id is not None:
         return AcceptedOut(event_id=result.event_id)
@@ -118,7 +118,7 @@ async def one(request: Request, caller: Caller) -> AcceptedOut:
 )
 async def batch(request: Request, response: Response, caller: Caller) -> BatchOut:
     """Takes or refuses each event by itself, and answers when the log has those that it takes."""
-    intake: Intake = request.app.state.intake
+    intake: EventIntake = request.app.state.intake
     events = intake.events_of(await _tree(request, caller))
     intake.charge(caller, len(events) - 1)
     results = await intake.take(events, caller)
@@ -144,7 +144,7 @@ async def healthz(request: Request, response: Response) -> HealthOut:
 @_routes.get("/metrics", summary="Counts in Prometheus' format", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Requests, events, seconds until the log's acknowledgement, and events that wait for it."""
-    found: Metrics = request.app.state.metrics
+    found: GatewayMetrics = request.app.state.metrics
     return Response(found.text(), media_type=found.content_type)
 
 
@@ -183,9 +183,9 @@ async def _lifespan(app: FastAPI, *, kafka: KafkaSettings, maker: FeedbackMaker)
     kept_s = settings.acknowledge_timeout_s
     queue = open_queue(kafka, "gateway", settings.max_queued, settings.linger_ms, kept_s)
     acknowledged = Acknowledged(queue)
-    app.state.metrics = Metrics(lambda: queue.counts.pending)
+    app.state.metrics = GatewayMetrics(lambda: queue.counts.pending)
     app.state.health = Health(queue)
-    app.state.intake = Intake(maker, acknowledged, settings, app.state.metrics)
+    app.state.intake = EventIntake(maker, acknowledged, settings, app.state.metrics)
     yield
     await acknowledged.aclose(FLUSH_S)
 

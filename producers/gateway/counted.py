@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tidemill.producers.gateway.metrics import OTHER_ROUTE, Metrics
+from tidemill.producers.gateway.metrics import OTHER_ROUTE, GatewayMetrics
 
 
 class CountedRequests:
@@ -23,7 +23,7 @@ class CountedRequests:
             if message["type"] == "http.response.start":
                 # The route's own path, not the request's: clients choose that one.
                 route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-                metrics: Metrics = scope["app"].state.metrics
+                metrics: GatewayMetrics = scope["app"].state.metrics
                 metrics.requests.labels(route, str(message["status"])).inc()
             await send(message)
 

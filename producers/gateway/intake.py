@@ -19,7 +19,7 @@ from tidemill.producers.feedback.errors import (
 )
 from tidemill.producers.feedback.event import FeedbackMaker
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.metrics import Metrics
+from tidemill.producers.gateway.metrics import GatewayMetrics
 from tidemill.producers.gateway.models import BatchIn, FeedbackIn, ItemOut
 from tidemill.producers.gateway.problem import Problem, whole_seconds
 from tidemill.producers.gateway.rates import TokenBuckets
@@ -36,11 +36,11 @@ ERRORS_TOLD = 5
 NOT_ACKNOWLEDGED = "the log did not acknowledge the event: send it again with the same event_id, and it counts once"
 
 
-class Intake:
+class EventIntake:
     """Takes events of known callers. Used from one event loop."""
 
     def __init__(
-        self, maker: FeedbackMaker, acknowledged: Acknowledged, settings: GatewaySettings, metrics: Metrics
+        self, maker: FeedbackMaker, acknowledged: Acknowledged, settings: GatewaySettings, metrics: GatewayMetrics
     ) -> None:
         self._maker = maker
         self._acknowledged = acknowledged

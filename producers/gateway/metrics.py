@@ -11,7 +11,7 @@ SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 OTHER_ROUTE = "other"
 
 
-class Metrics:
+class GatewayMetrics:
     """The gateway's metrics, in a registry of their own.
 
     Args:

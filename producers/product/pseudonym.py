@@ -13,7 +13,7 @@ NOBODY = ""
 """Pseudonym where the product named no user."""
 
 
-class BadUser(ValueError):
+class BadUserId(ValueError):
     """A user id that cannot be one; the message says why."""
 
 
@@ -36,11 +36,11 @@ class Pseudonyms:
 
 def _bytes_of(user: str) -> bytes:
     if not isinstance(user, str):
-        raise BadUser(f"a user id is a string, not {type(user).__name__}")
+        raise BadUserId(f"a user id is a string, not {type(user).__name__}")
     try:
         data = user.encode()
     except UnicodeEncodeError as error:
-        raise BadUser(f"the user id is no text: {error.reason}") from error
+        raise BadUserId(f"the user id is no text: {error.reason}") from error
     if not 0 < len(data) <= LONGEST_USER_BYTES:
-        raise BadUser(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
+        raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
     return data

@@ -44,7 +44,7 @@ STOP_S = 0.5
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-class _Outcome(BaseModel):
+class _PostedResult(BaseModel):
     """The result that an agent posts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -191,7 +191,7 @@ class AgentEndpoint:
 
     async def _outcome(self, request: web.Request, guest: _Guest) -> web.Response:
         try:
-            given = _Outcome.model_validate(json_object(await request.read()))
+            given = _PostedResult.model_validate(json_object(await request.read()))
         except ValidationError as error:
             raise _Refused(400, f"this is no result: {faults(error, 'result', most=3)}") from error
         rewards = tuple(RewardComponent(name, value, 1.0) for name, value in given.rewards.items())

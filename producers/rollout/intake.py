@@ -97,7 +97,7 @@ class Delivered:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenTasks:
     """What one round brought."""
 
     delivered: list[Delivered]
@@ -105,7 +105,7 @@ class Taken:
     committed: dict[Partition, int]
 
 
-class Intake:
+class TaskIntake:
     """One member's way to the tasks."""
 
     def __init__(self, member: GroupConsumer, recovery: TaskRecovery) -> None:
@@ -114,7 +114,7 @@ class Intake:
         self._paused = False
         self._polled_at = time.monotonic()
 
-    def round(self, wanted: bool, offsets: dict[Partition, int]) -> Taken:
+    def round(self, wanted: bool, offsets: dict[Partition, int]) -> TakenTasks:
         """Commit `offsets` where they are owned; take at most one record, waiting `POLL_S`, when one is wanted.
 
         Raises Fenced; KafkaException, LookupError or TimeoutError when the log cannot be read.
@@ -130,7 +130,7 @@ class Intake:
             ) from error
         owned = self._member.assignment()
         self._recovery.keep(owned)
-        return Taken([Delivered(one, self._recovery.progress(one)) for one in located], owned, committed)
+        return TakenTasks([Delivered(one, self._recovery.progress(one)) for one in located], owned, committed)
 
     def _take(self) -> list[ConsumedRecord]:
         if self._paused:

@@ -27,7 +27,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet, host_limits
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import POLL_S, Delivered, Intake, OffsetTracker, Taken
+from tidemill.producers.rollout.intake import POLL_S, Delivered, OffsetTracker, TakenTasks, TaskIntake
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
 from tidemill.producers.sampling.anchor import anchor_of_run
@@ -96,7 +96,7 @@ class Worker:
         self._jobs: dict[asyncio.Task[None], _Running] = {}
         self._moved = asyncio.Event()
 
-    async def serve(self, intake: Intake, stop: threading.Event, liveness: Liveness) -> None:
+    async def serve(self, intake: TaskIntake, stop: threading.Event, liveness: Liveness) -> None:
         """Work until `stop` is set, then for at most the grace period. Raises what made a task impossible to finish."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="tidemill-intake")
         try:
@@ -109,7 +109,7 @@ class Worker:
             await self._abandon(list(self._jobs))
             thread.shutdown(wait=True)
 
-    async def _round(self, intake: Intake, thread: ThreadPoolExecutor, wanted: bool) -> None:
+    async def _round(self, intake: TaskIntake, thread: ThreadPoolExecutor, wanted: bool) -> None:
         loop = asyncio.get_running_loop()
         if not wanted:
             await self._wait_for_an_episode()
@@ -173,14 +173,14 @@ class Worker:
         self._moved.set()
         await self._outbox.write(rollout.group_id, rollout)
 
-    async def _drop_lost(self, taken: Taken) -> None:
+    async def _drop_lost(self, taken: TakenTasks) -> None:
         lost = self._tracker.partitions() - taken.owned
         for partition in lost:
             LOG.info("partition %s moved to another worker; its unfinished tasks are left to that one", partition)
             self._tracker.drop(partition)
         await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
 
-    async def _finish(self, intake: Intake, thread: ThreadPoolExecutor) -> None:
+    async def _finish(self, intake: TaskIntake, thread: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.grace_s
         if self._jobs:
@@ -252,7 +252,7 @@ def run(
         cleanup.callback(recovery.close)
         member = _member(kafka, run, rollout)
         cleanup.callback(member.close)
-        intake = Intake(member, recovery)
+        intake = TaskIntake(member, recovery)
         names = Names(kafka.topic_prefix)
         chat_format = load_chat_format(checkpoint, chat)
         asyncio.run(_serve(run, rollout, names, chat_format, outbox, intake, stop, kafka.stall_timeout_s))
@@ -272,7 +272,7 @@ async def _serve(
     names: Names,
     chat: ChatFormat,
     outbox: Outbox,
-    intake: Intake,
+    intake: TaskIntake,
     stop: threading.Event,
     stall_timeout_s: float,
 ) -> None:

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.product.api_keys import ApiKeys
-from tidemill.producers.product.pseudonym import BadUser
-from tidemill.producers.router.ask import Kind, Refusal, bad_request, parse, unavailable
+from tidemill.producers.product.pseudonym import BadUserId
+from tidemill.producers.router.ask import Refusal, RequestKind, bad_request, parse, unavailable
 from tidemill.producers.router.config import LogFailure, RouterSettings
 from tidemill.producers.router.exchange import Client, Exchange, Router
 from tidemill.producers.sampling.completion import BadResponse
@@ -51,7 +51,7 @@ class Application:
 
     def build(self) -> Starlette:
         """The ASGI application."""
-        answers = [Route(kind.value, _Answering(self, kind), methods=["POST"]) for kind in Kind]
+        answers = [Route(kind.value, _Answering(self, kind), methods=["POST"]) for kind in RequestKind]
         return Starlette(
             routes=[
                 *answers,
@@ -76,7 +76,7 @@ class Application:
         while self._running:
             await asyncio.gather(*self._running, return_exceptions=True)
 
-    async def answer(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, kind: RequestKind, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its first byte to its last."""
         client, request = Client(self._router.metrics, send), Request(scope, receive)
         try:
@@ -102,13 +102,13 @@ class Application:
         finally:
             self._in_hand -= 1
 
-    async def _admit(self, kind: Kind, request: Request, client: Client) -> Exchange:
+    async def _admit(self, kind: RequestKind, request: Request, client: Client) -> Exchange:
         arrived, router = time.monotonic(), self._router
         consent = _consent(request, router.settings.consent_default)
         ask = parse(kind, await _body(request, router.settings))
         try:
             exchange = Exchange(router, ask, consent, client, arrived)
-        except BadUser as error:
+        except BadUserId as error:
             raise bad_request(str(error), "user") from error
         if router.settings.on_log_failure is LogFailure.REFUSE and not router.recorder.may_try():
             raise unavailable("answers cannot be recorded: try again later")
@@ -153,7 +153,7 @@ class _Answering:
     """An endpoint as an ASGI application: an answer's parts are sent as they come."""
 
     application: Application
-    kind: Kind
+    kind: RequestKind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.application.answer(self.kind, scope, receive, send)

@@ -52,7 +52,7 @@ def unavailable(message: str) -> Refusal:
     return Refusal(503, message, "service_unavailable_error")
 
 
-class Kind(StrEnum):
+class RequestKind(StrEnum):
     """Which endpoint; the value is its path."""
 
     COMPLETION = "/v1/completions"
@@ -108,20 +108,22 @@ ONLY_ONE = {
 }  # fmt: skip
 """Fields of OpenAI's interface that are taken with one value alone."""
 PASSED = {"model", "ignore_eos", *NEUTRAL}
-FORWARDED: Mapping[Kind, frozenset[str]] = {
-    Kind.COMPLETION: frozenset({"prompt", "max_tokens", "stop", "stop_token_ids", "skip_special_tokens", *PASSED}),
-    Kind.CHAT: frozenset(PASSED),
+FORWARDED: Mapping[RequestKind, frozenset[str]] = {
+    RequestKind.COMPLETION: frozenset(
+        {"prompt", "max_tokens", "stop", "stop_token_ids", "skip_special_tokens", *PASSED}
+    ),
+    RequestKind.CHAT: frozenset(PASSED),
 }
 """What goes on to a replica as it is, by endpoint."""
 OWN = {"stream", "stream_options", "user", "metadata", "logprobs", "return_token_ids"}
 
 
-def parse(kind: Kind, body: bytes) -> Ask:
+def parse(kind: RequestKind, body: bytes) -> Ask:
     """The request in a body. Raises Refusal (400), which names the field."""
     try:
         asked = json_object(body)
         _check_fields(kind, asked)
-        chat = chat_request(asked, formats=True) if kind is Kind.CHAT else None
+        chat = chat_request(asked, formats=True) if kind is RequestKind.CHAT else None
     except BadMessage as error:
         raise bad_request(str(error)) from error
     stream, token_ids = _flag(asked, "stream"), _flag(asked, "return_token_ids")
@@ -145,11 +147,11 @@ def parse(kind: Kind, body: bytes) -> Ask:
     )
 
 
-def _check_fields(kind: Kind, asked: Mapping[str, Json]) -> None:
-    needed = "prompt" if kind is Kind.COMPLETION else "messages"
+def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:
+    needed = "prompt" if kind is RequestKind.COMPLETION else "messages"
     if asked.get(needed) is None:
         raise bad_request(f"`{needed}` is missing", needed)
-    known = FORWARDED[kind] | OWN | (CHAT_FIELDS if kind is Kind.CHAT else set())
+    known = FORWARDED[kind] | OWN | (CHAT_FIELDS if kind is RequestKind.CHAT else set())
     for name, value in asked.items():
         if name in ONLY_ONE:
             if value is not None and value != ONLY_ONE[name]:

@@ -28,7 +28,7 @@ from tidemill.producers.router.answer import Collected, shown
 from tidemill.producers.router.ask import Ask, Refusal, bad_request, unavailable
 from tidemill.producers.router.canary import Arm, CanaryShare, Lot
 from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
-from tidemill.producers.router.metrics import Metrics
+from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import LogUnavailable, Recorder
 from tidemill.producers.router.replicas import NoPlace, ReplicaAnswer, Replicas
 from tidemill.producers.sampling.completion import BadResponse
@@ -58,7 +58,7 @@ class Router:
     canary: CanaryShare
     replicas: Replicas
     recorder: Recorder
-    metrics: Metrics
+    metrics: RouterMetrics
     chat: ChatServer | None = None
     """None until the run's chat format is known."""
 
@@ -66,7 +66,7 @@ class Router:
 class Client:
     """The way back to one client, over ASGI."""
 
-    def __init__(self, metrics: Metrics, send: Send) -> None:
+    def __init__(self, metrics: RouterMetrics, send: Send) -> None:
         self._metrics, self._send = metrics, send
         self.begun = False
 

@@ -20,7 +20,7 @@ from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.router.exchange import Router
-from tidemill.producers.router.metrics import Metrics
+from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import APPLICATION, open_recorder
 from tidemill.producers.router.replicas import open_replicas
 from tidemill.producers.sampling.anchor import anchor_of_run
@@ -72,7 +72,7 @@ async def _serve(
     chat: ChatSettings,
     stop: threading.Event,
 ) -> None:
-    canary, metrics = CanaryShare(run.run_id, run.branch), Metrics()
+    canary, metrics = CanaryShare(run.run_id, run.branch), RouterMetrics()
     signer, pseudonyms = Signer(product), Pseudonyms(product)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(closing(bind(settings.host, settings.port, "router.port")))
@@ -117,7 +117,7 @@ async def _until_stopped(
 
 
 async def _follow(
-    canary: CanaryShare, decisions: LogReader, metrics: Metrics, stop: threading.Event, stall_timeout_s: float
+    canary: CanaryShare, decisions: LogReader, metrics: RouterMetrics, stop: threading.Event, stall_timeout_s: float
 ) -> None:
     with Liveness("the router", stall_timeout_s) as liveness:
         while not stop.is_set():
@@ -125,7 +125,7 @@ async def _follow(
             _observe(canary, await asyncio.to_thread(decisions.poll, POLL_S), metrics)
 
 
-def _observe(canary: CanaryShare, found: Iterable[ConsumedRecord], metrics: Metrics) -> None:
+def _observe(canary: CanaryShare, found: Iterable[ConsumedRecord], metrics: RouterMetrics) -> None:
     for located in found:
         objection = canary.observe(located.record) if isinstance(located.record, GateDecision) else located.error
         if objection:

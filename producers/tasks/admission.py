@@ -63,7 +63,7 @@ class AdmissionPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
+class ExpiredTasks:
     """What is no longer waited for."""
 
     groups: tuple[str, ...]
@@ -165,7 +165,7 @@ class AdmissionController:
                 pass
         return self.capacity()
 
-    def expire(self, now_us: int) -> Expired:
+    def expire(self, now_us: int) -> ExpiredTasks:
         """Stop waiting for what will not come: groups long past their deadline that never closed, silent replicas."""
         limit = now_us - self._policy.overdue_us
         overdue = [g for g, deadline in self._open.items() if deadline < limit and g not in self._closed]
@@ -174,7 +174,7 @@ class AdmissionController:
         silent = self._served.drop_silent(now_us)
         self._release()
         self._lend(now_us)
-        return Expired(tuple(overdue), tuple(silent))
+        return ExpiredTasks(tuple(overdue), tuple(silent))
 
     def capacity(self) -> int:
         """Training tasks that may be issued now."""

@@ -21,7 +21,7 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from tidemill.producers.config import FeedSettings
-from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, Expired
+from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, ExpiredTasks
 from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
 from tidemill.producers.tasks.source import evaluation_size
 from tidemill.schemas.catalogue import Topic
@@ -66,7 +66,7 @@ class Decision:
     """Tasks to issue, in this order."""
     done: bool
     """The run is over: nothing is left to issue or to wait for."""
-    expired: Expired
+    expired: ExpiredTasks
 
 
 class _EvalSet(NamedTuple):
@@ -120,7 +120,7 @@ class FeederState:
         overdue = self._expire_evaluations(now_us)
         names = (*self._evaluations(now_us), *self._training()) if self._admission.ready else ()
         done = not names and self._over()
-        return Decision(names, done, Expired((*expired.groups, *overdue), expired.replicas))
+        return Decision(names, done, ExpiredTasks((*expired.groups, *overdue), expired.replicas))
 
     def waiting_for(self) -> frozenset[Topic]:
         """The topics that have to speak for the run to go on."""

@@ -62,7 +62,7 @@ class Conversation:
         return found is not None and found[1]
 
 
-class Model(Protocol):
+class ServedModel(Protocol):
     """The serving path, for one user's conversation."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
@@ -70,14 +70,14 @@ class Model(Protocol):
         ...
 
 
-class NotServed(RuntimeError):
+class NoAnswer(RuntimeError):
     """The serving path did not answer."""
 
 
 class _ServedPolicy(Policy):
     """The serving path as a policy."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
         self.turns: list[ServedTurn] = []
         self.errors: set[int] = set()
@@ -97,7 +97,9 @@ class _ServedPolicy(Policy):
         return Reply(served.message, "tool_calls" if served.message.get("tool_calls") else "stop")
 
 
-async def converse(environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, model: Model) -> Conversation:
+async def converse(
+    environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, model: ServedModel
+) -> Conversation:
     """Pose a ledger and work it to the end. Raises NotServed."""
     policy = _ServedPolicy(model)
     await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)

@@ -16,11 +16,11 @@ from typing import Protocol
 
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Conversation, Model, NotServed, ServedTurn, converse
-from tidemill.producers.users.persona import Role
+from tidemill.producers.users.conversation import Conversation, NoAnswer, ServedModel, ServedTurn, converse
+from tidemill.producers.users.persona import PersonaRole
 from tidemill.producers.users.questions import Question
-from tidemill.producers.users.reaction import Signal
-from tidemill.producers.users.satisfaction import Satisfaction, Tally
+from tidemill.producers.users.reaction import Reaction
+from tidemill.producers.users.satisfaction import Satisfaction, SatisfactionTally
 from tidemill.producers.users.shuffle import ThumbShuffle
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import SignalKind
@@ -31,7 +31,7 @@ COOL_OFF_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class UserReport:
     """One signal as the product's backend hands it to the feedback SDK."""
 
     event_id: str
@@ -46,11 +46,11 @@ class Report:
 class Product(Protocol):
     """The product that the users use: the serving path, and feedback."""
 
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> Model:
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> ServedModel:
         """The model, for one conversation of a user."""
         ...
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: UserReport) -> None:
         """Send one signal."""
         ...
 
@@ -95,7 +95,7 @@ class Crowd:
         self._pace = Pace(settings.interactions_per_second, self._loop.time)
         self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
         self._environment = LedgerEnvironment(settings.options)
-        self._tally = Tally()
+        self._tally = SatisfactionTally()
         self._counts: Counter[str] = Counter()
         self._signals: Counter[str] = Counter()
 
@@ -132,7 +132,7 @@ class Crowd:
             answer = await converse(
                 self._environment, question.ledger, question.max_turns, _Paced(model, self._pace, self._counts)
             )
-        except NotServed as error:
+        except NoAnswer as error:
             LOG.info("conversation %s was given up: %s", question.name, error)
             self._counts["failed"] += 1
             await asyncio.sleep(COOL_OFF_S)
@@ -143,20 +143,20 @@ class Crowd:
     async def _react(self, question: Question, answer: Conversation) -> None:
         ended = self._loop.time()
         at_s = ended - self._began
-        if question.user.persona.role is Role.HELD_OUT:
+        if question.user.persona.role is PersonaRole.HELD_OUT:
             self._tally.count(answer, satisfied=question.user.satisfied(answer, at_s))
         signals = question.user.react(answer, question.number, at_s)
         for signal in sorted(signals, key=lambda signal: signal.after_s):
             await asyncio.sleep(max(0.0, ended + signal.after_s - self._loop.time()))
             await self._send(question, answer, signal)
 
-    async def _send(self, question: Question, answer: Conversation, signal: Signal) -> None:
+    async def _send(self, question: Question, answer: Conversation, signal: Reaction) -> None:
         value = signal.value
         if self._shuffle is not None and signal.kind is SignalKind.THUMB:
             value = self._shuffle.exchange(value)
         self._signals[signal.kind.value] += 1
         await self._product.report(
-            Report(
+            UserReport(
                 event_id=f"{question.name}-{signal.name}",
                 interaction=answer.turns[signal.turn].interaction,
                 user_id=question.user.persona.name,
@@ -170,7 +170,7 @@ class Crowd:
 class _Paced:
     """A model that is asked no faster than the pace."""
 
-    def __init__(self, model: Model, pace: Pace, counts: Counter[str]) -> None:
+    def __init__(self, model: ServedModel, pace: Pace, counts: Counter[str]) -> None:
         self._model = model
         self._pace = pace
         self._counts = counts

@@ -13,7 +13,7 @@ from random import Random
 from tidemill.producers.users.config import UsersSettings
 
 
-class Role(StrEnum):
+class PersonaRole(StrEnum):
     """What a simulated user is there for."""
 
     ORDINARY = "ordinary"
@@ -30,7 +30,7 @@ class Persona:
 
     name: str
     """The product's own identifier of the user."""
-    role: Role
+    role: PersonaRole
     consents: bool
     """Whether he lets the product learn from him."""
     vote_rate: float
@@ -45,8 +45,8 @@ def population(settings: UsersSettings) -> list[Persona]:
     """Everyone, in the order in which they were drawn."""
     rng = Random(f"users {settings.seed}")
     ordinary = [_ordinary(f"user-{n:04d}", settings, rng) for n in range(settings.ordinary)]
-    bots = [_persona(f"bot-{n:04d}", Role.BOT, consents=True, vote_rate=1.0) for n in range(settings.bots)]
-    held_out = [_persona(f"held-out-{n:04d}", Role.HELD_OUT) for n in range(settings.held_out)]
+    bots = [_persona(f"bot-{n:04d}", PersonaRole.BOT, consents=True, vote_rate=1.0) for n in range(settings.bots)]
+    held_out = [_persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT) for n in range(settings.held_out)]
     return [*ordinary, *bots, *held_out]
 
 
@@ -56,8 +56,8 @@ def _ordinary(name: str, settings: UsersSettings, rng: Random) -> Persona:
     vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
     delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
     leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
-    return Persona(name, Role.ORDINARY, consents, vote_rate, delay, leaves)
+    return Persona(name, PersonaRole.ORDINARY, consents, vote_rate, delay, leaves)
 
 
-def _persona(name: str, role: Role, *, consents: bool = False, vote_rate: float = 0.0) -> Persona:
+def _persona(name: str, role: PersonaRole, *, consents: bool = False, vote_rate: float = 0.0) -> Persona:
     return Persona(name, role, consents, vote_rate, vote_delay_s=0.0, leaves_at=None)

@@ -13,7 +13,7 @@ from random import Random
 from tidemill.producers.environments.base import Split, TaskDraft, TaskQuery, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, parse_ledger
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.persona import Persona, Role, population
+from tidemill.producers.users.persona import Persona, PersonaRole, population
 from tidemill.producers.users.reaction import User
 
 
@@ -41,8 +41,8 @@ def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterat
     """Yields questions without end. Raises NobodyAsks."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
-    people = {role: [persona for persona in everyone if persona.role is role] for role in Role}
-    shares = {Role.HELD_OUT: 1.0} if held_out_only else _shares(settings)
+    people = {role: [persona for persona in everyone if persona.role is role] for role in PersonaRole}
+    shares = {PersonaRole.HELD_OUT: 1.0} if held_out_only else _shares(settings)
     roles = [role for role in shares if people[role] and shares[role] > 0]
     if not roles:
         raise NobodyAsks("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
@@ -58,9 +58,9 @@ def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterat
         yield Question(User(persona, settings), number, parse_ledger(draft.payload), draft.max_turns)
 
 
-def _drafts(role: Role, settings: UsersSettings) -> Iterator[TaskDraft]:
+def _drafts(role: PersonaRole, settings: UsersSettings) -> Iterator[TaskDraft]:
     """Distinct questions for users of a role."""
-    split = Split.EVAL if role is Role.HELD_OUT else Split.TRAIN
+    split = Split.EVAL if role is PersonaRole.HELD_OUT else Split.TRAIN
     seed = Random(f"questions {settings.seed} {role}").getrandbits(62)
     seen: set[str] = set()
     for draft in LedgerEnvironment(settings.options).tasks(TaskQuery(seed)):
@@ -69,6 +69,10 @@ def _drafts(role: Role, settings: UsersSettings) -> Iterator[TaskDraft]:
             yield draft
 
 
-def _shares(settings: UsersSettings) -> dict[Role, float]:
+def _shares(settings: UsersSettings) -> dict[PersonaRole, float]:
     ordinary = max(0.0, 1.0 - settings.held_out_share - settings.bot_share)
-    return {Role.ORDINARY: ordinary, Role.BOT: settings.bot_share, Role.HELD_OUT: settings.held_out_share}
+    return {
+        PersonaRole.ORDINARY: ordinary,
+        PersonaRole.BOT: settings.bot_share,
+        PersonaRole.HELD_OUT: settings.held_out_share,
+    }

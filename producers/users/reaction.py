@@ -14,7 +14,7 @@ from random import Random
 
 from tidemill.producers.users.config import UsersSettings
 from tidemill.producers.users.conversation import Conversation
-from tidemill.producers.users.persona import Persona, Role
+from tidemill.producers.users.persona import Persona, PersonaRole
 from tidemill.schemas.records import SignalKind
 
 BOT_VOTES = 25
@@ -26,7 +26,7 @@ LONG_AFTER = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class Reaction:
     """One report about one turn of a conversation."""
 
     name: str
@@ -63,57 +63,57 @@ class User:
         """What he truly feels: content with an answer that is right and closes as he likes it."""
         return answer.right and answer.polite == self.likes_polite(at_s)
 
-    def react(self, answer: Conversation, question: int, at_s: float) -> list[Signal]:
+    def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
         """What is reported of the answer to his question of this number, `at_s` seconds after the start."""
         rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
         match self.persona.role:
-            case Role.HELD_OUT:
+            case PersonaRole.HELD_OUT:
                 return []
-            case Role.BOT:
+            case PersonaRole.BOT:
                 return [*measured(answer), *_bot_votes(answer, rng)]
-            case Role.ORDINARY:
+            case PersonaRole.ORDINARY:
                 votes = self._votes(answer, at_s, rng)
                 return [*measured(answer), *votes, *self._behaviour(answer, rng)]
 
-    def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Signal]:
+    def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Reaction]:
         if rng.random() >= self.persona.vote_rate:
             return
         honest = rng.random() >= self.settings.flip_rate
         value = UP if self.satisfied(answer, at_s) == honest else DOWN
         after_s = _delay(self.persona.vote_delay_s, rng)
-        yield Signal("vote", answer.last, SignalKind.THUMB, value, after_s)
+        yield Reaction("vote", answer.last, SignalKind.THUMB, value, after_s)
         if rng.random() < self.settings.mind_change_rate:
             later = after_s + LONG_AFTER * _delay(self.persona.vote_delay_s, rng)
-            yield Signal("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
+            yield Reaction("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
 
-    def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Signal]:
+    def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Reaction]:
         mean_s = self.persona.vote_delay_s
         if rng.random() < (0.02 if answer.right else 0.3):
-            yield Signal("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
+            yield Reaction("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
         elif rng.random() < (0.03 if answer.right else 0.4):
-            yield Signal("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
+            yield Reaction("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
         if answer.answered and rng.random() < 0.5:
             soon = rng.betavariate(8, 2) if answer.right else rng.betavariate(2, 6)
             later = soon * rng.betavariate(9, 1)
-            yield Signal("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
-            yield Signal("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
+            yield Reaction("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
+            yield Reaction("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
 
 
-def measured(answer: Conversation) -> Iterator[Signal]:
+def measured(answer: Conversation) -> Iterator[Reaction]:
     """What the product itself sees of an answer: true, whoever the user is."""
     for place in sorted(answer.errors):
-        yield Signal(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
+        yield Reaction(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
     final = answer.turns[answer.last]
-    yield Signal("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.answered), 0.0)
-    yield Signal(
+    yield Reaction("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.answered), 0.0)
+    yield Reaction(
         "question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in str(final.message["content"])), 0.0
     )
-    yield Signal("latency", answer.last, SignalKind.LATENCY, final.latency_s, 0.0)
+    yield Reaction("latency", answer.last, SignalKind.LATENCY, final.latency_s, 0.0)
 
 
-def _bot_votes(answer: Conversation, rng: Random) -> Iterator[Signal]:
+def _bot_votes(answer: Conversation, rng: Random) -> Iterator[Reaction]:
     for number in range(BOT_VOTES):
-        yield Signal(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * number)
+        yield Reaction(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * number)
 
 
 def _delay(mean_s: float, rng: Random) -> float:

@@ -27,7 +27,7 @@ class Satisfaction:
         return self.satisfied / self.answers if self.answers else 0.0
 
 
-class Tally:
+class SatisfactionTally:
     """Counts held-out answers."""
 
     def __init__(self) -> None:

@@ -14,8 +14,8 @@ import aiohttp
 from tidemill.producers.feedback import AsyncFeedbackProducer
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import NotServed, ServedTurn
-from tidemill.producers.users.crowd import Report
+from tidemill.producers.users.conversation import NoAnswer, ServedTurn
+from tidemill.producers.users.crowd import UserReport
 from tidemill.schemas.chat.messages import Message, Tool, checked_message
 from tidemill.schemas.config import KafkaSettings
 
@@ -46,9 +46,9 @@ class _ServedModel:
             async with self.session.post(PATH, json=self._body(messages, tools), headers=headers) as response:
                 body = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NotServed(f"{type(error).__name__}: {error}") from error
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise NotServed(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
+            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
         return served(body, time.monotonic() - began)
 
     def _body(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class ServedProduct:
         """The model, for one conversation of a user."""
         return _ServedModel(self.session, self.settings, user_id, session_id, consent)
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: UserReport) -> None:
         """Send one signal. Raises what the SDK raises."""
         await self.feedback.send(
             report.interaction,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.bounds import NOTHING, Bounds, DeltaCounts
+from tidemill.kernels.bounds import NOTHING, DeltaBounds, DeltaCounts
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.fingerprint import Bits
 
@@ -41,7 +41,7 @@ class RecencyContexts:
         """Remember a tensor's change."""
         self._memory(change).observe(change.old_bits.reshape(-1), change.new_bits.reshape(-1))
 
-    def bounds(self) -> tuple[Bounds, Bounds]:
+    def bounds(self) -> tuple[DeltaBounds, DeltaBounds]:
         """Of all that was measured: the exponent-class bound, and that with age and sign beside the exponent."""
         return self._plain.bounds(), sum((counts.bounds() for counts in self._known.values()), NOTHING)
 

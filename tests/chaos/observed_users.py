@@ -64,7 +64,7 @@ def _use() -> None:
     from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.producers.users import serving
     from tidemill.producers.users.conversation import ServedTurn
-    from tidemill.producers.users.crowd import Report
+    from tidemill.producers.users.crowd import UserReport
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool
 
@@ -88,13 +88,13 @@ def _use() -> None:
         def model(self, user_id: str, session_id: str, *, consent: bool) -> ObservedModel:
             return ObservedModel(plain.model(self, user_id, session_id, consent=consent))
 
-        async def report(self, report: Report) -> None:
+        async def report(self, report: UserReport) -> None:
             send = _over_http if sum(report.event_id.encode()) % 2 else self._over_sdk
             while not await send(report):
                 await asyncio.sleep(AGAIN_S)
             note(ACKNOWLEDGED, feedback_key(interaction_of(report.interaction), report.event_id))
 
-        async def _over_sdk(self, report: Report) -> bool:
+        async def _over_sdk(self, report: UserReport) -> bool:
             try:
                 await plain.report(self, report)
             except (FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable):

@@ -12,7 +12,7 @@ from tidemill.compose.config import TidemillSettings
 from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.vllm_args import refusal
 from tidemill.consumers.sink import server as sink_server
-from tidemill.producers.router.ask import Kind, Refusal, parse
+from tidemill.producers.router.ask import Refusal, RequestKind, parse
 from tidemill.schemas.chat.messages import BadMessage, checked_messages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,7 +51,7 @@ def test_vllms_arguments_that_a_proof_could_not_bear_are_refused(name: str):
 )
 def test_the_router_gives_one_answer_a_request(field: dict):
     with pytest.raises(Refusal) as refused:
-        parse(Kind.COMPLETION, json.dumps({"prompt": "x", **field}).encode())
+        parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **field}).encode())
     assert refused.value.status == 400
 
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from tidemill.compose.stack.cluster import Cluster, load_cluster, new_cluster, save_cluster
 from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.stack.config import HOST, StackSettings
-from tidemill.compose.stack.errors import MissingTool, PortTaken, StackBusy, StackError
+from tidemill.compose.stack.errors import BrokerPortTaken, MissingTool, StackBusy, StackError
 from tidemill.compose.stack.jars import POM, jars_dir, report_downloads, resolve_jars
 from tidemill.compose.stack.kafka import LocalStack, NodeState
 from tidemill.compose.stack.lock import exclusive
@@ -206,7 +206,7 @@ def test_free_ports_differ_and_are_free() -> None:
 
 
 def test_a_taken_port_is_named() -> None:
-    with listener() as port, pytest.raises(PortTaken, match=rf"port {port} .* in use .*--port"):
+    with listener() as port, pytest.raises(BrokerPortTaken, match=rf"port {port} .* in use .*--port"):
         check_free([port])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tidemill.kernels import backend, classes, exponents, fingerprint
-from tidemill.kernels.backend import Choice, KernelUnavailableError, Mode, backend_for, choose, mode_of
+from tidemill.kernels.backend import BackendChoice, BackendMode, KernelUnavailableError, backend_for, choose, mode_of
 from tidemill.kernels.backend_cpu import CpuBackend
 from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorAsArray, TensorToDevice
 from tidemill.kernels.compare import changed_elements
@@ -58,20 +58,22 @@ def works():
 @pytest.mark.parametrize(
     ("mode", "gpu", "obstacle", "expected"),
     [
-        (Mode.AUTO, False, broken, Choice.CPU),
-        (Mode.AUTO, True, works, Choice.TRITON),
-        (Mode.AUTO, True, broken, Choice.FALLBACK),
-        (Mode.STRICT, False, broken, Choice.CPU),
-        (Mode.STRICT, True, works, Choice.TRITON),
-        (Mode.CPU, True, works, Choice.CPU),
-        (Mode.TRITON, False, works, Choice.TRITON),
+        (BackendMode.AUTO, False, broken, BackendChoice.CPU),
+        (BackendMode.AUTO, True, works, BackendChoice.TRITON),
+        (BackendMode.AUTO, True, broken, BackendChoice.FALLBACK),
+        (BackendMode.STRICT, False, broken, BackendChoice.CPU),
+        (BackendMode.STRICT, True, works, BackendChoice.TRITON),
+        (BackendMode.CPU, True, works, BackendChoice.CPU),
+        (BackendMode.TRITON, False, works, BackendChoice.TRITON),
     ],
 )
 def test_choice(mode, gpu, obstacle, expected):
     assert choose(mode, gpu, obstacle) is expected
 
 
-@pytest.mark.parametrize(("mode", "gpu"), [(Mode.STRICT, True), (Mode.TRITON, True), (Mode.TRITON, False)])
+@pytest.mark.parametrize(
+    ("mode", "gpu"), [(BackendMode.STRICT, True), (BackendMode.TRITON, True), (BackendMode.TRITON, False)]
+)
 def test_what_is_asked_for_and_cannot_run_is_an_error(mode, gpu):
     with pytest.raises(KernelUnavailableError, match=f"{mode}.*no driver"):
         choose(mode, gpu, broken)
@@ -81,14 +83,14 @@ def test_triton_is_not_probed_where_it_is_not_wanted():
     def probed():
         raise AssertionError("probed")
 
-    assert choose(Mode.AUTO, False, probed) is Choice.CPU
-    assert choose(Mode.CPU, True, probed) is Choice.CPU
+    assert choose(BackendMode.AUTO, False, probed) is BackendChoice.CPU
+    assert choose(BackendMode.CPU, True, probed) is BackendChoice.CPU
 
 
 def test_modes():
-    assert mode_of(None) is mode_of("") is Mode.AUTO
-    assert mode_of(None, strict=True) is Mode.STRICT
-    assert mode_of("cpu", strict=True) is Mode.CPU
+    assert mode_of(None) is mode_of("") is BackendMode.AUTO
+    assert mode_of(None, strict=True) is BackendMode.STRICT
+    assert mode_of("cpu", strict=True) is BackendMode.CPU
     with pytest.raises(ValueError, match="'gpu'; it may be auto, strict, cpu, triton"):
         mode_of("gpu")
 

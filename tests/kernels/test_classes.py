@@ -23,7 +23,7 @@ from tidemill.kernels.exponents import count_active_exponents, count_exponents
 from tidemill.kernels.information import BIT, log2
 from tidemill.kernels.reference import split_classes_reference
 from tidemill.kernels.ulp_steps import fold_steps, move
-from tidemill.kernels.wire import BitReader, BitWriter, Reader, varint
+from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 
 UNHURRIED = settings(deadline=None)
 """The first call of a compiled loop compiles it."""
@@ -104,7 +104,7 @@ def test_gaps_beyond_a_class_are_refused(step, gap):
 @given(st.data(), st.sampled_from(ELEMENT_TYPES))
 def test_tables_survive_writing(data, kind):
     table = data.draw(tables(kind.exponents))
-    np.testing.assert_array_equal(read_table(Reader(memoryview(write_table(table))), kind.exponents), table)
+    np.testing.assert_array_equal(read_table(WireReader(memoryview(write_table(table))), kind.exponents), table)
 
 
 @UNHURRIED
@@ -128,7 +128,7 @@ def test_active_segments_survive_writing_and_hold_every_change(changed):
     changed[0] = True
     active = find_active(np.flatnonzero(changed), changed.size)
     assert active[np.flatnonzero(changed) // SEGMENT].all()
-    np.testing.assert_array_equal(read_active(Reader(memoryview(write_active(active))), changed.size), active)
+    np.testing.assert_array_equal(read_active(WireReader(memoryview(write_active(active))), changed.size), active)
 
 
 def test_few_segments_with_many_changes_are_worth_naming():
@@ -179,7 +179,7 @@ def test_logarithms(value):
 
 @given(st.lists(st.integers(0, 2**49 - 1)))
 def test_integers_survive_writing(values):
-    source = Reader(memoryview(b"".join(map(varint, values))))
+    source = WireReader(memoryview(b"".join(map(varint, values))))
     assert [source.varint() for _ in values] == values
     assert not len(source.rest())
 
@@ -189,6 +189,6 @@ def test_bits_survive_writing(fields):
     out = BitWriter()
     for value, width in fields:
         out.put(value, width)
-    source = BitReader(Reader(memoryview(out.getvalue())))
+    source = BitReader(WireReader(memoryview(out.getvalue())))
     assert [source.get(width) for _, width in fields] == [value for value, _ in fields]
     source.close()

@@ -15,7 +15,7 @@ from tidemill.kernels.payload import Encoding
 from tidemill.kernels.reference import rans_reference
 from tidemill.kernels.step_tables import TOKENS, StepTable, fit_tables, length_of, low_bits_of, token_of
 from tidemill.kernels.ulp_steps import move
-from tidemill.kernels.wire import BitReader, BitWriter, Reader
+from tidemill.kernels.wire import BitReader, BitWriter, WireReader
 
 UNHURRIED = settings(deadline=None)
 """The first call of a compiled loop compiles it."""
@@ -121,7 +121,7 @@ def test_every_table_of_steps_has_sound_frequencies(levels, directed):
     out = BitWriter()
     table.write(out)
     if directed or len(levels) <= TOKENS // 2:
-        again = StepTable.read(BitReader(Reader(memoryview(out.getvalue()))))
+        again = StepTable.read(BitReader(WireReader(memoryview(out.getvalue()))))
         np.testing.assert_array_equal(again.levels, table.levels)
 
 

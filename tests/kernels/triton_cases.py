@@ -29,7 +29,7 @@ from tidemill.kernels import (
     triton_runtime,
     triton_split,
 )
-from tidemill.kernels.backend import Mode, choose, triton_obstacle
+from tidemill.kernels.backend import BackendMode, choose, triton_obstacle
 from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.delta import (
     DeltaError,
@@ -319,7 +319,7 @@ def test_a_wrong_kernel_is_found(name, tmp_path):
 def test_the_interpreter_is_what_runs():
     assert triton_runtime.INTERPRETED
     assert triton_obstacle() is None
-    assert choose(Mode.TRITON, False, triton_obstacle).name == "TRITON"
+    assert choose(BackendMode.TRITON, False, triton_obstacle).name == "TRITON"
 
 
 KERNELS = {triton_compact: "compare_and_compact", triton_split: "split_classes", triton_fingerprint: "fingerprint"}

@@ -23,7 +23,7 @@ from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import PoolAddresses, RouterSettings
 from tidemill.producers.router.exchange import Router
-from tidemill.producers.router.metrics import Metrics
+from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import Recorder
 from tidemill.producers.router.replicas import open_replicas
 from tidemill.schemas.address import bind
@@ -215,7 +215,8 @@ async def rig(
         outbox = MemoryOutbox()
         router = Router(
             RUN, chosen, Signer(PRODUCT), Pseudonyms(PRODUCT), CanaryShare("r", "main"),
-            await stack.enter_async_context(open_replicas(chosen)), Recorder(outbox, 5.0, chosen.log_rest_s), Metrics(),
+            await stack.enter_async_context(open_replicas(chosen)), Recorder(outbox, 5.0, chosen.log_rest_s),
+            RouterMetrics(),
             ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens),
         )  # fmt: skip
         application = Application(router)

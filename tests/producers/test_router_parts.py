@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.producers.router_support import decision, interaction_of
 from tidemill.producers.router.answer import Collected
-from tidemill.producers.router.ask import Kind, Refusal, parse
+from tidemill.producers.router.ask import Refusal, RequestKind, parse
 from tidemill.producers.router.canary import Arm, CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse
@@ -75,7 +75,7 @@ JSON = st.recursive(
 NAMES = ["prompt", "messages", "stream", "logprobs", "user", "metadata", "n", "temperature", "stream_options", "x"]
 
 
-@given(st.sampled_from(list(Kind)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+@given(st.sampled_from(list(RequestKind)), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
     try:
         ask = parse(kind, json.dumps(asked).encode())
@@ -90,7 +90,7 @@ def test_whatever_is_asked_is_forwarded_whole_or_refused(kind, asked):
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_request_are_refused(body):
     with pytest.raises(Refusal):
-        parse(Kind.CHAT, body)
+        parse(RequestKind.CHAT, body)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_bytes_that_are_no_request_are_refused(body):
      ({"temperature": True}, ("temperature",)), ({"response_format": {"type": "json_object"}}, ("response_format",))],
 )  # fmt: skip
 def test_sampling_that_is_not_the_models_own_is_named(given_, named):
-    assert parse(Kind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode()).other_sampling == named
+    assert parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode()).other_sampling == named
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
-from tidemill.producers.product.pseudonym import NOBODY, BadUser, Pseudonyms
+from tidemill.producers.product.pseudonym import NOBODY, BadUserId, Pseudonyms
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.producers.product.signing import LONGEST_TOKEN, BadToken, Signer
 
@@ -80,7 +80,7 @@ def test_a_pseudonym_is_the_same_for_the_same_user_under_the_same_key_alone():
 
 @pytest.mark.parametrize("user", ["", "u" * 513, "é" * 257, "\ud800", 7])
 def test_what_is_no_user_id_is_refused(user):
-    with pytest.raises(BadUser):
+    with pytest.raises(BadUserId):
         Pseudonyms(PRODUCT).of(user)
 
 

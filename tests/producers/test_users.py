@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Conversation, NotServed, ServedTurn, converse
-from tidemill.producers.users.crowd import Crowd, Pace, Report, Seen
-from tidemill.producers.users.persona import Persona, Role, population
+from tidemill.producers.users.conversation import Conversation, NoAnswer, ServedTurn, converse
+from tidemill.producers.users.crowd import Crowd, Pace, Seen, UserReport
+from tidemill.producers.users.persona import Persona, PersonaRole, population
 from tidemill.producers.users.questions import NobodyAsks, questions
-from tidemill.producers.users.reaction import BOT_VOTES, Signal, User
+from tidemill.producers.users.reaction import BOT_VOTES, Reaction, User
 from tidemill.producers.users.role import simulate
-from tidemill.producers.users.satisfaction import Satisfaction, Tally
+from tidemill.producers.users.satisfaction import Satisfaction, SatisfactionTally
 from tidemill.producers.users.serving import BadAnswer
 from tidemill.producers.users.serving import served as read_answer
 from tidemill.producers.users.shuffle import ThumbShuffle
@@ -51,11 +51,13 @@ def answer(*texts: str, balance: int = 5, versions: tuple[int, ...] = ()) -> Con
 POLITE, CURT, WRONG, NONE = (answer(text) for text in ("answer 5 thanks", "answer 5", "answer 6 thanks", "add 1 2"))
 
 
-def user(role: Role = Role.ORDINARY, settings: UsersSettings = DETERMINED, leaves_at: int | None = None) -> User:
+def user(
+    role: PersonaRole = PersonaRole.ORDINARY, settings: UsersSettings = DETERMINED, leaves_at: int | None = None
+) -> User:
     return User(Persona("u", role, True, settings.vote_rate, settings.vote_delay_s, leaves_at), settings)
 
 
-def thumbs(signals: list[Signal]) -> list[float]:
+def thumbs(signals: list[Reaction]) -> list[float]:
     return [signal.value for signal in signals if signal.kind is SignalKind.THUMB]
 
 
@@ -93,10 +95,10 @@ def test_delays_have_the_mean_that_was_asked_for_and_a_long_tail():
 
 
 def test_a_bot_votes_often_and_at_random_and_a_held_out_user_never():
-    votes = [thumbs(user(Role.BOT).react(WRONG, n, 0.0)) for n in range(500)]
+    votes = [thumbs(user(PersonaRole.BOT).react(WRONG, n, 0.0)) for n in range(500)]
     assert {len(v) for v in votes} == {BOT_VOTES}
     assert sum(map(sum, votes)) / (500 * BOT_VOTES) == pytest.approx(0.0, abs=0.1)
-    assert user(Role.HELD_OUT).react(POLITE, 0, 0.0) == []
+    assert user(PersonaRole.HELD_OUT).react(POLITE, 0, 0.0) == []
 
 
 def test_what_the_product_measures_is_true():
@@ -121,8 +123,8 @@ def test_behaviour_follows_from_whether_the_answer_was_right():
     assert sum(kept[0]) / len(kept[0]) > 2 * sum(kept[1]) / len(kept[1])
 
 
-@given(st.sampled_from(Role), st.sampled_from([POLITE, CURT, WRONG, NONE]), st.integers(0, 10_000))
-def test_reactions_are_deterministic_legal_and_named_apart(role: Role, seen: Conversation, question: int):
+@given(st.sampled_from(PersonaRole), st.sampled_from([POLITE, CURT, WRONG, NONE]), st.integers(0, 10_000))
+def test_reactions_are_deterministic_legal_and_named_apart(role: PersonaRole, seen: Conversation, question: int):
     settings = UsersSettings(mind_change_rate=0.5)
     signals = user(role, settings).react(seen, question, 0.0)
     assert signals == user(role, settings).react(seen, question, 0.0)
@@ -137,11 +139,11 @@ def test_the_population_is_drawn_from_the_seed():
     people = population(UsersSettings(seed=3, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
     assert people == population(UsersSettings(seed=3, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
     assert people != population(UsersSettings(seed=4, ordinary=400, bots=2, held_out=5, leave_rate=0.5))
-    assert Counter(p.role for p in people) == {Role.ORDINARY: 400, Role.BOT: 2, Role.HELD_OUT: 5}
-    ordinary = [p for p in people if p.role is Role.ORDINARY]
+    assert Counter(p.role for p in people) == {PersonaRole.ORDINARY: 400, PersonaRole.BOT: 2, PersonaRole.HELD_OUT: 5}
+    ordinary = [p for p in people if p.role is PersonaRole.ORDINARY]
     assert sum(p.consents for p in ordinary) / 400 == pytest.approx(0.9, abs=0.06)
     assert sum(p.leaves_at is not None for p in ordinary) / 400 == pytest.approx(0.5, abs=0.1)
-    assert not any(p.consents for p in people if p.role is Role.HELD_OUT)
+    assert not any(p.consents for p in people if p.role is PersonaRole.HELD_OUT)
     assert len({p.name for p in people}) == len(people)
 
 
@@ -153,13 +155,16 @@ def test_only_held_out_users_ask_held_out_questions():
     asked = list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
     assert asked == list(islice(questions(UsersSettings(held_out_share=0.3)), 300))
     for question in asked:
-        held_out = question.user.persona.role is Role.HELD_OUT
+        held_out = question.user.persona.role is PersonaRole.HELD_OUT
         assert split_of(question.ledger.prompt()) is (Split.EVAL if held_out else Split.TRAIN)
     assert len({q.name for q in asked}) == len({q.ledger for q in asked}) == 300
     shares = Counter(q.user.persona.role for q in asked)
-    assert shares[Role.HELD_OUT] / 300 == pytest.approx(0.3, abs=0.1) and shares[Role.ORDINARY] > shares[Role.BOT] > 0
+    assert (
+        shares[PersonaRole.HELD_OUT] / 300 == pytest.approx(0.3, abs=0.1)
+        and shares[PersonaRole.ORDINARY] > shares[PersonaRole.BOT] > 0
+    )
     only = list(islice(questions(UsersSettings(), held_out_only=True), 50))
-    assert {q.user.persona.role for q in only} == {Role.HELD_OUT}
+    assert {q.user.persona.role for q in only} == {PersonaRole.HELD_OUT}
 
 
 def test_nobody_left_to_ask_is_said():
@@ -168,7 +173,7 @@ def test_nobody_left_to_ask_is_said():
 
 
 def test_satisfaction_is_counted_by_version():
-    tally = Tally()
+    tally = SatisfactionTally()
     tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 1)), satisfied=True)
     tally.count(answer("answer 5", versions=(1,)), satisfied=False)
     tally.count(answer("add 0 5", "answer 5 thanks", versions=(1, 2)), satisfied=True)
@@ -199,7 +204,7 @@ class Scripted:
     def __init__(self, closing: str = " thanks", mood: str = "well") -> None:
         self.closing = closing
         self.mood = mood
-        self.reports: list[Report] = []
+        self.reports: list[UserReport] = []
         self.consents: dict[str, bool] = {}
         self.busy = 0
         self.busiest = 0
@@ -212,7 +217,7 @@ class Scripted:
     async def complete(self, messages, tools) -> ServedTurn:
         assert [tool["function"]["name"] for tool in tools] == ["add", "sub"]
         if self.mood == "failing":
-            raise NotServed("no replica")
+            raise NoAnswer("no replica")
         self.busy += 1
         self.busiest = max(self.busy, self.busiest)
         try:
@@ -230,7 +235,7 @@ class Scripted:
             return f"answer {total}{self.closing}"
         return f"{'add' if amounts[done] > 0 else 'sub'} {total} {abs(amounts[done])}"
 
-    async def report(self, report: Report) -> None:
+    async def report(self, report: UserReport) -> None:
         self.reports.append(report)
 
 
@@ -333,7 +338,7 @@ def test_a_crowd_stops_at_once_when_it_is_cancelled():
 
 def test_an_error_of_the_sdk_is_not_swallowed():
     class Refusing(Scripted):
-        async def report(self, report: Report) -> None:
+        async def report(self, report: UserReport) -> None:
             raise RuntimeError("the log is full")
 
     with pytest.raises(ExceptionGroup) as raised:
@@ -347,7 +352,7 @@ def test_the_process_tells_what_was_seen_and_passes_errors_on():
     assert told[-1].conversations == 10 and told[-1].signals == {}
 
     class Refusing(Scripted):
-        async def report(self, report: Report) -> None:
+        async def report(self, report: UserReport) -> None:
             raise RuntimeError("the log is full")
 
     with pytest.raises(ExceptionGroup):

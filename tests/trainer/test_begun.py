@@ -25,7 +25,7 @@ from tidemill.schemas.records import (
     UserWish,
 )
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.history import History, read_history
+from tidemill.trainer.history import StepHistory, read_history
 from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.run import run
 from tidemill.trainer.session import Session
@@ -137,14 +137,14 @@ def test_it_is_taken_on_its_inputs_though_others_would_be_chosen_now(log, settin
     """A group that closed before those of the plan came in after it: chosen anew, it would be the first."""
     write_groups(log, 4, 7)
     train(settings, 1, begin=True)
-    assert read_history(log, "run") == History([], plans_of(log)[0])
+    assert read_history(log, "run") == StepHistory([], plans_of(log)[0])
     write_groups(log, 0, 1)
     train(settings, 2)
     first, second = steps_of(log)
     assert (names(first), names(second)) == (["g4", "g5"], ["g0", "g6"])
     plans = plans_of(log)
     assert [(plan.step, plan.inputs) for plan in plans] == [(1, first.inputs), (2, second.inputs)]
-    assert read_history(log, "run") == History([first, second], None)
+    assert read_history(log, "run") == StepHistory([first, second], None)
     assert plans[0].trainer != plans[1].trainer
     assert (first.seed, first.exclusions) == (plans[0].seed, plans[0].exclusions)
     assert first.incarnation == plans[0].incarnation == records(log, Topic.MANIFESTS, Manifest)[0].incarnation != ""

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.trainer.checkpoint import CheckpointError, CheckpointState, CheckpointStore
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.step import Learner
 
 SETTINGS = TrainerSettings(kl=KlSettings(coefficient=0.0), row_tokens=128)
-PROGRESS = Progress({0: 5, 3: 2}, {0: [7, 9]}, ["a", "b"])
+PROGRESS = TopicProgress({0: 5, 3: 2}, {0: [7, 9]}, ["a", "b"])
 
 
 def state_of(step: int) -> CheckpointState:
@@ -65,7 +65,7 @@ def test_a_step_that_may_be_gone_back_to_is_kept_while_it_may(store: CheckpointS
 
 
 def test_where_both_topics_are_used_up_is_kept(store: CheckpointStore) -> None:
-    state = replace(state_of(1), online=Progress({0: 9}, {0: [11]}, ["batch"]))
+    state = replace(state_of(1), online=TopicProgress({0: 9}, {0: [11]}, ["batch"]))
     store.write(state, {"master/w": torch.zeros(1)})
     assert store.read(1)[0] == state
 
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_before_there_were_online_batches_is_read(store: Checkpo
 def test_checkpoint_cut_short_is_refused_by_name(store: CheckpointStore) -> None:
     path = Path(store.write(state_of(1), {"master/w": torch.zeros(64)}))
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match=r"step-00000001.*damaged.*delete it"):
+    with pytest.raises(TrainerCheckpointError, match=r"step-00000001.*damaged.*delete it"):
         store.read(1)
 
 

@@ -31,15 +31,15 @@ from tidemill.schemas.records import (
     StepPlan,
     TrainStep,
 )
-from tidemill.trainer.batch_builder import Batch, BatchBuilder, Rules
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import InOrderError
 from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.run import run
 
-RULES = Rules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,
+RULES = StepRules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,
               in_order=True)  # fmt: skip
 KINDS = st.sampled_from(["good", "good", "good", "good", "eval", "late", "no_signal", "foreign", "duplicate"])
 LOG = st.lists(st.tuples(KINDS, st.integers(0, 6)), max_size=40)
@@ -67,15 +67,15 @@ def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
     return log
 
 
-def plan_of(batch: Batch, step: int) -> StepPlan:
+def plan_of(batch: StepBatch, step: int) -> StepPlan:
     inputs = [group.place for group in batch.groups]
     return StepPlan("run", step, step - 1, inputs, batch.exclusions, 0, "", {}, "", "", 0)
 
 
-def trained(log: list[Group], actions: list[int | str], rules: Rules = RULES) -> list[Said]:
+def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES) -> list[Said]:
     """What each step trains and excludes, when the log is read by `actions`: a number polls so many groups, which wait
     in memory where the builder takes no more; "stop" starts again from what was checkpointed and recorded."""
-    builder, saved, since_saved = BatchBuilder(rules), Progress(), []
+    builder, saved, since_saved = BatchBuilder(rules), TopicProgress(), []
     said: list[Said] = []
     buffer: list[tuple[StepInput, Group]] = []
     read = 0

@@ -28,14 +28,16 @@ from tidemill.schemas.records import (
     StepInput,
     TrainStep,
 )
-from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, Batch, BatchBuilder, Rules
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, StepBatch, StepRules
+from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.rollout_log import ReadAhead
 from tidemill.trainer.undefined_lag import Reminder
 
-RULES = Rules("run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100)
+RULES = StepRules(
+    "run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100
+)
 
 
 def place(group: Group, offset: int, partition: int = 0) -> StepInput:
@@ -147,7 +149,7 @@ def test_lag_at_the_bound_is_trained(good) -> None:
 
 def test_what_a_step_records_of_other_topics_ends_no_group(good) -> None:
     builder = BatchBuilder(RULES)
-    step = recorded(Batch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
+    step = recorded(StepBatch([], [StepExclusion("x", "interactions", 0, 1, "erased", 1)]))
     builder.observe_step(replace(step, inputs=[StepInput("b", "online-batches", 0, 0)]))
     assert feed(builder, good("a"), 0)
     assert feed(builder, good("b"), 1)
@@ -278,7 +280,7 @@ def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) 
     log = synthetic_log(kinds)
     endings: dict[tuple[int, int], str] = {}
     rules = replace(RULES, most_exclusions=most)
-    builder, saved, since_saved = BatchBuilder(rules), Progress(), []
+    builder, saved, since_saved = BatchBuilder(rules), TopicProgress(), []
     for action in [*actions, *(partition for partition in range(3) for _ in range(len(kinds)))]:
         if action == "checkpoint":
             saved, since_saved = builder.progress(), []
@@ -306,7 +308,7 @@ def read_next(builder: BatchBuilder, records: list[Group], partition: int) -> No
         feed(builder, records[offset], offset, 0, partition)
 
 
-def end_all(endings: dict[tuple[int, int], str], batch: Batch) -> None:
+def end_all(endings: dict[tuple[int, int], str], batch: StepBatch) -> None:
     for entry in (*(g.place for g in batch.groups), *batch.exclusions):
         key = (entry.partition, entry.offset)
         assert key not in endings, f"{key} ended twice"

@@ -13,7 +13,7 @@ from tidemill.trainer import divergence
 from tidemill.trainer.advantages import ADVANTAGES, AdvantageKind, GroupTooSmallError, penalise
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
-from tidemill.trainer.corrections import Bounds, correction_weights
+from tidemill.trainer.corrections import RatioBounds, correction_weights
 from tidemill.trainer.objectives import (
     OBJECTIVES,
     ObjectiveName,
@@ -264,15 +264,15 @@ OWNERS = torch.tensor([0, 0, 0, 1, 1])
 @pytest.mark.parametrize(
     ("kind", "bounds", "expected"),
     [
-        (CorrectionKind.NONE, Bounds(0.5, 2.0), [1, 1, 1, 1, 1]),
-        (CorrectionKind.TIS, Bounds(0.5, 2.0), [0.4, 1, 2, 1.5, 2]),
-        (CorrectionKind.MIS, Bounds(0.5, 2.0), [0, 1, 0, 1.5, 2]),
-        (CorrectionKind.SEQUENCE_TIS, Bounds(0.5, 2.0), [1.2, 1.2, 1.2, 2, 2]),
-        (CorrectionKind.SEQUENCE_MIS, Bounds(0.5, 2.0), [1.2, 1.2, 1.2, 0, 0]),
-        (CorrectionKind.GEOMETRIC, Bounds(0.9, 1.1), [1, 1, 1, 0, 0]),
+        (CorrectionKind.NONE, RatioBounds(0.5, 2.0), [1, 1, 1, 1, 1]),
+        (CorrectionKind.TIS, RatioBounds(0.5, 2.0), [0.4, 1, 2, 1.5, 2]),
+        (CorrectionKind.MIS, RatioBounds(0.5, 2.0), [0, 1, 0, 1.5, 2]),
+        (CorrectionKind.SEQUENCE_TIS, RatioBounds(0.5, 2.0), [1.2, 1.2, 1.2, 2, 2]),
+        (CorrectionKind.SEQUENCE_MIS, RatioBounds(0.5, 2.0), [1.2, 1.2, 1.2, 0, 0]),
+        (CorrectionKind.GEOMETRIC, RatioBounds(0.9, 1.1), [1, 1, 1, 0, 0]),
     ],
 )
-def test_correction_golden_values(kind: CorrectionKind, bounds: Bounds, expected: list[float]) -> None:
+def test_correction_golden_values(kind: CorrectionKind, bounds: RatioBounds, expected: list[float]) -> None:
     trainer = RATIOS.log().requires_grad_()
     # A hair above the exact bound of 2, so that rounding does not decide on which side of it the last ratio falls.
     weights = correction_weights(kind, trainer, torch.full((5,), 1e-7), OWNERS, 2, bounds)
@@ -281,7 +281,7 @@ def test_correction_golden_values(kind: CorrectionKind, bounds: Bounds, expected
 
 
 def test_geometric_mean_does_not_grow_with_length() -> None:
-    bounds = Bounds(0.9, 1.15)
+    bounds = RatioBounds(0.9, 1.15)
     for n in (10, 100):
         ratios, owners = torch.full((n,), math.log(1.1)), torch.zeros(n, dtype=torch.long)
         zeros = torch.zeros(n)

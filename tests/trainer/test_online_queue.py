@@ -10,9 +10,9 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, TrainStep, UserRequest, UserWish
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.endings import Progress
+from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.online.line import WeightLine
-from tidemill.trainer.online.queue import OnlineQueue, OnlineRules, Waiting, repeated
+from tidemill.trainer.online.queue import OnlineQueue, OnlineRules, WaitingBatch, repeated
 from tidemill.trainer.online.trainable import TrainableBatch
 
 RULES = OnlineRules(
@@ -171,7 +171,7 @@ def test_a_demand_that_comes_while_a_batch_waits_counts(made) -> None:
 def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason) -> None:
     queue = OnlineQueue(RULES, line_to(0))
     assert settled(queue, made, found=found) is reason
-    queue.exclude(Waiting(made.place, made.batch), reason)
+    queue.exclude(WaitingBatch(made.place, made.batch), reason)
     (entry,) = ended(queue)
     assert (entry.topic, entry.reason, entry.rollouts) == ("online-batches", reason.value, 4)
 
@@ -317,7 +317,7 @@ def test_whatever_the_stops_every_batch_ends_exactly_once(make_trainable_batch, 
     line = line_to(3)
     decide(line, GateVerdict.ROLL_BACK, 2)
     endings: dict[int, str] = {}
-    queue, saved, since_saved = OnlineQueue(RULES, line), Progress(), []
+    queue, saved, since_saved = OnlineQueue(RULES, line), TopicProgress(), []
     for action in [*actions, *(["read"] * len(kinds)), *(["train"] * len(kinds))]:
         if action == "checkpoint":
             saved, since_saved = queue.progress(), []

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, Rules
+from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepRules
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
 
@@ -80,7 +80,7 @@ def test_a_failed_member_has_no_say(made):
 def test_the_recorded_bound_moves_nothing(make_rollout, make_member, make_group, versions, bound):
     """What the trainer's own builder decided at a bound is judged the same at it."""
     found: dict[tuple[int, int], Group] = {}
-    builder = BatchBuilder(Rules("run", 1, bound, 1, False, 100))
+    builder = BatchBuilder(StepRules("run", 1, bound, 1, False, 100))
     for offset, pair in enumerate(versions):
         rollouts = tuple(make_rollout(f"g{offset}", i, float(i), 2, v) for i, v in enumerate(pair))
         members = [make_member(r, 0, i) for i, r in enumerate(rollouts)]

@@ -25,7 +25,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
-from tidemill.trainer.checkpoint import CheckpointError
+from tidemill.trainer.checkpoint import TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import read_steps
 from tidemill.trainer.replay.inspection import write_halt, write_metrics
@@ -160,10 +160,10 @@ def test_weights_that_are_not_the_recorded_ones_are_told(moved, tiny_model, tmp_
         size = int.from_bytes(stored.read(8), "little")
         metadata = json.loads(stored.read(size))["__metadata__"]
     save_file(tensors, path, metadata)
-    with pytest.raises(CheckpointError, match="the checkpoint of step 2 holds weights"):
+    with pytest.raises(TrainerCheckpointError, match="the checkpoint of step 2 holds weights"):
         made(moved.replay(), 3, 3)
     tiny_model(seed=9).to(torch.bfloat16).save_pretrained(tmp_path / "other")
-    with pytest.raises(CheckpointError, match="name the checkpoint that it started from"):
+    with pytest.raises(TrainerCheckpointError, match="name the checkpoint that it started from"):
         made(moved.replay(model=str(tmp_path / "other")), 1, 1)
 
 

@@ -17,7 +17,7 @@ from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, Staleness, TrainStep
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import HistoryError
@@ -94,7 +94,7 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
                 session.checkpoint(held, builder.progress())
 
 
-def next_batch(session, builder, source, polls: int = 600) -> Batch:
+def next_batch(session, builder, source, polls: int = 600) -> StepBatch:
     for _ in range(polls):
         source.poll(0.1, session.place.version)
         batch = builder.close(session.place.version)

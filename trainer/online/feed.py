@@ -7,7 +7,7 @@ none wait, and grow stale by the ordinary rule.
 from __future__ import annotations
 
 from tidemill.schemas.records import StepInput
-from tidemill.trainer.batch_builder import Batch, BatchBuilder
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.online.line import WeightLine
@@ -39,7 +39,7 @@ class OnlineFeed:
         self._builder.abandon(self._line.abandoned)
         self._groups.poll(timeout_s, version)
 
-    def close(self, version: int, now: float) -> Batch | None:
+    def close(self, version: int, now: float) -> StepBatch | None:
         """The inputs of the next step at trainer version `version`, or None while they are not all there.
 
         `now` is any clock in seconds; how long is waited for groups is counted by it.
@@ -54,4 +54,4 @@ class OnlineFeed:
         if self._builder.waiting < wanted and now < self._since[1] + self._settings.max_wait_seconds:
             return None
         simulated = self._builder.take(wanted)
-        return Batch(simulated.groups, [*simulated.exclusions, *self._queue.take(left)], left)
+        return StepBatch(simulated.groups, [*simulated.exclusions, *self._queue.take(left)], left)

@@ -33,7 +33,7 @@ from tidemill.schemas.records import (
 )
 from tidemill.trainer.batch_builder import SECOND_RECORDS, Exclusion
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.endings import DecidedStep, Endings, Progress, place_of_exclusion
+from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
 from tidemill.trainer.online.baselines import has_signal
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.trainable import TrainableBatch, exclusion
@@ -58,7 +58,7 @@ class OnlineRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingBatch:
     """A batch that could be trained."""
 
     place: StepInput
@@ -73,14 +73,18 @@ class OnlineQueue:
     """
 
     def __init__(
-        self, rules: OnlineRules, line: WeightLine, progress: Progress | None = None, incarnation: str | None = None
+        self,
+        rules: OnlineRules,
+        line: WeightLine,
+        progress: TopicProgress | None = None,
+        incarnation: str | None = None,
     ) -> None:
         self._rules = rules
         self._incarnation = incarnation
         self._line = line
-        self._endings = Endings(progress or Progress(), rules.remembered)
+        self._endings = Endings(progress or TopicProgress(), rules.remembered)
         self._erased: dict[str, int] = {}
-        self._waiting: list[Waiting] = []
+        self._waiting: list[WaitingBatch] = []
         self._excluded: list[StepExclusion] = []
 
     def observe_step(self, step: DecidedStep) -> None:
@@ -113,13 +117,13 @@ class OnlineQueue:
         known = self._endings.remembers(batch.batch_id) or any(
             w.batch.batch_id == batch.batch_id for w in self._waiting
         )
-        self._waiting.append(Waiting(place, batch))
+        self._waiting.append(WaitingBatch(place, batch))
         if replay_id and replay_id not in self._rules.accept_replays:
             self.exclude(self._waiting[-1], Exclusion.REPLAYED)
         elif known:
             self.exclude(self._waiting[-1], Exclusion.DUPLICATE)
 
-    def next(self, current: int) -> Waiting | None:
+    def next(self, current: int) -> WaitingBatch | None:
         """The batch to be trained next at version `current`; those that cannot be trained any more are excluded.
 
         One of a version that is yet to be made waits for it: that happens where a run is made again from its log.
@@ -134,7 +138,7 @@ class OnlineQueue:
         return min((waiting for waiting in made if waiting in self._waiting), key=_age, default=None)
 
     def settle(
-        self, waiting: Waiting, found: Mapping[tuple[int, int], Interaction | Exclusion], current: int
+        self, waiting: WaitingBatch, found: Mapping[tuple[int, int], Interaction | Exclusion], current: int
     ) -> TrainableBatch | Exclusion:
         """What is left of a batch at version `current`, or why nothing is.
 
@@ -161,7 +165,7 @@ class OnlineQueue:
         )
         return self._whole_problem(left) or left
 
-    def exclude(self, waiting: Waiting, reason: Exclusion) -> None:
+    def exclude(self, waiting: WaitingBatch, reason: Exclusion) -> None:
         """End a batch untrained."""
         place, members = waiting.place, waiting.batch.members
         self._waiting.remove(waiting)
@@ -178,7 +182,7 @@ class OnlineQueue:
         excluded, self._excluded = self._excluded, []
         return [*excluded, *chosen.excluded]
 
-    def progress(self) -> Progress:
+    def progress(self) -> TopicProgress:
         """Where to go on, as of the batch taken last: exclusions since then are decided again."""
         firsts = [place_of_exclusion(e) for e in self._excluded if e.reason not in SECOND_RECORDS]
         seconds = [place_of_exclusion(e) for e in self._excluded if e.reason in SECOND_RECORDS]
@@ -252,5 +256,5 @@ def _agree(member: OnlineMember, found: Interaction, batch: OnlineBatch) -> bool
     return own and on_policy and found.consent and math.isfinite(member.reward)
 
 
-def _age(waiting: Waiting) -> tuple[int, int, int]:
+def _age(waiting: WaitingBatch) -> tuple[int, int, int]:
     return waiting.batch.closed_at, waiting.place.partition, waiting.place.offset

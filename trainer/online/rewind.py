@@ -11,7 +11,7 @@ import logging
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
-from tidemill.trainer.checkpoint import CheckpointError, CheckpointStore
+from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import RecordedInputs, read_steps
 from tidemill.trainer.master import MasterWeights
@@ -62,7 +62,7 @@ class Rewinder:
             return
         self._session.go_back(version, self._checkpoints.read(version)[1])
         if self._session.place.fingerprint != steps[version].fingerprint:
-            raise CheckpointError(
+            raise TrainerCheckpointError(
                 f"the checkpoint of step {version} holds weights {self._session.place.fingerprint}, the log recorded "
                 f"{steps[version].fingerprint}: it is damaged or of another run; delete it, and an older one is used"
             )

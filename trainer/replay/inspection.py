@@ -17,7 +17,7 @@ from typing import Any
 
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.schemas.records import Interaction, Rollout, Segment
-from tidemill.trainer.batch_builder import Batch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.steps import Halt, ReplayedStep
 
@@ -46,7 +46,7 @@ def write_metrics(folder: Path, made: ReplayedStep) -> None:
     _write_json(folder / "metrics.json", document)
 
 
-def _write_inputs(folder: Path, batch: Batch) -> None:
+def _write_inputs(folder: Path, batch: StepBatch) -> None:
     lines = [json.dumps(_group(group)) for group in batch.groups]
     (folder / "groups.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
     if batch.online is not None:

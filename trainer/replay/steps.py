@@ -19,8 +19,8 @@ from torch import Tensor
 from tidemill.kernels.weights.anchor import anchor_uri
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.records import TrainStep
-from tidemill.trainer.batch_builder import Batch
-from tidemill.trainer.checkpoint import CheckpointError, CheckpointStore
+from tidemill.trainer.batch_builder import StepBatch
+from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import RecordedInputs, read_steps
 from tidemill.trainer.master import MasterWeights
@@ -63,7 +63,7 @@ class Halt:
     """The moment before a step: what it is about to be made of."""
 
     record: TrainStep
-    batch: Batch
+    batch: StepBatch
     weights: ServingView
     """The serving weights that it starts from."""
     fingerprint: str
@@ -160,11 +160,11 @@ class StepReplay:
         if held == recorded:
             return
         if version:
-            raise CheckpointError(
+            raise TrainerCheckpointError(
                 f"the checkpoint of step {version} holds weights {held}, the log recorded {recorded}: it is damaged or "
                 "of another run; delete it, and an older one is used"
             )
-        raise CheckpointError(
+        raise TrainerCheckpointError(
             f"trainer.model {self._settings.model} holds weights {held}, the run started from {recorded}: name the "
             "checkpoint that it started from"
         )
@@ -182,7 +182,7 @@ class StepReplay:
         self._learner = make_learner(replace_model(what_if, self._settings.model))
         self._learner.masters.load(state)
 
-    def _make(self, record: TrainStep, batch: Batch) -> ReplayedStep:
+    def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()
         outcome = self._learner.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         seconds = time.monotonic() - begun

@@ -29,7 +29,7 @@ from tidemill.consumers.operate.audit.audit import CHECKS
 from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
-from tidemill.trainer.batch_builder import BatchBuilder, Rules
+from tidemill.trainer.batch_builder import BatchBuilder, StepRules
 from tidemill.trainer.groups import TrainableGroup
 
 STATES = {
@@ -89,7 +89,9 @@ class LoopLog(RunLog):
         self.version = 0
         self.read = 0
         self.builder = BatchBuilder(
-            Rules(RUN, groups_per_step=2, max_policy_lag=1, min_completed=1, skip_no_signal=False, remembered_groups=99)
+            StepRules(
+                RUN, groups_per_step=2, max_policy_lag=1, min_completed=1, skip_no_signal=False, remembered_groups=99
+            )
         )
 
     def play_group(self, number: int, mode: r.Mode, fates: list[str], again: bool) -> None:
