@@ -1,0 +1,203 @@
+"""The tree as a whole: no folders in a circle, no class name twice, no public name that nobody uses.
+
+Each list of what remains may shrink and must not grow: what is on it and holds by now has to leave it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("schemas", "kernels", "producers", "streams", "trainer", "consumers", "compose")
+Trees = Mapping[str, ast.Module]
+"""The parsed modules, by dotted name; a package by its own."""
+
+CIRCLES: Set[tuple[str, str]] = {
+    ("compose", "compose/dead_letters"),
+    ("compose", "compose/demo"),
+    ("compose", "compose/gate"),
+    ("compose", "compose/replay"),
+    ("compose", "compose/stack"),
+    ("compose", "compose/users"),
+    ("compose", "compose/weights"),
+    ("producers", "producers/environments"),
+    ("producers/environments", "producers/rollout"),
+    ("streams", "streams/assembly"),
+    ("streams", "streams/join"),
+    ("streams", "streams/online"),
+    ("streams", "streams/runner"),
+    ("streams", "streams/runner/faust"),
+    ("trainer", "trainer/online"),
+}
+"""Pairs of folders that import each other."""
+
+TWICE: Set[str] = {
+    "AnchorError",
+    "Answer",
+    "Arm",
+    "ChainError",
+    "Comparison",
+    "Decided",
+    "Gate",
+    "Head",
+    "Held",
+    "Letter",
+    "Mark",
+    "Merge",
+    "Origin",
+    "Progress",
+    "Refused",
+    "Span",
+    "Stall",
+    "Standing",
+    "StateError",
+    "Tombstone",
+    "Way",
+    "Write",
+    "Writer",
+    "_Found",
+    "_Held",
+}
+"""Class names with several definitions."""
+
+UNUSED: Set[str] = {
+    "consumers/sink/engine.py:SYNTAX_ERROR_CODE",
+    "kernels/bounds.py:delta_bounds",
+    "kernels/rans.py:STATE_LIMIT",
+    "kernels/reference.py:fingerprint_reference",
+    "kernels/reference.py:rans_reference",
+    "kernels/reference.py:split_classes_reference",
+    "kernels/weights/anchor.py:read_anchor",
+    "kernels/weights/checkpoint.py:checkpoint_changes",
+    "kernels/weights/sharded_publish.py:ShardedPublisher",
+    "kernels/weights/sharded_ranks.py:open_ranks",
+    "schemas/codec.py:known_schemas",
+    "streams/gate/sequential.py:most_observations",
+    "streams/online/batcher.py:DROP_REASONS",
+    "trainer/model.py:load_tokenizer",
+    "trainer/sharded_view.py:local_parts",
+}
+"""Public names of modules that only tests use, or nobody."""
+
+
+def parsed() -> Trees:
+    """The whole source."""
+    found: dict[str, ast.Module] = {}
+    for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
+        name = ".".join(("tidemill", *path.relative_to(ROOT).with_suffix("").parts))
+        found[name] = ast.parse(path.read_text("utf-8"))
+    return found
+
+
+TREES = parsed()
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """What a module imports, wherever in it; of `from a import b` both `a` and `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def folder_of(module: str) -> str:
+    """The folder of a module: `tidemill.a.b.c` and `tidemill.a.b.__init__` are in `a/b`."""
+    return "/".join(module.split(".")[1:-1])
+
+
+def circles(trees: Trees) -> set[tuple[str, str]]:
+    """Pairs of folders that import each other, at any depth."""
+    modules = {name.removesuffix(".__init__"): folder_of(name) for name in trees}
+    edges = {
+        (folder_of(name), modules[found])
+        for name, tree in trees.items()
+        for found in imports(tree)
+        if modules.get(found, folder_of(name)) != folder_of(name)
+    }
+    return {(one, other) for one, other in edges if one < other and (other, one) in edges}
+
+
+def twice(trees: Trees) -> set[str]:
+    """Class names with several definitions."""
+    names = Counter(node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return {name for name, count in names.items() if count > 1}
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and values of a module that others may use."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [] if node.decorator_list and not isinstance(node, ast.ClassDef) else [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        else:
+            names = []
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def unused(trees: Trees, named_elsewhere: Set[str] = frozenset()) -> set[str]:
+    """Public names, as `folder/module.py:name`, that are read nowhere in the source.
+
+    A name counts as read wherever it is spelt the same: as a name, an attribute, an imported name or a whole string.
+    A decorated function is used by its decorator.
+    """
+    read = set(named_elsewhere)
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                read.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                read.add(node.attr)
+            elif isinstance(node, ast.ImportFrom):
+                read.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.update(re.findall(r"\w+", node.value) if len(node.value) < 100 and "\n" not in node.value else ())
+    return {
+        f"{folder_of(module)}/{module.rsplit('.', 1)[1]}.py:{name}"
+        for module, tree in trees.items()
+        for name in public_names(tree)
+        if name not in read
+    }
+
+
+def project_names() -> set[str]:
+    """Names in pyproject.toml: entry points."""
+    return set(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text("utf-8")))
+
+
+def test_no_two_folders_import_each_other():
+    assert circles(TREES) == CIRCLES
+
+
+def test_a_circle_of_folders_is_found():
+    made = {"a": "import tidemill.t.s.b", "b": "from tidemill.t import c", "c": "", "d": "from tidemill.t import a"}
+    named = {"tidemill.t.a": made["a"], "tidemill.t.s.b": made["b"], "tidemill.t.c": "", "tidemill.u.d": made["d"]}
+    assert circles({name: ast.parse(source) for name, source in named.items()}) == {("t", "t/s")}
+
+
+def test_no_class_name_stands_for_two_classes():
+    assert twice(TREES) == TWICE
+
+
+def test_a_class_name_that_stands_twice_is_found():
+    one, other = ast.parse("class A: ...\nclass B: ..."), ast.parse("def f():\n    class A: ...")
+    assert twice({"tidemill.t.a": one, "tidemill.u.b": other}) == {"A"}
+
+
+def test_no_public_name_is_unused():
+    assert unused(TREES, project_names()) == UNUSED
+
+
+def test_an_unused_public_name_is_found():
+    one = ast.parse(
+        "A = 1\n_B = 2\ndef f(): return A\ndef g(): ...\n@command\ndef h(): ...\nclass C: ...\nclass D: ..."
+    )
+    other = ast.parse("from tidemill.t.a import f\nx = tidemill.t.a.C")
+    assert unused({"tidemill.t.a": one, "tidemill.u.b": other}, {"D"}) == {"t/a.py:g", "u/b.py:x"}
