@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.records import build
 from tidemill.compose.config import load_settings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.online_state import REWARDED, OnlineState
@@ -20,8 +21,6 @@ from tidemill.compose.demo.view import online_screen
 from tidemill.producers.users.crowd import Seen
 from tidemill.producers.users.satisfaction import Satisfaction
 from tidemill.schemas.records import (
-    AckStatus,
-    BatchClose,
     Feedback,
     GateDecision,
     GateVerdict,
@@ -43,8 +42,8 @@ SECOND = 1_000_000
 
 
 def interaction(name: str, at_s: float = 1.0) -> Interaction:
-    return Interaction(name, RUN, "main", "u", "s", "stable", 1.0, True, [], None, 3, 2, 0, 0, "stable-0", "local",
-                       "stop", 1.0, 2.0, int(at_s * SECOND))  # fmt: skip
+    return build(Interaction, interaction_id=name, run_id=RUN, session_id="s", prompt_tokens=3, sampled_tokens=2,
+                 replica_id="stable-0", first_token_ms=1.0, latency_ms=2.0, served_at=int(at_s * SECOND))  # fmt: skip
 
 
 def vote(event: str) -> Feedback:
@@ -53,22 +52,34 @@ def vote(event: str) -> Feedback:
 
 def outcome(name: str, exclusion: str = "", revision: int = 0) -> Outcome:
     reward = None if exclusion else 1.0
-    return Outcome(name, RUN, "main", "u", "stable", "interactions", 0, 0, 0, 0, 2, 2.0, reward, exclusion, [], {}, "m",
-                   revision, None, SECOND, 2 * SECOND, 3 * SECOND)  # fmt: skip
+    return build(Outcome, interaction_id=name, run_id=RUN, topic="interactions", sampled_tokens=2, latency_ms=2.0,
+                 reward=reward, exclusion=exclusion, revision=revision, served_at=SECOND, feedback_at=2 * SECOND,
+                 closed_at=3 * SECOND)  # fmt: skip
 
 
 def batch(names: list[str]) -> OnlineBatch:
     members = [
-        OnlineMember(name, "u", "interactions", 0, 0, 1.0, False, 2, 0, 0, "stable", 2 * SECOND) for name in names
+        build(
+            OnlineMember,
+            interaction_id=name,
+            topic="interactions",
+            reward=1.0,
+            sampled_tokens=2,
+            feedback_at=2 * SECOND,
+        )
+        for name in names
     ]
-    return OnlineBatch("b0", RUN, "main", 0, 0, members, 4, BatchClose.TOKENS, {}, {}, "m", SECOND, 3 * SECOND)
+    return build(
+        OnlineBatch, batch_id="b0", run_id=RUN, members=members, tokens=4, opened_at=SECOND, closed_at=3 * SECOND
+    )
 
 
 def step(version: int, batches: list[str], without: list[str] = []) -> TrainStep:  # noqa: B006 - never changed
     inputs = [StepInput(name, "online-batches", 0, 0) for name in batches] + [StepInput("g", "groups", 0, 0)]
     exclusions = [StepExclusion(name, "interactions", 0, 0, "erased", 1) for name in without]
-    return TrainStep(RUN, version, version, version - 1, inputs, exclusions, 0, "c", "reinforce", 1e-3, {}, [], 2, 4,
-                     "f", "g", 0, 4 * SECOND)  # fmt: skip
+    return build(TrainStep, run_id=RUN, step=version, inputs=inputs, exclusions=exclusions, config_hash="c",
+                 objective="reinforce", learning_rate=1e-3, rollouts=2, tokens=4, fingerprint="f",
+                 parent_fingerprint="g", finished_at=4 * SECOND)  # fmt: skip
 
 
 def decision(verdict: GateVerdict, version: int, at_s: float, **numbers: float) -> GateDecision:
@@ -76,14 +87,16 @@ def decision(verdict: GateVerdict, version: int, at_s: float, **numbers: float) 
 
 
 def manifest(version: int) -> Manifest:
-    return Manifest(RUN, "main", version, version - 1 if version else None, version, 1e-3, 100, 50, 2048, [], [],
-                    f"print-{version}", None, SECOND, SECOND)  # fmt: skip
+    return build(Manifest, run_id=RUN, version=version, learning_rate=1e-3, n_elements=100, n_changed=50,
+                 delta_bytes=2048, fingerprint=f"print-{version}", trained_at=SECOND, published_at=SECOND)  # fmt: skip
 
 
 def ack(replica: str, version: int, at_s: float, fingerprint: str = "") -> WeightAck:
     expected = f"print-{version}"
-    return WeightAck(replica, "local", RUN, "main", "i", 1, version, version, AckStatus.PROVED, "",
-                     fingerprint or expected, expected, 1, 1, 2.0, 1, 1, 500, 3, 4, int(at_s * SECOND))  # fmt: skip
+    return build(WeightAck, replica_id=replica, run_id=RUN, incarnation="i", version=version,
+                 fingerprint=fingerprint or expected, expected_fingerprint=expected, fetch_ms=1, decode_ms=1,
+                 pause_ms=2.0, apply_ms=1, proof_ms=1, step_to_served_ms=500, decode_step_ms=3, requests_in_flight=4,
+                 at=int(at_s * SECOND))  # fmt: skip
 
 
 def log() -> list[Record]:

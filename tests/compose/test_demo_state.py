@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.records import build
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import percentiles, summarise
 from tidemill.compose.demo.view import closing, screen, sparkline
@@ -51,29 +52,33 @@ def member(name: str, reward: float | None, versions: tuple[int, int] = (0, 0)) 
 def group(
     name: str, members: list[GroupMember], mode: Mode = Mode.TRAIN, reason: CloseReason = CloseReason.SIZE
 ) -> Group:
-    return Group(name, name, RUN, "ledger", mode, reason, len(members), members, None, 0, 1, False)
+    return build(Group, group_id=name, run_id=RUN, mode=mode, closed_by=reason, members=members, closed_at=1)
 
 
 def eval_task(name: str, version: int) -> Task:
-    return Task(name, name, RUN, "ledger", "{}", Mode.EVAL, 2, 8, 0, 0, 1, version)
+    return build(Task, task_id=name, run_id=RUN, mode=Mode.EVAL, group_size=2, max_turns=8, deadline_at=1,
+                 issued_version=version)  # fmt: skip
 
 
 def step(number: int, groups: list[str], lag: list[LagCount]) -> TrainStep:
     inputs = [StepInput(name, "groups", 0, 0) for name in groups]
-    return TrainStep(
-        RUN, number, number, number - 1, inputs, [], 0, "c", "composer2", 1e-3, {}, lag, 2, 10, "f", "g", 0, 1
-    )
+    return build(TrainStep, run_id=RUN, step=number, inputs=inputs, config_hash="c", objective="composer2",
+                 learning_rate=1e-3, lag=lag, rollouts=2, tokens=10, fingerprint="f", parent_fingerprint="g",
+                 finished_at=1)  # fmt: skip
 
 
 def manifest(version: int) -> Manifest:
-    return Manifest(RUN, "main", version, version - 1 if version else None, version, 1e-3, 100, 50, 2048, [], [],
-                    f"print-{version}", None, 1_000_000 * version, 1_000_000 * version + 1)  # fmt: skip
+    return build(Manifest, run_id=RUN, version=version, learning_rate=1e-3, n_elements=100, n_changed=50,
+                 delta_bytes=2048, fingerprint=f"print-{version}", trained_at=1_000_000 * version,
+                 published_at=1_000_000 * version + 1)  # fmt: skip
 
 
 def ack(version: int, status: AckStatus = AckStatus.PROVED, replica: str = "r0", fingerprint: str = "") -> WeightAck:
     expected = f"print-{version}"
-    return WeightAck(replica, "local", RUN, "main", "i", 1, version, version, status, "", fingerprint or expected,
-                     expected, 1, 1, 2.0 * version, 1, 1, 500, 3, 4, 2_000_000 * version + 2)  # fmt: skip
+    return build(WeightAck, replica_id=replica, run_id=RUN, incarnation="i", version=version, status=status,
+                 fingerprint=fingerprint or expected, expected_fingerprint=expected, fetch_ms=1, decode_ms=1,
+                 pause_ms=2.0 * version, apply_ms=1, proof_ms=1, step_to_served_ms=500, decode_step_ms=3,
+                 requests_in_flight=4, at=2_000_000 * version + 2)  # fmt: skip
 
 
 def log() -> list[object]:

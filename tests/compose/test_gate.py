@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.consumers.weight_log import WeightLog
+from tests.streams.gate.gate_support import ack, bench, manifest, outcome
 from tidemill.compose.cli import app
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.catalogue import Names, Topic
@@ -30,10 +31,6 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.role import SecondGate, run
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
-from gate_support import ack, bench, manifest, outcome
-from weight_log import WeightLog
 
 DEADLINE_S = 180.0
 SETTINGS = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.records import build
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines, field_lines
 from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.replay.steps import step_range
@@ -22,7 +23,7 @@ from tidemill.consumers.operate.replay.differences import (
     out_of_order,
 )
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import CloseReason, Document, Group, GroupMember, Mode, Record, RolloutStatus
+from tidemill.schemas.records import CloseReason, Document, Group, GroupMember, Record, RolloutStatus
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "streams"))
 from stream_support import rollout
@@ -35,20 +36,8 @@ def member(name: str, reward: float) -> GroupMember:
 
 
 def group(name: str, closed_at: int = 10, reward: float = 1.0, **changes: object) -> Group:
-    made = Group(
-        group_id=name,
-        task_id="t",
-        run_id="run",
-        environment="e",
-        mode=Mode.TRAIN,
-        closed_by=CloseReason.SIZE,
-        expected_size=1,
-        members=[member(f"{name}/0", reward)],
-        mean_reward=reward,
-        opened_at=0,
-        closed_at=closed_at,
-        rewards_shuffled=False,
-    )
+    made = build(Group, group_id=name, task_id="t", environment="e", expected_size=1,
+                 members=[member(f"{name}/0", reward)], mean_reward=reward, closed_at=closed_at)  # fmt: skip
     return replace(made, **changes)
 
 

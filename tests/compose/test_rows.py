@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from tests.consumers.product_support import product_run
 from tests.consumers.sink_support import rows_of, step
+from tests.records import build
 from tidemill.compose.cli import app
 from tidemill.compose.gate.tables import print_decisions, print_status
 from tidemill.compose.replay.copy import carry_out
@@ -403,7 +404,8 @@ def test_the_chain_can_be_read_on_a_wide_and_on_a_narrow_terminal(monkeypatch, c
 
 
 def decided(version: int | None) -> GateDecision:
-    return GateDecision("run", "main", GateVerdict.HOLD, version, "a launch\ttoday", "ada", {"p": 0.5}, 1_000_000)
+    return build(GateDecision, verdict=GateVerdict.HOLD, version=version, reason="a launch\ttoday", numbers={"p": 0.5},
+                 at=1_000_000)  # fmt: skip
 
 
 def test_the_gates_decisions_are_rows(capsysbinary):

@@ -5,13 +5,14 @@ import threading
 
 import pytest
 
+from tests.records import build
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.patience import LONGEST_S, Patience
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import SkipDelta, Tick
 
-SKIP = SkipDelta("r", "main", 1, 0, 0, 0, [], 0)
+SKIP = build(SkipDelta, run_id="r", version=1)
 
 
 def located(record, error=""):

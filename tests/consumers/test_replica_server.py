@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.records import build
 from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
 from tidemill.producers.sampling.completion import Completion
 from tidemill.producers.sampling.replicas import ReplicaIdentity
@@ -111,7 +112,9 @@ class Served:
 
     def decide(self, verdict, version=None):
         """Hand the replica a gate decision."""
-        self.tell(driver.to_line(GateDecision("test", "main", verdict, version, "reward fell", "ada", {}, 0)))
+        self.tell(
+            driver.to_line(build(GateDecision, run_id="test", verdict=verdict, version=version, reason="reward fell"))
+        )
 
     def complete(self, **changes):
         return self.http.post("/v1/completions", json={**BODY, "max_tokens": 8, **changes})

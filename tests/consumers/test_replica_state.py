@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.consumers.replica.state import Move, ReplicaState
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import Anchor, GateDecision, GateVerdict, Manifest, SkipDelta
@@ -15,25 +16,17 @@ ANCHOR_BYTES, DELTA_BYTES = 1000, 10
 
 
 def manifest(version: int, parent: int | None = -1, anchor: bool = False, fingerprint: str = "", n_bytes=DELTA_BYTES):
-    return Manifest(
-        run_id="r", branch="main", version=version, parent=version - 1 if parent == -1 else parent, step=version,
-        learning_rate=0.0, n_elements=0, n_changed=0, delta_bytes=n_bytes, shards=[], tensors=[],
-        fingerprint=fingerprint or f"f{version}", anchor=Anchor(f"v{version}", ANCHOR_BYTES) if anchor else None,
-        trained_at=0, published_at=0,
-    )  # fmt: skip
+    return build(Manifest, run_id="r", version=version, parent=version - 1 if parent == -1 else parent,
+                 delta_bytes=n_bytes, fingerprint=fingerprint or f"f{version}",
+                 anchor=Anchor(f"v{version}", ANCHOR_BYTES) if anchor else None)  # fmt: skip
 
 
 def skip(base: int, version: int, n_bytes: int = 15) -> SkipDelta:
-    return SkipDelta(
-        run_id="r", branch="main", version=version, base=base, n_changed=0, n_bytes=n_bytes, shards=[], published_at=0
-    )
+    return build(SkipDelta, run_id="r", version=version, base=base, n_bytes=n_bytes)
 
 
 def decision(verdict: str, version: int | None = None) -> GateDecision:
-    return GateDecision(
-        run_id="r", branch="main", verdict=GateVerdict(verdict), version=version, reason="reward fell",
-        decided_by="ada", numbers={}, at=0,
-    )  # fmt: skip
+    return build(GateDecision, run_id="r", verdict=GateVerdict(verdict), version=version, reason="reward fell")
 
 
 def first() -> Manifest:

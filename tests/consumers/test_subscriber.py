@@ -11,6 +11,7 @@ import pytest
 
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_support import ArrayReplica, base_directory, small_view
+from tests.records import build
 from tidemill.consumers.replica.subscriber import ReplicaFault
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError, FetchTimeoutError
 from tidemill.schemas.records import AckStatus, GateDecision, GateVerdict
@@ -41,7 +42,7 @@ class Harness(ArrayReplica):
 
 
 def decision(verdict, version=None):
-    return GateDecision("test", "main", GateVerdict(verdict), version, "reward fell", "ada", {}, 0)
+    return build(GateDecision, run_id="test", verdict=GateVerdict(verdict), version=version, reason="reward fell")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.records import build
 from tidemill.consumers.weights.chain import Chain
 from tidemill.consumers.weights.decide import Following, Proposal, decision
 from tidemill.consumers.weights.listing import rows
@@ -31,17 +32,15 @@ RUN = RunSettings(run_id="test")
 
 
 def shard(offset: int, n_bytes: int = 100, uri: str | None = None) -> ShardPosition:
-    return ShardPosition(0, "weights.deltas", 0, [] if uri else [offset], n_bytes, "", uri)
+    return build(ShardPosition, topic="weights.deltas", offsets=[] if uri else [offset], n_bytes=n_bytes, uri=uri)
 
 
 def manifest(version: int, parent: int | None = -1, anchor: bool = False, **changes: object) -> Manifest:
     parent = (version - 1 if version else None) if parent == -1 else parent
-    made = Manifest(
-        run_id="test", branch="main", version=version, parent=parent, step=version, learning_rate=1e-5,
-        n_elements=1000, n_changed=10 if parent is not None else 0, delta_bytes=100 if parent is not None else 0,
-        shards=[shard(version)] if parent is not None else [], tensors=[], fingerprint=f"{version:032x}",
-        anchor=Anchor(f"/anchors/v{version}", 50) if anchor else None, trained_at=0, published_at=0,
-    )  # fmt: skip
+    made = build(Manifest, run_id="test", version=version, parent=parent, learning_rate=1e-5, n_elements=1000,
+                 n_changed=10 if parent is not None else 0, delta_bytes=100 if parent is not None else 0,
+                 shards=[shard(version)] if parent is not None else [], fingerprint=f"{version:032x}",
+                 anchor=Anchor(f"/anchors/v{version}", 50) if anchor else None)  # fmt: skip
     return replace(made, **changes)
 
 
@@ -50,7 +49,7 @@ def skip(base: int, version: int, n_bytes: int = 120) -> SkipDelta:
 
 
 def decided(verdict: GateVerdict, version: int | None, at: int = 0) -> GateDecision:
-    return GateDecision("test", "main", verdict, version, "because", "ada", {}, at)
+    return build(GateDecision, run_id="test", verdict=verdict, version=version, reason="because", at=at)
 
 
 def chain_of(*records: object, kept_from: int = 0) -> Chain:

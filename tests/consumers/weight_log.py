@@ -15,6 +15,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from tests.records import build
 from tidemill.kernels.delta import TensorChange, encode_delta
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.schemas.catalogue import Topic
@@ -163,10 +164,6 @@ def acknowledgement(
     serving: int | None = None,
 ) -> WeightAck:
     """A record of the ledger."""
-    return WeightAck(
-        replica_id=replica, region="local", run_id=run.run_id, branch=run.branch, incarnation="i", pid=1,
-        version=version, serving_version=version if serving is None else serving, status=status,
-        reason="because" if status is AckStatus.REFUSED else "", fingerprint="", expected_fingerprint="",
-        fetch_ms=0.0, decode_ms=0.0, pause_ms=0.0, apply_ms=0.0, proof_ms=0.0, step_to_served_ms=0.0,
-        decode_step_ms=0.0, requests_in_flight=0, at=at,
-    )  # fmt: skip
+    return build(WeightAck, replica_id=replica, run_id=run.run_id, branch=run.branch, incarnation="i", version=version,
+                 serving_version=version if serving is None else serving, status=status,
+                 reason="because" if status is AckStatus.REFUSED else "", at=at)  # fmt: skip

@@ -15,6 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from tests.producers.conftest import END, byte_tokenizer
+from tests.records import build
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
@@ -53,13 +54,16 @@ def chat_format(tokenizer: Tokenizer = BYTES, source: str | None = None, **setti
 def decision(verdict: str, version: int | None = 1, share: float | None = None) -> GateDecision:
     """A gate decision of the run's main branch."""
     numbers = {} if share is None else {"share": share}
-    return GateDecision("r", "main", GateVerdict(verdict), version, "", "gate", numbers, 0)
+    return build(
+        GateDecision, run_id="r", verdict=GateVerdict(verdict), version=version, decided_by="gate", numbers=numbers
+    )
 
 
 def interaction_of(*segments: Segment) -> Interaction:
     """A served answer of these segments."""
-    return Interaction("i1", "r", "main", "u", "", "stable", 1.0, True, list(segments), None, 0, 0, -1, -1, "r1",
-                       "here", "stop", 1.0, 2.0, 3, "life")  # fmt: skip
+    return build(Interaction, interaction_id="i1", run_id="r", segments=list(segments), version_min=-1, version_max=-1,
+                 replica_id="r1", region="here", first_token_ms=1.0, latency_ms=2.0, served_at=3,
+                 incarnation="life")  # fmt: skip
 
 
 class MemoryOutbox:

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from tests.records import build
 from tidemill.producers import corpus as corpus_role
 from tidemill.producers.config import CorpusSettings
 from tidemill.producers.corpus import corpus
@@ -17,12 +18,12 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Mode, Task
+from tidemill.schemas.records import Task
 
 CHAT = ChatSettings()
 LEDGER = LedgerEnvironment(LedgerOptions())
 FOUR = LedgerTask(entries=(5, 8, -3, 14))
-TASK = Task("t", "g", "run", "ledger", FOUR.payload(), Mode.TRAIN, 16, 7, 0, 0, 1, 0)
+TASK = build(Task, task_id="t", group_id="g", payload=FOUR.payload(), group_size=16, max_turns=7, deadline_at=1)
 
 
 def work(rng, slip_rate, polite_rate=0.0):

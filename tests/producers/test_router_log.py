@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
+from tests.records import build
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
@@ -107,7 +108,7 @@ def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(
         tokens = [http.post("/v1/completions", json=ASK).json()["tidemill"]["interaction"] for _ in range(2)]
         early = http.post("/v1/chat/completions", json=CHAT)
         assert early.status_code == 503 and "chat template" in early.json()["error"]["message"]
-        anchored = Manifest("r", "main", 0, None, 0, 0.1, 0, 0, 0, [], [], "", Anchor(str(tokenizer_dir), 1), 0, 0)
+        anchored = build(Manifest, run_id="r", learning_rate=0.1, anchor=Anchor(str(tokenizer_dir), 1))
         with RecordProducer(settings, "trainer") as trainer:
             trainer.send_acked(Topic.MANIFESTS, [("main", anchored)])
         answers: list[httpx.Response] = []

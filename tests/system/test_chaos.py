@@ -41,6 +41,7 @@ from tests.consumers.operate.audit_support import PLANTED_FAULTS, WrittenLog
 from tests.consumers.product_support import interaction, outcome, product_run, use
 from tests.consumers.sink_support import START_US
 from tests.producers.conftest import FakeReplica, byte_tokenizer
+from tests.records import build
 from tidemill.compose.demo.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.schemas import records as r
@@ -51,7 +52,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Mode, Rollout, Task
+from tidemill.schemas.records import Rollout, Task
 
 CHAOS = Path(keeping.__file__).parent
 ROLES = ("feed", "rollout-0", "rollout-1", "stream", "train", "replica-0", "sink")
@@ -406,9 +407,8 @@ TASKS = 6
 
 def a_task(number: int) -> Task:
     name, now = f"run/train/{number}", now_us()
-    return Task(
-        name, name, "run", "ledger", '{"entries":[3,4]}', Mode.TRAIN, GROUP_SIZE, 6, 0, now, now + 3_600_000_000, 0
-    )
+    return build(Task, task_id=name, payload='{"entries":[3,4]}', group_size=GROUP_SIZE, max_turns=6, issued_at=now,
+                 deadline_at=now + 3_600_000_000)  # fmt: skip
 
 
 @dataclass

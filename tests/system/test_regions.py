@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from network.regions import Region, Regions, why_not
 from network.shape import Direction, LinkShape
 
+from tests.records import build
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.weights.config import PublishSettings
@@ -156,7 +157,9 @@ def test_a_chunk_comes_over_a_link_that_is_slower_than_the_looks_for_stalls(tmp_
             kafka = KafkaSettings(bootstrap=bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", stall_timeout_s=12.0)
             create_topics(kafka)
             with RecordProducer(kafka, "test") as producer:
-                producer.send_acked(Topic.DELTAS, [("0", DeltaChunk("r", "main", 1, 0, 0, 1, "", payload))])
+                producer.send_acked(
+                    Topic.DELTAS, [("0", build(DeltaChunk, run_id="r", version=1, total=1, payload=payload))]
+                )
             inside = kafka.model_copy(update={"bootstrap": f"{outside[0]}:{outside[1]}"})
             config = {"kafka": inside.model_dump(), "deadline_s": 4 * 8 * len(payload) / rate}
             reader = region.start(

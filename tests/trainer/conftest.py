@@ -11,19 +11,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import (
-    BatchClose,
-    CloseReason,
     Group,
     GroupMember,
     Interaction,
-    Mode,
     OnlineBatch,
     OnlineMember,
     RewardComponent,
     Rollout,
-    RolloutStatus,
     Segment,
     StepInput,
     VersionSpan,
@@ -71,35 +68,11 @@ def rollout(group_id: str, index: int, reward: float, size: int = 4, version: in
     seed = sum(map(ord, group_id)) * 100 + index
     made = segment(seed, 20 + seed % 13, version)
     sampled = int(made.mask().sum())
-    made_rollout = Rollout(
-        rollout_id=f"{group_id}-{index}",
-        group_id=group_id,
-        task_id=group_id,
-        run_id="run",
-        environment="test",
-        mode=Mode.TRAIN,
-        index=index,
-        group_size=size,
-        deadline_at=0,
-        status=RolloutStatus.COMPLETED,
-        failure="",
-        segments=[made],
-        claim=None,
-        rewards=[RewardComponent("correct", reward, 1.0)],
-        reward=reward,
-        reward_version="1",
-        success=reward > 0.5,
-        turns=2,
-        prompt_tokens=6,
-        sampled_tokens=sampled,
-        version_min=version,
-        version_max=version,
-        replica_id=f"replica-{index % 2}",
-        region="local",
-        worker_id="worker",
-        started_at=0,
-        finished_at=0,
-    )
+    made_rollout = build(Rollout, rollout_id=f"{group_id}-{index}", group_id=group_id, environment="test", index=index,
+                         group_size=size, segments=[made], rewards=[RewardComponent("correct", reward, 1.0)],
+                         reward=reward, success=reward > 0.5, turns=2, prompt_tokens=6, sampled_tokens=sampled,
+                         version_min=version, version_max=version, replica_id=f"replica-{index % 2}",
+                         worker_id="worker")  # fmt: skip
     return replace(made_rollout, **changes)
 
 
@@ -123,20 +96,8 @@ def member_of(record: Rollout, partition: int, offset: int) -> GroupMember:
 def group_of(group_id: str, members: list[GroupMember], **changes: object) -> Group:
     """A group closed by size."""
     rewards = [member.reward for member in members if member.reward is not None]
-    made = Group(
-        group_id=group_id,
-        task_id=group_id,
-        run_id="run",
-        environment="test",
-        mode=Mode.TRAIN,
-        closed_by=CloseReason.SIZE,
-        expected_size=len(members),
-        members=members,
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
-        opened_at=0,
-        closed_at=0,
-        rewards_shuffled=False,
-    )
+    made = build(Group, group_id=group_id, environment="test", members=members,
+                 mean_reward=sum(rewards) / len(rewards) if rewards else None)  # fmt: skip
     return replace(made, **changes)
 
 
@@ -153,28 +114,9 @@ def interaction(name: str, version: int = 0, **changes: object) -> Interaction:
     """An answer served to the user `user-<name>`, whose tokens depend on its name alone."""
     seed = sum(map(ord, name)) * 7
     made = segment(seed, 20 + seed % 13, version)
-    served = Interaction(
-        interaction_id=name,
-        run_id="run",
-        branch="main",
-        user_id=f"user-{name}",
-        session_id="",
-        arm="stable",
-        propensity=0.9,
-        consent=True,
-        segments=[made],
-        claim=None,
-        prompt_tokens=6,
-        sampled_tokens=int(made.mask().sum()),
-        version_min=version,
-        version_max=version,
-        replica_id=f"replica-{seed % 2}",
-        region="local",
-        finish_reason="stop",
-        first_token_ms=1.0,
-        latency_ms=2.0,
-        served_at=1000,
-    )
+    served = build(Interaction, interaction_id=name, user_id=f"user-{name}", propensity=0.9, segments=[made],
+                   prompt_tokens=6, sampled_tokens=int(made.mask().sum()), version_min=version, version_max=version,
+                   replica_id=f"replica-{seed % 2}", first_token_ms=1.0, latency_ms=2.0, served_at=1000)  # fmt: skip
     return replace(served, **changes)
 
 
@@ -199,21 +141,8 @@ def online_member(record: Interaction, reward: float, offset: int = 0, partition
 
 def online_batch(batch_id: str, members: list[OnlineMember], version: int = 0, **changes: object) -> OnlineBatch:
     """A batch closed by its tokens."""
-    made = OnlineBatch(
-        batch_id=batch_id,
-        run_id="run",
-        branch="main",
-        sequence=0,
-        version=version,
-        members=members,
-        tokens=sum(member.sampled_tokens for member in members),
-        closed_by=BatchClose.TOKENS,
-        dropped={},
-        selection={},
-        map_version="map",
-        opened_at=0,
-        closed_at=0,
-    )
+    made = build(OnlineBatch, batch_id=batch_id, version=version, members=members,
+                 tokens=sum(member.sampled_tokens for member in members), map_version="map")  # fmt: skip
     return replace(made, **changes)
 
 

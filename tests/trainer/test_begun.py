@@ -8,6 +8,7 @@ import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from tests.records import build
 from tests.trainer.conftest import group_of, interaction, member_of, online_batch, online_member, rollout
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
@@ -112,7 +113,7 @@ def serve(log: KafkaSettings, name: str, version: int, number: int = 0) -> None:
 
 
 def decide(log: KafkaSettings, verdict: GateVerdict, version: int) -> None:
-    said = GateDecision("run", "main", verdict, version, "", "test", {}, 0)
+    said = build(GateDecision, verdict=verdict, version=version, decided_by="test")
     RecordProducer(log, "test").send_acked(Topic.GATE, [("main", said)])
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.records import build
 from tests.trainer.conftest import group_of, member_of, rollout
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Names, Topic
@@ -58,18 +59,25 @@ def synthetic(kinds: list[tuple[str, int]]) -> list[Group]:
             for i, r in enumerate(rewards)
         ]
         log.append(
-            Group(
-                name, name, "other" if kind == "foreign" else "run", "test",
-                Mode.EVAL if kind == "eval" else Mode.TRAIN,
-                CloseReason.LATE if kind == "late" else CloseReason.SIZE, 2, members, 0.5, 0, (number * 7) % 5, False,
+            build(
+                Group,
+                group_id=name,
+                run_id="other" if kind == "foreign" else "run",
+                environment="test",
+                mode=Mode.EVAL if kind == "eval" else Mode.TRAIN,
+                closed_by=CloseReason.LATE if kind == "late" else CloseReason.SIZE,
+                expected_size=2,
+                members=members,
+                mean_reward=0.5,
+                closed_at=(number * 7) % 5,
             )
-        )  # fmt: skip
+        )
     return log
 
 
 def plan_of(batch: StepBatch, step: int) -> StepPlan:
     inputs = [group.place for group in batch.groups]
-    return StepPlan("run", step, step - 1, inputs, batch.exclusions, 0, "", {}, "", "", 0)
+    return build(StepPlan, step=step, parent_version=step - 1, inputs=inputs, exclusions=batch.exclusions)
 
 
 def trained(log: list[Group], actions: list[int | str], rules: StepRules = RULES) -> list[Said]:

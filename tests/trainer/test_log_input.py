@@ -8,6 +8,7 @@ from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.codec import Codec
@@ -256,11 +257,7 @@ def test_a_burst_of_useless_groups_is_named_step_by_step_in_records_that_the_log
 
 def recorded(batch, step: int = 1) -> TrainStep:
     """What a train step record says of its batch."""
-    return TrainStep(
-        run_id="run", step=step, version=step, parent_version=step - 1, inputs=[g.place for g in batch.groups],
-        exclusions=batch.exclusions, seed=0, config_hash="", objective="", learning_rate=0.0, metrics={}, lag=[],
-        rollouts=0, tokens=0, fingerprint="", parent_fingerprint="", started_at=0, finished_at=0,
-    )  # fmt: skip
+    return build(TrainStep, step=step, inputs=[g.place for g in batch.groups], exclusions=batch.exclusions)
 
 
 KINDS = st.sampled_from(["good", "good", "good", "eval", "no_signal", "foreign", "duplicate"])
@@ -332,13 +329,21 @@ def synthetic_log(kinds) -> dict[int, list[Group]]:
 def bare_group(name: str, kind: str, number: int) -> Group:
     rewards = (1.0, 1.0) if kind == "no_signal" else (1.0, 0.0)
     members = [
-        GroupMember(f"{name}-{i}", "rollouts", 0, i, RolloutStatus.COMPLETED, r, 0.0, True, 1, 0, 0)
+        build(
+            GroupMember,
+            rollout_id=f"{name}-{i}",
+            topic="rollouts",
+            offset=i,
+            reward=r,
+            advantage=0.0,
+            success=True,
+            sampled_tokens=1,
+        )
         for i, r in enumerate(rewards)
     ]
-    return Group(
-        name, name, "other" if kind == "foreign" else "run", "test", Mode.EVAL if kind == "eval" else Mode.TRAIN,
-        CloseReason.SIZE, 2, members, 0.5, 0, number, False,
-    )  # fmt: skip
+    return build(Group, group_id=name, run_id="other" if kind == "foreign" else "run", environment="test",
+                 mode=Mode.EVAL if kind == "eval" else Mode.TRAIN, expected_size=2, members=members, mean_reward=0.5,
+                 closed_at=number)  # fmt: skip
 
 
 def test_read_ahead_is_bounded_by_bytes_and_forgets_the_oldest() -> None:

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.schemas.records import GateDecision, GateVerdict
 from tidemill.trainer.online.line import RejectedLineError, WeightLine
 
@@ -11,7 +12,7 @@ V = GateVerdict
 
 
 def decision(verdict: GateVerdict, version: int | None, run_id: str = "run", branch: str = "main") -> GateDecision:
-    return GateDecision(run_id, branch, verdict, version, "", "test", {}, 0)
+    return build(GateDecision, run_id=run_id, branch=branch, verdict=verdict, version=version, decided_by="test")
 
 
 def line_of(*events: tuple[GateVerdict, int | None] | int) -> WeightLine:

@@ -8,6 +8,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from tests.records import build
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Names, Topic
@@ -81,7 +82,7 @@ def decide(log):
     producer = RecordProducer(log, "test")
 
     def decide(verdict: GateVerdict, version: int, run_id: str = "run") -> None:
-        said = GateDecision(run_id, "main", verdict, version, "", "test", {}, 0)
+        said = build(GateDecision, run_id=run_id, verdict=verdict, version=version, decided_by="test")
         producer.send_acked(Topic.GATE, [("main", said)])
 
     return decide

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, TrainStep, UserRequest, UserWish
 from tidemill.trainer.batch_builder import Exclusion
@@ -30,7 +31,7 @@ def line_to(version: int) -> WeightLine:
 
 
 def decide(line: WeightLine, verdict: GateVerdict, version: int) -> None:
-    line.observe(GateDecision("run", "main", verdict, version, "", "test", {}, 0))
+    line.observe(build(GateDecision, verdict=verdict, version=version, decided_by="test"))
 
 
 def place(name: str, offset: int) -> StepInput:
@@ -298,11 +299,7 @@ def test_a_repeated_step_trains_the_members_of_then(make_trainable_batch, droppe
 
 def recorded(trained: StepInput | None, exclusions, step: int = 1) -> TrainStep:
     """What a train step record says of an online batch."""
-    return TrainStep(
-        run_id="run", step=step, version=step, parent_version=step - 1, inputs=[trained] if trained else [],
-        exclusions=exclusions, seed=0, config_hash="", objective="", learning_rate=0.0, metrics={}, lag=[],
-        rollouts=0, tokens=0, fingerprint="", parent_fingerprint="", started_at=0, finished_at=0,
-    )  # fmt: skip
+    return build(TrainStep, step=step, inputs=[trained] if trained else [], exclusions=exclusions)
 
 
 KINDS = st.sampled_from(["good", "good", "good", "stale", "equal", "foreign", "duplicate", "gone", "rejected"])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepRules
@@ -17,26 +18,10 @@ from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
 
 def step(number: int, version: int, trained: list[int], excluded: dict[int, str], bound: int = 2) -> TrainStep:
     """A step from `version` on groups, by offset, and what it left out with the reasons."""
-    return TrainStep(
-        run_id="run",
-        step=number,
-        version=number,
-        parent_version=version,
-        inputs=[StepInput(f"g{o}", Topic.GROUPS.value, 0, o) for o in trained],
-        exclusions=[StepExclusion(f"g{o}", Topic.GROUPS.value, 0, o, why, 1) for o, why in excluded.items()],
-        seed=0,
-        config_hash="",
-        objective="",
-        learning_rate=0.0,
-        metrics={"policy_lag_bound": float(bound)},
-        lag=[],
-        rollouts=0,
-        tokens=0,
-        fingerprint="",
-        parent_fingerprint="",
-        started_at=0,
-        finished_at=0,
-    )
+    return build(TrainStep, step=number, parent_version=version,
+                 inputs=[StepInput(f"g{o}", Topic.GROUPS.value, 0, o) for o in trained],
+                 exclusions=[StepExclusion(f"g{o}", Topic.GROUPS.value, 0, o, why, 1) for o, why in excluded.items()],
+                 metrics={"policy_lag_bound": float(bound)})  # fmt: skip
 
 
 @pytest.fixture

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.records import build
 from tidemill.schemas.records import (
-    CloseReason,
     Group,
     GroupMember,
     Manifest,
-    Mode,
     Rollout,
-    RolloutStatus,
     Segment,
     StepExclusion,
     StepInput,
@@ -31,45 +29,55 @@ def rollout(rollout_id, group_id, *, index=0, reward=1.0, finished_at=1_000_000,
         logprobs=np.array([0, -0.5, -0.25], dtype="<f4").tobytes(),
         spans=[VersionSpan(0, 1, 3)],
     )
-    return Rollout(
-        rollout_id=rollout_id, group_id=group_id, task_id=f"task-{group_id}", run_id=run_id, environment="ledger",
-        mode=Mode.TRAIN, index=index, group_size=2, deadline_at=finished_at + 10**9, status=RolloutStatus.COMPLETED,
-        failure="", segments=[segment], claim=None, rewards=[], reward=reward, reward_version="1", success=True,
-        turns=1, prompt_tokens=1, sampled_tokens=2, version_min=0, version_max=0, replica_id="r", region="local",
-        worker_id="w", started_at=finished_at - 1, finished_at=finished_at,
-    )  # fmt: skip
+    return build(Rollout, rollout_id=rollout_id, group_id=group_id, task_id=f"task-{group_id}", run_id=run_id,
+                 index=index, group_size=2, deadline_at=finished_at + 10**9, segments=[segment], reward=reward,
+                 success=True, turns=1, prompt_tokens=1, sampled_tokens=2, started_at=finished_at - 1,
+                 finished_at=finished_at)  # fmt: skip
 
 
 def group(group_id, places, *, closed_at=2_000_000, run_id="run", ids=None):
     """A group of two rollouts at (topic, partition, offset) each."""
     names = ids or [f"r{offset}" for _, _, offset in places]
     members = [
-        GroupMember(name, topic, partition, offset, RolloutStatus.COMPLETED, 1.0, 0.5 - n, True, 2, 0, 0)
+        build(
+            GroupMember,
+            rollout_id=name,
+            topic=topic,
+            partition=partition,
+            offset=offset,
+            reward=1.0,
+            advantage=0.5 - n,
+            success=True,
+            sampled_tokens=2,
+        )
         for n, (name, (topic, partition, offset)) in enumerate(zip(names, places, strict=True))
     ]
-    return Group(
-        group_id=group_id, task_id=f"task-{group_id}", run_id=run_id, environment="ledger", mode=Mode.TRAIN,
-        closed_by=CloseReason.SIZE, expected_size=len(members), members=members, mean_reward=0.5, opened_at=1,
-        closed_at=closed_at, rewards_shuffled=False,
-    )  # fmt: skip
+    return build(Group, group_id=group_id, task_id=f"task-{group_id}", run_id=run_id, members=members, mean_reward=0.5,
+                 opened_at=1, closed_at=closed_at)  # fmt: skip
 
 
 def step(number, inputs, exclusions):
     """The record of a step that read groups at some places."""
-    return TrainStep(
-        run_id="run", step=number, version=number, parent_version=number - 1,
+    return build(
+        TrainStep,
+        step=number,
         inputs=[StepInput(f"g{offset}", topic, partition, offset) for topic, partition, offset in inputs],
         exclusions=[
             StepExclusion(f"g{offset}", topic, partition, offset, "stale", 2) for topic, partition, offset in exclusions
         ],
-        seed=0, config_hash="c", objective="grpo", learning_rate=0.1, metrics={}, lag=[], rollouts=2, tokens=4,
-        fingerprint="f", parent_fingerprint="p", started_at=1, finished_at=2,
-    )  # fmt: skip
+        config_hash="c",
+        objective="grpo",
+        learning_rate=0.1,
+        rollouts=2,
+        tokens=4,
+        fingerprint="f",
+        parent_fingerprint="p",
+        started_at=1,
+        finished_at=2,
+    )
 
 
 def manifest_of(shards):
     """A version whose chunks lie in some shards."""
-    return Manifest(
-        run_id="run", branch="main", version=1, parent=0, step=1, learning_rate=0.1, n_elements=1, n_changed=1,
-        delta_bytes=10, shards=shards, tensors=[], fingerprint="f", anchor=None, trained_at=1, published_at=2,
-    )  # fmt: skip
+    return build(Manifest, version=1, learning_rate=0.1, n_elements=1, n_changed=1, delta_bytes=10, shards=shards,
+                 fingerprint="f", trained_at=1, published_at=2)  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import changed
@@ -22,12 +23,10 @@ from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
 
 def manifest(version: int, parent: int | None = None, anchor: int | None = None, **fields) -> Manifest:
     """A version with an anchor of `anchor` bytes, if that is given."""
-    made = Manifest(
-        run_id="run", branch="main", version=version, parent=parent, step=version, learning_rate=1e-6, n_elements=10,
-        n_changed=1, delta_bytes=100, shards=[], tensors=[TensorInfo("w", "bfloat16", [10], f"{version:032x}")],
-        fingerprint=f"{version:032x}", anchor=None if anchor is None else Anchor(f"a{version}", anchor),
-        trained_at=0, published_at=0,
-    )  # fmt: skip
+    made = build(Manifest, version=version, parent=parent, learning_rate=1e-6, n_elements=10, n_changed=1,
+                 delta_bytes=100, tensors=[TensorInfo("w", "bfloat16", [10], f"{version:032x}")],
+                 fingerprint=f"{version:032x}",
+                 anchor=None if anchor is None else Anchor(f"a{version}", anchor))  # fmt: skip
     return replace(made, **fields)
 
 
@@ -180,7 +179,7 @@ def test_a_branch_that_lost_a_version_is_not_skipped_over():
 
 def test_the_tensors_of_a_version_are_those_of_its_parent_and_the_shards_changes():
     tensors = [TensorInfo(name, "bfloat16", [2], Fingerprint(i, i).hex()) for i, name in enumerate("abc")]
-    position = ShardPosition(0, "t", 0, [], 0, "")
+    position = build(ShardPosition, topic="t")
     shards = [
         ShardReport(position, 0, 0, {"a": Fingerprint(5, 6), "c": Fingerprint(1, 1)}),
         ShardReport(position, 0, 0, {"a": Fingerprint(1, 1)}),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.consumers import replica_driver as driver
+from tests.records import build
 from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange, encode_delta
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights import delta_shard
@@ -47,11 +48,8 @@ def manifest_of(version, view, parent=None):
         for name, bits in view.items()
     ]
     total = sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
-    return Manifest(
-        run_id="test", branch="main", version=version, parent=parent, step=0, learning_rate=0.0, n_elements=0,
-        n_changed=0, delta_bytes=0, shards=[ShardPosition(0, "", 0, [], 0, "")], tensors=tensors,
-        fingerprint=total.hex(), anchor=None, trained_at=0, published_at=0,
-    )  # fmt: skip
+    return build(Manifest, run_id="test", version=version, parent=parent, step=0,
+                 shards=[ShardPosition(0, "", 0, [], 0, "")], tensors=tensors, fingerprint=total.hex())  # fmt: skip
 
 
 def save(view, directory):

@@ -10,6 +10,7 @@ import fastavro
 import pytest
 import xxhash
 
+from tests.records import build
 from tidemill.kernels.weights.tensor_table import (
     TensorTableError,
     fit_record,
@@ -36,10 +37,8 @@ def tensors(n: int, seed: int = 0) -> list[TensorInfo]:
 
 
 def manifest(listed: list[TensorInfo]) -> Manifest:
-    return Manifest(
-        run_id="run", branch="main", version=1, parent=0, step=1, learning_rate=1e-6, n_elements=1, n_changed=1,
-        delta_bytes=1, shards=[], tensors=listed, fingerprint="0" * 32, anchor=None, trained_at=0, published_at=0,
-    )  # fmt: skip
+    return build(Manifest, version=1, learning_rate=1e-6, n_elements=1, n_changed=1, delta_bytes=1, tensors=listed,
+                 fingerprint="0" * 32)  # fmt: skip
 
 
 @pytest.mark.parametrize("n", [0, 1, 20_000])

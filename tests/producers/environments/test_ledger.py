@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.records import build
 from tidemill.producers.demonstrator import Demonstrator
 from tidemill.producers.environments.base import GenerationFailed, Reply, Split, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.check import ScriptedPolicy
@@ -21,7 +22,7 @@ from tidemill.producers.environments.ledger import (
     closing,
     parse_ledger,
 )
-from tidemill.schemas.records import Mode, Task
+from tidemill.schemas.records import Task
 
 ENTRIES = st.lists(st.integers(-999_999, 999_999).filter(bool), min_size=1, max_size=60)
 SEEDS = st.integers(0, 2**32)
@@ -29,7 +30,7 @@ LEDGER = LedgerEnvironment(LedgerOptions())
 
 
 def task_of(payload, max_turns=100):
-    return Task("t", "g", "run", "ledger", payload, Mode.TRAIN, 16, max_turns, 0, 0, 1, 0)
+    return build(Task, task_id="t", group_id="g", payload=payload, group_size=16, max_turns=max_turns, deadline_at=1)
 
 
 def ledger_task(entries, max_turns=100):

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.producers.environments.base import (
     ContextFull,
     Endpoint,
@@ -35,7 +36,7 @@ from tidemill.producers.environments.find import UnknownEnvironment, options_jso
 from tidemill.producers.environments.frames import FrameTooLarge, encode
 from tidemill.producers.environments.process import HostedEnvironment, HostLimits, ProcessLost
 from tidemill.schemas.chat.messages import BadMessage
-from tidemill.schemas.records import Mode, Task
+from tidemill.schemas.records import Task
 
 pytestmark = pytest.mark.filterwarnings("error")
 HOSTILE = "hostile_environments:Hostile"
@@ -77,7 +78,8 @@ class FakePolicy:
 
 
 def task(payload: str) -> Task:
-    return Task("t", "t", "run", "hostile", payload, Mode.TRAIN, 8, 64, 1, 0, 2**60, 0)
+    return build(Task, task_id="t", environment="hostile", payload=payload, group_size=8, max_turns=64, seed=1,
+                 deadline_at=2**60)  # fmt: skip
 
 
 def run(coroutine, limit_s: float = NEVER_S):

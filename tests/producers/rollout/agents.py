@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.records import build
 from tidemill.producers.environments.base import Endpoint
 from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
 from tidemill.producers.sampling.completion import Completion, Sampling
@@ -16,7 +17,7 @@ from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings
-from tidemill.schemas.records import Mode, Task, VersionSpan
+from tidemill.schemas.records import Task, VersionSpan
 
 END = "<|im_end|>"
 Say = Callable[[str], "str | Awaitable[str]"]
@@ -94,18 +95,5 @@ def policy_of(
 
 
 def task_of(payload: str, environment: str = "test", max_turns: int = 64, options: str = "{}") -> Task:
-    return Task(
-        task_id="task",
-        group_id="group",
-        run_id="run",
-        environment=environment,
-        payload=payload,
-        mode=Mode.TRAIN,
-        group_size=1,
-        max_turns=max_turns,
-        seed=0,
-        issued_at=0,
-        deadline_at=2**60,
-        issued_version=0,
-        options=options,
-    )
+    return build(Task, task_id="task", group_id="group", environment=environment, payload=payload, group_size=1,
+                 max_turns=max_turns, deadline_at=2**60, options=options)  # fmt: skip

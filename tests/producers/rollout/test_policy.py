@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.producers.conftest import END, solution
+from tests.records import build
 from tidemill.producers.environments.base import ContextFull, GenerationFailed
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.producers.rollout.policy import PolicyLimits, RolloutPolicy
@@ -28,7 +29,7 @@ from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import Dispatch, Mode, RolloutStatus, Task, Tick, Turn, VersionSpan
+from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Tick, Turn, VersionSpan
 
 REPLICA = ReplicaIdentity("r1", "here")
 LEDGER = LedgerEnvironment(LedgerOptions())
@@ -37,7 +38,9 @@ USER = {"role": "user", "content": "hello"}
 
 def task(entries=(3, 4), max_turns=6) -> Task:
     payload = LedgerTask(entries=entries).payload()
-    return Task("t", "g", "run", "ledger", payload, Mode.TRAIN, 4, max_turns, 0, 0, 10**18, 0)
+    return build(
+        Task, task_id="t", group_id="g", payload=payload, group_size=4, max_turns=max_turns, deadline_at=10**18
+    )
 
 
 TASK = task()
@@ -428,7 +431,20 @@ def test_hostile_turns_are_ignored_or_consistent(texts, rows):
     opening = context_digest(texts.open([{"role": "user", "content": LedgerTask(entries=(3, 4)).prompt()}],
                                         CALCULATOR.schemas))  # fmt: skip
     hostile = [
-        Turn("g/1", "g", "t", "run", "w", "r", "", "one", number, count, ids, logprobs, spans, "stop", 0, opening)
+        build(
+            Turn,
+            rollout_id="g/1",
+            group_id="g",
+            task_id="t",
+            region="",
+            incarnation="one",
+            turn=number,
+            n_tokens=count,
+            token_ids=ids,
+            logprobs=logprobs,
+            spans=spans,
+            context=opening,
+        )
         for number, ids, logprobs, count, spans in rows
     ]
     session = Script(texts)
@@ -448,9 +464,8 @@ def dispatch(a_task=TASK, **changes) -> Dispatch:
 
 def turn(index, number, **changes) -> Turn:
     name = rollout_id(TASK, index)
-    made = Turn(
-        name, "g", "t", "run", "w", "r", "", "", number, 1, bytes(4), bytes(4), [VersionSpan(0, 0, 1)], "stop", 0
-    )
+    made = build(Turn, rollout_id=name, group_id="g", task_id="t", region="", turn=number, n_tokens=1,
+                 token_ids=bytes(4), logprobs=bytes(4), spans=[VersionSpan(0, 0, 1)])  # fmt: skip
     return replace(made, **changes)
 
 

@@ -17,6 +17,7 @@ from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.producers.config import RolloutSettings
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.rollout import worker
@@ -32,7 +33,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Anchor, Manifest, Mode, Rollout, RolloutStatus, Task, Tick
+from tidemill.schemas.records import Anchor, Manifest, Rollout, RolloutStatus, Task, Tick
 
 RUN = RunSettings(run_id="run")
 HOUR_US = 3_600_000_000
@@ -42,7 +43,8 @@ PARTITION = (Topic.TASKS, 0)
 def task(index=0, group_size=4, payload='{"entries":[3,4]}', deadline_in_us=HOUR_US, **changes) -> Task:
     name = f"run/train/{index}"
     now = now_us()
-    made = Task(name, name, "run", "ledger", payload, Mode.TRAIN, group_size, 6, 0, now, now + deadline_in_us, 0)
+    made = build(Task, task_id=name, payload=payload, group_size=group_size, max_turns=6, issued_at=now,
+                 deadline_at=now + deadline_in_us)  # fmt: skip
     return replace(made, **changes)
 
 
@@ -357,7 +359,7 @@ def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):
 
 
 def test_the_checkpoint_is_the_first_anchor(log, tokenizer_dir):
-    manifest = Manifest("run", "main", 0, None, 0, 0.1, 0, 0, 0, [], [], "", Anchor(str(tokenizer_dir), 1), 0, 0)
+    manifest = build(Manifest, learning_rate=0.1, anchor=Anchor(str(tokenizer_dir), 1))
     with RecordProducer(log, "test-trainer") as producer:
         producer.send_acked(Topic.MANIFESTS, [("main", replace(manifest, run_id="other")), ("main", manifest)])
     assert anchor_of_run(log, RUN, threading.Event()) == str(tokenizer_dir)

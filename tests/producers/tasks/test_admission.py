@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, trainable
 from tidemill.schemas.records import (
     AckStatus,
@@ -34,30 +35,29 @@ def policy(groups_per_step=2, max_policy_lag=1, max_steps=1000, replicas=1) -> A
 
 def task(index, mode=Mode.TRAIN, deadline_at=100 * SECOND) -> Task:
     name = f"run/{mode}/{index}"
-    return Task(name, name, "run", "ledger", "{}", mode, 4, 5, 0, 0, deadline_at, 0)
+    return build(Task, task_id=name, mode=mode, group_size=4, max_turns=5, deadline_at=deadline_at)
 
 
 def member(reward, version=0) -> GroupMember:
     status = RolloutStatus.FAILED if reward is None else RolloutStatus.COMPLETED
-    return GroupMember("r", "rollouts", 0, 0, status, reward, None, None, 1, version, version)
+    return build(GroupMember, rollout_id="r", topic="rollouts", status=status, reward=reward, sampled_tokens=1,
+                 version_min=version, version_max=version)  # fmt: skip
 
 
 def group(index, rewards=(1.0, 0.1), closed_by=CloseReason.SIZE, mode=Mode.TRAIN, version=0) -> Group:
     members = [member(reward, version) for reward in rewards]
     name = f"run/{mode}/{index}"
-    return Group(name, name, "run", "ledger", mode, closed_by, len(members), members, 0.0, 0, 0, False)
+    return build(Group, group_id=name, mode=mode, closed_by=closed_by, members=members, mean_reward=0.0)
 
 
 def step(number, trained=(), excluded=()) -> TrainStep:
     inputs = [StepInput(f"run/train/{i}", "groups", 0, i) for i in trained]
     exclusions = [StepExclusion(name, "groups", 0, 0, reason, 4) for name, reason in excluded]
-    return TrainStep("run", number, number, number - 1, inputs, exclusions, 0, "", "", 0.0, {}, [], 0, 0, "", "", 0, 0)
+    return build(TrainStep, step=number, inputs=inputs, exclusions=exclusions)
 
 
 def ack(version, replica="a", at=0, status=AckStatus.PROVED) -> WeightAck:
-    return WeightAck(
-        replica, "", "run", "main", "i", 1, version, version, status, "", "", "", 0, 0, 0, 0, 0, 0, 0, 0, at
-    )
+    return build(WeightAck, replica_id=replica, region="", incarnation="i", version=version, status=status, at=at)
 
 
 def controller(**changes) -> AdmissionController:

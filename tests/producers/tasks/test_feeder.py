@@ -19,6 +19,7 @@ from confluent_kafka import Producer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.records import build
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Split, TaskDraft, TaskError, split_of
 from tidemill.producers.environments.find import UnknownEnvironment
@@ -74,26 +75,28 @@ def closed(task: Task, reason=CloseReason.SIZE) -> Group:
         for i in range(2)
     ]
     at = task.issued_at
-    return Group(name, name, task.run_id, "ledger", task.mode, reason, task.group_size, members, 0.5, at, at, False)
+    return build(Group, group_id=name, run_id=task.run_id, mode=task.mode, closed_by=reason,
+                 expected_size=task.group_size, members=members, mean_reward=0.5, opened_at=at,
+                 closed_at=at)  # fmt: skip
 
 
 def step(number, groups) -> TrainStep:
     inputs = [StepInput(name, "groups", 0, 0) for name in groups]
-    return TrainStep("run", number, number, number - 1, inputs, [], 0, "", "", 0.1, {}, [], 8, 40, "", "", 0, 0)
+    return build(TrainStep, step=number, inputs=inputs, learning_rate=0.1, rollouts=8, tokens=40)
 
 
 def plan(number, groups) -> StepPlan:
     inputs = [StepInput(name, "groups", 0, 0) for name in groups]
-    return StepPlan("run", number, number - 1, inputs, [], 0, "", {}, "", "trainer", 0)
+    return build(StepPlan, step=number, parent_version=number - 1, inputs=inputs, trainer="trainer")
 
 
 def manifest(version) -> Manifest:
-    return Manifest("run", "main", version, None, version, 0.1, 0, 0, 0, [], [], "", None, 0, 0)
+    return build(Manifest, version=version, parent=None, learning_rate=0.1)
 
 
 def ack(version, at=0) -> WeightAck:
     status = AckStatus.PROVED
-    return WeightAck("a", "", "run", "main", "i", 1, version, version, status, "", "", "", 0, 0, 0, 0, 0, 0, 0, 0, at)
+    return build(WeightAck, replica_id="a", region="", incarnation="i", version=version, status=status, at=at)
 
 
 class World:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import KafkaException
 
+from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
@@ -14,7 +15,7 @@ from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import StepPlan
 
-PLAN = StepPlan("run", 1, 0, [], [], 0, "hash", {}, "incarnation", "trainer", 0)
+PLAN = build(StepPlan, step=1, config_hash="hash", incarnation="incarnation", trainer="trainer")
 
 
 def plan(step: int, trainer: str = "one") -> tuple[str, StepPlan]:

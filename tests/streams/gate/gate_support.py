@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.records import build
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import (
     AckStatus,
     Anchor,
-    CloseReason,
     GateDecision,
     GateVerdict,
     Group,
@@ -39,11 +39,9 @@ QUICK = GateSettings(
 
 def manifest(version: int, run: RunSettings = RUN) -> Manifest:
     """A version whose parent is the one before; the first has an anchor."""
-    return Manifest(
-        run_id=run.run_id, branch=run.branch, version=version, parent=version - 1 if version else None, step=version,
-        learning_rate=1e-5, n_elements=1, n_changed=1, delta_bytes=1, shards=[], tensors=[], fingerprint="f",
-        anchor=Anchor("a", 1) if version == 0 else None, trained_at=version, published_at=version,
-    )  # fmt: skip
+    return build(Manifest, run_id=run.run_id, branch=run.branch, version=version, learning_rate=1e-5, n_elements=1,
+                 n_changed=1, delta_bytes=1, fingerprint="f", anchor=Anchor("a", 1) if version == 0 else None,
+                 trained_at=version, published_at=version)  # fmt: skip
 
 
 def bench(version: int, successes: int, rollouts: int = 16, name: str = "", run: RunSettings = RUN) -> Group:
@@ -57,33 +55,24 @@ def bench(version: int, successes: int, rollouts: int = 16, name: str = "", run:
         for number in range(rollouts)
     ]  # fmt: skip
     group = f"{run.run_id}/eval-during/v{version}/{name}"
-    return Group(
-        group_id=group, task_id=group, run_id=run.run_id, environment="ledger", mode=Mode.EVAL,
-        closed_by=CloseReason.SIZE, expected_size=rollouts, members=members, mean_reward=0.0, opened_at=0, closed_at=0,
-        rewards_shuffled=False,
-    )  # fmt: skip
+    return build(Group, group_id=group, run_id=run.run_id, mode=Mode.EVAL, expected_size=rollouts, members=members,
+                 mean_reward=0.0)  # fmt: skip
 
 
 def outcome(number: int, arm: str, version: int, at: int, reward: float | None, user: str = "", **fields) -> Outcome:
     """The end of one interaction, of a user of its own where none is named."""
-    made = Outcome(
-        interaction_id=f"i{number}", run_id=RUN.run_id, branch=RUN.branch, user_id=user or f"u{number}", arm=arm,
-        topic="interactions", partition=0, offset=number, version_min=version, version_max=version, sampled_tokens=40,
-        latency_ms=900.0, reward=reward, exclusion="" if reward is not None else "no_signal", signals=[],
-        observed={"edit_made": 1.0}, map_version="m", revision=0, previous_reward=None, served_at=at, feedback_at=at,
-        closed_at=at,
-    )  # fmt: skip
+    made = build(Outcome, interaction_id=f"i{number}", run_id=RUN.run_id, branch=RUN.branch,
+                 user_id=user or f"u{number}", arm=arm, topic="interactions", offset=number, version_min=version,
+                 version_max=version, sampled_tokens=40, latency_ms=900.0, reward=reward,
+                 exclusion="" if reward is not None else "no_signal", observed={"edit_made": 1.0}, served_at=at,
+                 feedback_at=at, closed_at=at)  # fmt: skip
     return replace(made, **fields)
 
 
 def ack(replica: str, version: int, at: int, run: RunSettings = RUN, status: AckStatus = AckStatus.PROVED) -> WeightAck:
     """A replica serves a version."""
-    return WeightAck(
-        replica_id=replica, region="local", run_id=run.run_id, branch=run.branch, incarnation="i", pid=1,
-        version=version, serving_version=version, status=status, reason="", fingerprint="", expected_fingerprint="",
-        fetch_ms=0.0, decode_ms=0.0, pause_ms=0.0, apply_ms=0.0, proof_ms=0.0, step_to_served_ms=0.0,
-        decode_step_ms=0.0, requests_in_flight=0, at=at,
-    )  # fmt: skip
+    return build(WeightAck, replica_id=replica, run_id=run.run_id, branch=run.branch, incarnation="i", version=version,
+                 status=status, at=at)  # fmt: skip
 
 
 def said(verdict: GateVerdict, version: int | None, at: int, by: str = "ada", reason: str = "seen") -> GateDecision:

@@ -1,0 +1,83 @@
+"""Records for tests: a test says what it is about, and everything else has a neutral value.
+
+    build(Manifest, version=3, parent=2)
+
+A field that is not given has its own default; else what follows from the given ones (`RELATED`: the parent of version 3
+is 2); else the value of `BY_NAME`; else the neutral one of its type: "", 0, 0.0, False, b"", an empty list or
+dictionary, None where None is allowed, the first member of an enumeration.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from enum import Enum
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from tidemill.schemas.records import Group, Manifest, Rollout, Task, TrainStep, WeightAck
+
+R = TypeVar("R")
+
+BY_NAME = {
+    "arm": "stable",
+    "branch": "main",
+    "consent": True,
+    "decided_by": "ada",
+    "environment": "ledger",
+    "finish_reason": "stop",
+    "map_version": "m",
+    "payload": "{}",
+    "pid": 1,
+    "propensity": 1.0,
+    "region": "local",
+    "replica_id": "r",
+    "reward_version": "1",
+    "run_id": "run",
+    "user_id": "u",
+    "worker_id": "w",
+}
+
+RELATED: dict[type, dict[str, Callable[[dict[str, Any]], Any]]] = {
+    Group: {
+        "task_id": lambda given: given["group_id"],
+        "expected_size": lambda given: len(given["members"]),
+    },
+    Manifest: {
+        "step": lambda given: given["version"],
+        "parent": lambda given: given["version"] - 1 if given["version"] else None,
+    },
+    Rollout: {"task_id": lambda given: given["group_id"]},
+    Task: {"group_id": lambda given: given["task_id"]},
+    TrainStep: {
+        "version": lambda given: given["step"],
+        "parent_version": lambda given: given["step"] - 1,
+    },
+    WeightAck: {"serving_version": lambda given: given["version"]},
+}
+"""Fields that follow from given ones."""
+
+
+def build(kind: type[R], /, **given: Any) -> R:
+    """A record of a type from tidemill.schemas.records, with the given fields."""
+    hints = get_type_hints(kind)
+    related = RELATED.get(kind, {})
+    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    for name in needed:
+        if name not in given:
+            given[name] = related[name](given) if name in related else neutral(name, hints[name])
+    return kind(**given)
+
+
+def neutral(name: str, hint: Any) -> Any:
+    """The value of a field that a test does not give."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        assert type(None) in get_args(hint), f"give {name}: there is no neutral {hint}"
+        return None
+    if name in BY_NAME and isinstance(BY_NAME[name], kind):
+        return BY_NAME[name]
+    if issubclass(kind, Enum):
+        return next(iter(kind))
+    assert kind in (str, int, float, bool, bytes, list, dict), f"give {name}: there is no neutral {hint}"
+    return kind()
