@@ -10,7 +10,7 @@ FOLDERS := schemas kernels producers streams trainer consumers compose
 # Tests and roles are many processes: without bytecode, which containers often forbid, each compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test lint lock clean
+.PHONY: setup demo test test-fast lint lock clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,10 @@ demo: setup
 test: setup
 	$(VENV)/bin/python -m pytest --ignore tests/system --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder; \
 	  first=$$?; $(VENV)/bin/python -m pytest tests/system; exit $$((first | $$?))
+
+# Without a broker and without vLLM: which tests these are follows from their fixtures (tests/fast_lane.py).
+test-fast: setup
+	$(VENV)/bin/python -m pytest -p tests.fast_lane --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy -p tidemill

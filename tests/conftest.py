@@ -34,7 +34,17 @@ class Kafka:
 
 
 @pytest.fixture(scope="session")
-def kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kafka]:
+def broker() -> None:
+    """Say that a test starts a broker: the fast lane (tests/fast_lane.py) leaves it out."""
+
+
+@pytest.fixture(scope="session")
+def vllm() -> None:
+    """Say that a test starts or imports vLLM: the fast lane leaves it out."""
+
+
+@pytest.fixture(scope="session")
+def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Kafka]:
     """The Kafka of TIDEMILL_KAFKA__BOOTSTRAP, or one broker of the local stack for the length of the session."""
     external = os.environ.get(EXTERNAL)
     if external:
@@ -56,7 +66,7 @@ def topic_prefix() -> str:
 
 
 @pytest.fixture(scope="session")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredLog]:
+def secured(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[SecuredLog]:
     """A broker that asks for TLS and SASL, for the length of the session."""
     with secured_log(tmp_path_factory.mktemp("secured")) as log:
         yield log

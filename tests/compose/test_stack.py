@@ -43,7 +43,7 @@ def stopped_afterwards(stack: LocalStack) -> Iterator[LocalStack]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def one(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Path]:
     """The directory of a one-broker cluster that the tests start and stop as they like."""
     data_dir = tmp_path_factory.mktemp("one")
     with stopped_afterwards(LocalStack(settings(data_dir))):
@@ -164,6 +164,7 @@ def test_a_broker_that_cannot_start_shows_its_log_and_is_not_left_behind(one: Pa
     assert brokers_of(one) == []
 
 
+@pytest.mark.usefixtures("broker")
 def test_three_brokers_outlive_the_loss_of_one(tmp_path: Path) -> None:
     with stopped_afterwards(LocalStack(settings(tmp_path, brokers=3))) as stack:
         running = stack.up()

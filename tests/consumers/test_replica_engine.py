@@ -25,7 +25,7 @@ NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def compared(tmp_path_factory, vllm):
     """What the driver saw of each kind of engine."""
     command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("engines"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))

@@ -126,7 +126,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, vllm):
     replica = Served(tmp_path_factory.mktemp("served"))
     yield replica
     replica.close()

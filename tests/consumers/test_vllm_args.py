@@ -55,7 +55,7 @@ WRONG = [{"no-such-thing": 1}, {"gpu-memory": 0.5}, {"seed": "many"}, {"seed": T
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
+def probe(tmp_path_factory, vllm):
     """What vLLM's parser and the chat route say, from a process of its own: vLLM reads its environment at import."""
     checkpoint = tmp_path_factory.mktemp("no-template")
     vocabulary = {"t5": 0, "<|end|>": 1}

@@ -25,6 +25,7 @@ def test_no_init_file():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("vllm")
 def test_transformers_and_vllm_find_what_is_installed_and_not_this_folder():
     pytest.importorskip("vllm", reason="the replica's extra is not installed")
     modules = sorted({"weights", *(path.stem for path in (ROOT / "kernels").glob("*.py"))})

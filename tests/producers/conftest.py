@@ -164,7 +164,7 @@ def bodies() -> Callable[..., dict]:
 
 
 @pytest.fixture(scope="session")
-def stalling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StallingLog]:
+def stalling(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[StallingLog]:
     """A broker that can be made to stall."""
     with stalling_log(tmp_path_factory.mktemp("stalling")) as log:
         yield log

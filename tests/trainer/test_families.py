@@ -57,7 +57,7 @@ def test_logprobs_are_those_of_whole_sequences(family: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tmp_path_factory, vllm):
     """What `families` printed of each family."""
     command = [sys.executable, families.__file__, str(tmp_path_factory.mktemp("families"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

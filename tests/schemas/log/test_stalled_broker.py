@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture
-def stack(tmp_path) -> Iterator[tuple[KafkaSettings, int]]:
+def stack(tmp_path, broker: None) -> Iterator[tuple[KafkaSettings, int]]:
     """A broker of its own, and its process."""
     own = LocalStack(StackSettings(data_dir=tmp_path / "stack", heap_mb=256))
     try:
