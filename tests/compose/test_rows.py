@@ -318,7 +318,7 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
         def policy(self, task: Task) -> ScriptedPolicy:
             return ScriptedPolicy([""], task.max_turns)
 
-    monkeypatch.setattr("tidemill.compose.env_policies.EndpointModel", lambda *_: Silent())
+    monkeypatch.setattr("tidemill.compose.cli.env_policies.EndpointModel", lambda *_: Silent())
     tried = ("env", "try", "ledger", "--endpoint", "http://127.0.0.1:9", "--n", "2")
     documents = json.loads(run(*tried, "--json").stdout)
     rows = rows_in(run(*tried, "--csv").stdout_bytes)
@@ -328,8 +328,8 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
 
 def test_topics_are_listed(monkeypatch):
     states = [TopicState("t.rollouts", 6, []), TopicState("t.groups", 3, ["3 partitions, not 6", "retention"])]
-    monkeypatch.setattr("tidemill.compose.topics_command.with_local_log", lambda settings: settings)
-    monkeypatch.setattr("tidemill.compose.topics_command.check_topics", lambda _kafka: states)
+    monkeypatch.setattr("tidemill.compose.cli.topics_command.with_local_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.topics_command.check_topics", lambda _kafka: states)
     listed = run("topics", "--csv")
     assert listed.exit_code == 1
     assert rows_in(listed.stdout_bytes) == [
@@ -344,7 +344,7 @@ def test_an_audit_gives_its_checks_and_says_the_rest_beside_them(monkeypatch):
     found = Finding("endings", "groups[0]@9: rollout\tr0 is still grouped")
     checks = (CheckResult("chain", "it holds", 0, None), CheckResult("endings", "one each", 1200, found))
     report = AuditReport("tuesday", checks, {"trained": 5}, {}, {"rollouts": 6}, {}, 7000, {"tuesday": 7000})
-    monkeypatch.setattr("tidemill.compose.audit_command.with_reachable_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.audit_command.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.consumers.operate.audit.audit.audit_log", lambda *_: report)
     piped = run("audit")
     assert piped.exit_code == 1

@@ -153,7 +153,7 @@ async def _try(
     name: str, options: Mapping[str, str], model: str | None, endpoint: str | None, api_key: str, n: int,
     max_tokens: int, temperature: float, seed: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
-    from tidemill.compose.env_policies import EndpointModel, LocalModel, TriedPolicy
+    from tidemill.compose.cli.env_policies import EndpointModel, LocalModel, TriedPolicy
     from tidemill.producers.environments.base import TaskQuery
     from tidemill.producers.environments.check import task_of
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from tidemill.compose.cli.trace_text import path_lines, rollout_lines, user_lines
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.rows import JsonOption
-from tidemill.compose.trace_text import path_lines, rollout_lines, user_lines
 from tidemill.compose.users.who import pseudonym_of
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working

@@ -10,19 +10,19 @@ import sys
 
 import typer
 
-from tidemill.compose.audit_command import audit
+from tidemill.compose.cli.audit_command import audit
+from tidemill.compose.cli.env_command import env_app
+from tidemill.compose.cli.query_command import query
+from tidemill.compose.cli.topics_command import topics
+from tidemill.compose.cli.trace_command import trace
 from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
-from tidemill.compose.env_command import env_app
 from tidemill.compose.gate import gate_app
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
-from tidemill.compose.query_command import query
 from tidemill.compose.replay import replay_app
 from tidemill.compose.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.stack.commands import stack_app
-from tidemill.compose.topics_command import topics
-from tidemill.compose.trace_command import trace
 from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 
@@ -76,7 +76,3 @@ def main() -> None:
             raise
         typer.echo(f"tidemill: {error or type(error).__name__} (TIDEMILL_TRACEBACK=1 shows where)", err=True)
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
