@@ -93,7 +93,7 @@ class SignalKind(StrEnum):
 
 
 class UserWish(StrEnum):
-    """What a user demands of his data."""
+    """What a user demands of their data."""
 
     OPT_OUT = "opt_out"
     """Do not learn from me from now on."""
@@ -652,7 +652,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
-    """A user's demand about his data. Topic `user.requests`, key `user_id`; copied into every partition of
+    """A user's demand about their data. Topic `user.requests`, key `user_id`; copied into every partition of
     `interactions` and into `outcomes`, so that each reader finds it in its own order."""
 
     request_id: str

@@ -48,7 +48,7 @@ class Exclusion(StrEnum):
     MISSING_INTERACTION = "missing_interaction"
     INVALID_INTERACTION = "invalid_interaction"
     ERASED = "erased"
-    """Its user demanded that his data be deleted."""
+    """Its user demanded that their data be deleted."""
     REJECTED_VERSION = "rejected_version"
     """Sampled under a version that the gate rejected or rolled back from, or under a descendant of it."""
     UNDEFINED_LAG = "undefined_lag"

@@ -26,14 +26,14 @@ def trace(
         str | None,
         typer.Argument(help="Id of an interaction (or its signed id), of a feedback event, or of a rollout."),
     ] = None,
-    user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow all his data.")] = None,
+    user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow their data.")] = None,
     is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is the log's pseudonym already.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Follow one event through the log: served, judged, batched, trained, decided and served again, with offsets.
 
     Says where the path ends and why: excluded, dropped, waiting, erased, or served now by which replicas. With --user
-    lists the versions that a user's data touched, also after his erasure.
+    lists the versions that a user's data touched, also after their erasure.
 
     Examples: `tidemill trace 3f2a…` · `tidemill trace --user 4711 --json`
     """

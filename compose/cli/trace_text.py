@@ -64,7 +64,7 @@ def user_lines(path: UserPath) -> list[str]:
         trained = ", ".join(str(made.version) for made in run.trained) or "none"
         lines.append(f"run {run.run_id}: trained into version {trained}; contained in {run.contained_in or 'none'}")
         lines += _stage("version", _versions(run.trained))
-    return lines if path.runs else [*lines, "end       his data touched no version"]
+    return lines if path.runs else [*lines, "end       their data touched no version"]
 
 
 def _stage(title: str, lines: Iterator[str]) -> Iterator[str]:

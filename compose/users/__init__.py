@@ -11,10 +11,10 @@ from tidemill.compose.users.simulate import simulate
 users_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Users of the product: what the log holds of one, and his demands about it.
+    help="""Users of the product: what the log holds of one, and their demands about it.
 
-USER is the product's own id; the log knows him by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
-USER is what the log calls him.""",
+USER is the product's own id; the log knows them by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
+USER is that pseudonym.""",
 )
 for _command in (erase, opt_out, opt_in, show, simulate):
     users_app.command()(with_settings(_command))

@@ -1,7 +1,7 @@
 """`tidemill users erase|opt-out|opt-in|show`: a user's demands about his data, carried out on the log.
 
-The other parts read the demands in their own order: the join excludes his open interactions, the batcher leaves him
-out, the sink deletes his rows.
+The other parts read the demands in their own order: the join excludes their open interactions, the batcher leaves
+them out, the sink deletes their rows.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def erase(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, and write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Erase a user: his interactions, their outcomes and feedback go from the log, the object store and ClickHouse.
+    """Erase a user: their interactions, with outcomes and feedback, go from the log, the object store and ClickHouse.
 
-    Reads the log from its beginning and writes a tombstone under the key of each of his records; the broker removes
-    the bytes within the topics' compaction lag. Batches closed later cannot contain him. What stays: the pseudonym in
-    batches that are closed, by which `tidemill trace --user` tells the versions that his data touched, and dead
+    Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
+    the bytes within the topics' compaction lag. Batches closed later cannot contain them. What stays: the pseudonym in
+    batches that are closed, by which `tidemill trace --user` tells the versions that their data touched, and dead
     letters, until their retention ends. Stopped or killed, it is finished by running it again.
 
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
@@ -63,7 +63,7 @@ def opt_out(
     is_pseudonym: PseudonymOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Learn nothing from a user from now on: what is served to him is counted as excluded.
+    """Learn nothing from a user from now on: what is served to them is counted as excluded.
 
     Example: `tidemill users opt-out 4711 --by 4711`
     """
@@ -87,7 +87,7 @@ def opt_in(
 def show(
     settings_of: SettingsOf, user: UserArgument, is_pseudonym: PseudonymOption = False, as_json: JsonOption = False
 ) -> None:
-    """Show a user's demands and how many records the log holds of him now.
+    """Show a user's demands and how many records the log holds of them now.
 
     Example: `tidemill users show 4711`
     """

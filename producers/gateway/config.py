@@ -25,7 +25,7 @@ class GatewaySettings(Section):
     """What it bears from clients' connections."""
 
     api_keys: dict[str, str] = Field(default_factory=dict)
-    """Who may send: a name, which is written into each record as its source, and the SHA-256 of his key in hex."""
+    """Who may send: a name, which is written into each record as its source, and the SHA-256 of their key in hex."""
 
     key_rate: float = Field(default=500.0, gt=0)
     """Events a second that an API key may send for long."""

@@ -94,7 +94,7 @@ class EventIntake:
             raise Problem(403, str(error)) from error
         except BadFeedback as error:
             raise Problem(422, str(error)) from error
-        # Only who holds a token of his own gets here, so that nobody uses up another user's share, or this memory.
+        # Only holders of a token of their own get here, so that nobody uses up another user's share, or this memory.
         wait = self._of_user.take(record.user_id or record.interaction_id, 1, time.monotonic())
         if wait:
             detail = f"more than {self._settings.user_rate:g} events a second in the name of one user"

@@ -34,7 +34,7 @@ class ProductSettings(Section):
 
     pseudonym_key: SecretStr = SecretStr("")
     """Secret that turns the product's user ids into pseudonyms, at least 32 characters. With another one every user
-    would become a stranger to his own data, so that it is never changed."""
+    would become a stranger to their own data, so that it is never changed."""
 
     clock_skew_s: float = Field(default=60.0, ge=0, le=60)
     """Seconds that a product's clock may run ahead. The log itself refuses what is more than 60 s ahead."""

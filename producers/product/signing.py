@@ -1,4 +1,4 @@
-"""Signed interactions: who shows one was served that answer, so that nobody votes on what he was not served.
+"""Signed interactions: who shows one was served that answer, so that nobody votes on an answer to another user.
 
 A token is `INTERACTION.SIGNATURE`, the signature HMAC-SHA256 over the interaction and the user's pseudonym. The
 pseudonym itself is not in it: what goes to the user's device names nobody. A token with another user's name is

@@ -27,7 +27,7 @@ class Arm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lot:
-    """The arm that a user is in, and the probability with which he is."""
+    """The arm that a user is in, and the probability with which they are."""
 
     arm: Arm
     propensity: float
