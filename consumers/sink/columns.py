@@ -18,18 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tidemill.consumers.sink.arrays import list_array, map_array, packed_lists
+from tidemill.consumers.sink.arrays import Gathered, list_array, map_array, packed_lists
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.codec import current_schema
 
-Build = Callable[[Sequence[Any]], pa.Array]
-"""From records (of one type) to the column's values."""
+Build = Callable[[Gathered], pa.Array]
+"""From the records of one type to the column's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +120,11 @@ class Schema:
         if leaf is not None:
             yield scalar_column(name, leaf, nullable)
         elif _is_bytes(kind):
-            yield _packed_column(name, kind) if _dtype(kind) else _size_column(name)
+            yield _packed_column(name, _dtype(kind)) if _dtype(kind) else _size_column(name)
         elif kind["type"] == "record":
             yield from self._flattened(name, kind)
         elif kind["type"] == "map" and kind["values"] in ("double", "long"):
-            value = PRIMITIVES[kind["values"]]
-            yield Column(name, f"Map(String, {value.clickhouse})", name, _of(name, map_array(value.arrow)))
+            yield _map_column(name, PRIMITIVES[kind["values"]])
         elif kind["type"] == "array":
             yield from self._of_array(name, self.resolve(kind["items"]))
         else:
@@ -142,7 +140,7 @@ class Schema:
     def _of_array(self, name: str, items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
         leaf = self.leaf(items)
         if leaf is not None:
-            yield Column(name, f"Array({leaf.clickhouse})", name, _of(name, lambda lists: _leaf_lists(leaf, lists)))
+            yield _list_column(name, leaf)
             return
         for field in items["fields"]:
             yield from self._of_item(name, field["name"], field["type"])
@@ -180,94 +178,96 @@ def _dtype(kind: Any) -> str:  # noqa: ANN401 - a JSON tree
     return kind.get("dtype", "") if isinstance(kind, dict) else ""
 
 
-def _of(name: str, build: Build) -> Build:
-    """`build` over one attribute of the records."""
-    get = attrgetter(name)
-    return lambda records: build([get(record) for record in records])
-
-
-def _items(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    return (item for items in lists for item in items)
-
-
-def _leaf_lists(leaf: Leaf, lists: Sequence[Sequence[Any]]) -> pa.Array:
-    return list_array([len(items) for items in lists], leaf.array(list(_items(lists))))
-
-
 def _nullable(leaf: Leaf, nullable: bool) -> str:
     if not nullable:
         return leaf.clickhouse
     return "LowCardinality(Nullable(String))" if leaf is NAME else f"Nullable({leaf.clickhouse})"
 
 
-def scalar_column(name: str, leaf: Leaf, nullable: bool = False) -> Column:
-    """A column of one scalar attribute."""
-    return Column(name, _nullable(leaf, nullable), name, _of(name, leaf.array))
+def scalar_column(name: str, leaf: Leaf, nullable: bool = False, column: str = "") -> Column:
+    """A column of one scalar attribute; `column` where it has another name."""
+    return Column(column or name, _nullable(leaf, nullable), name, lambda of: leaf.array(of.values(name)))
 
 
 def _size_column(name: str) -> Column:
-    return Column(f"{name}_bytes", "Int64", name, _of(name, lambda values: INTEGER.array([len(v) for v in values])))
+    return Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
 
 
-def _packed_column(name: str, kind: dict[str, Any]) -> Column:
-    code = _dtype(kind)
-    build = _of(name, lambda values: packed_lists([[value] for value in values], np.dtype(f"<{code}")))
+def _packed_column(name: str, code: str) -> Column:
+    def build(of: Gathered) -> pa.Array:
+        return packed_lists(of.offsets(name), of.values(name), np.dtype(f"<{code}"))
+
     return Column(name, f"Array({PACKED[code]})", name, build)
 
 
-def _optional_part(name: str, sub: str, leaf: Leaf) -> Column:
-    def build(values: Sequence[Any]) -> pa.Array:
-        return leaf.array([None if value is None else getattr(value, sub) for value in values])
+def _map_column(name: str, leaf: Leaf) -> Column:
+    def build(of: Gathered) -> pa.Array:
+        return map_array(of.offsets(name), of.items(name), of.values(name), leaf.arrow)
 
-    return Column(f"{name}_{sub}", _nullable(leaf, True), f"{name}.{sub}", _of(name, build))
+    return Column(name, f"Map(String, {leaf.clickhouse})", name, build)
+
+
+def _list_column(name: str, leaf: Leaf) -> Column:
+    def build(of: Gathered) -> pa.Array:
+        return list_array(of.offsets(name), leaf.array(of.items(name)))
+
+    return Column(name, f"Array({leaf.clickhouse})", name, build)
+
+
+def _optional_part(name: str, sub: str, leaf: Leaf) -> Column:
+    def build(of: Gathered) -> pa.Array:
+        return leaf.array([None if value is None else getattr(value, sub) for value in of.values(name)])
+
+    return Column(f"{name}_{sub}", _nullable(leaf, True), f"{name}.{sub}", build)
 
 
 def _nested_column(name: str, sub: str, leaf: Leaf, nullable: bool) -> Column:
-    def build(lists: Sequence[Sequence[Any]]) -> pa.Array:
-        return list_array([len(items) for items in lists], leaf.array([getattr(i, sub) for i in _items(lists)]))
+    def build(of: Gathered) -> pa.Array:
+        return list_array(of.offsets(name), leaf.array(of.values(name, sub)))
 
-    return Column(f"{name}.{sub}", f"Array({_nullable(leaf, nullable)})", f"{name}.{sub}", _of(name, build))
+    return Column(f"{name}.{sub}", f"Array({_nullable(leaf, nullable)})", f"{name}.{sub}", build)
 
 
 def _nested_list_column(name: str, sub: str, leaf: Leaf) -> Column:
-    def build(lists: Sequence[Sequence[Any]]) -> pa.Array:
-        inner = _leaf_lists(leaf, [getattr(item, sub) for item in _items(lists)])
-        return list_array([len(items) for items in lists], inner)
+    def build(of: Gathered) -> pa.Array:
+        return list_array(of.offsets(name), list_array(of.offsets(name, sub), leaf.array(of.items(name, sub))))
 
-    return Column(f"{name}.{sub}", f"Array(Array({leaf.clickhouse}))", f"{name}.{sub}", _of(name, build))
+    return Column(f"{name}.{sub}", f"Array(Array({leaf.clickhouse}))", f"{name}.{sub}", build)
 
 
 def _concatenated_column(name: str, sub: str, code: str) -> Column:
     if not code:
         raise TypeError(f"field {name}.{sub}: bytes within a list need the logical type le-array")
+    dtype = np.dtype(f"<{code}")
 
-    def build(lists: Sequence[Sequence[Any]]) -> pa.Array:
-        return packed_lists([[getattr(item, sub) for item in items] for items in lists], np.dtype(f"<{code}"))
+    def build(of: Gathered) -> pa.Array:
+        return packed_lists(of.record_offsets(name, sub), of.values(name, sub), dtype)
 
-    return Column(sub, f"Array({PACKED[code]})", f"{name}.{sub}", _of(name, build))
+    return Column(sub, f"Array({PACKED[code]})", f"{name}.{sub}", build)
 
 
 def _outer_index_column(name: str, sub: str) -> Column:
-    def build(lists: Sequence[Sequence[Any]]) -> pa.Array:
-        places = [[place for place, item in enumerate(items) for _ in getattr(item, sub)] for items in lists]
-        return _leaf_lists(INTEGER, places)
+    def build(of: Gathered) -> pa.Array:
+        outer, inner = of.offsets(name), of.offsets(name, sub)
+        places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
+        return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
 
-    return Column(f"{sub}.{name.removesuffix('s')}", "Array(Int64)", f"{name}.{sub}", _of(name, build))
+    return Column(f"{sub}.{name.removesuffix('s')}", "Array(Int64)", f"{name}.{sub}", build)
 
 
 def _inner_column(name: str, sub: str, part: str, leaf: Leaf) -> Column:
-    def build(lists: Sequence[Sequence[Any]]) -> pa.Array:
-        return _leaf_lists(leaf, [[getattr(x, part) for i in items for x in getattr(i, sub)] for items in lists])
+    def build(of: Gathered) -> pa.Array:
+        return list_array(of.record_offsets(name, sub), leaf.array(of.values(name, sub, part)))
 
-    return Column(f"{sub}.{part}", f"Array({leaf.clickhouse})", f"{name}.{sub}.{part}", _of(name, build))
+    return Column(f"{sub}.{part}", f"Array({leaf.clickhouse})", f"{name}.{sub}.{part}", build)
 
 
 POSITION = (
-    Column("_topic", NAME.clickhouse, "", _of("topic", NAME.array)),
-    Column("_partition", PARTITION.clickhouse, "", _of("partition", PARTITION.array)),
-    Column("_offset", INTEGER.clickhouse, "", _of("offset", INTEGER.array)),
-    Column("_timestamp", MILLISECONDS.clickhouse, "", _of("timestamp_ms", MILLISECONDS.array)),
-    Column("_key", BYTES.clickhouse, "", _of("key", BYTES.array)),
+    scalar_column("topic", NAME, column="_topic"),
+    scalar_column("partition", PARTITION, column="_partition"),
+    scalar_column("offset", INTEGER, column="_offset"),
+    scalar_column("timestamp_ms", MILLISECONDS, column="_timestamp"),
+    scalar_column("key", BYTES, column="_key"),
 )
 """Where a row lies in the log; built from the row itself. `_topic` is the full name."""
 
@@ -275,7 +275,7 @@ DEAD_LETTER = (
     scalar_column("source_topic", NAME),
     scalar_column("source_partition", PARTITION),
     scalar_column("source_offset", INTEGER),
-    Column("source_timestamp", MILLISECONDS.clickhouse, "", _of("source_timestamp_ms", MILLISECONDS.array)),
+    scalar_column("source_timestamp_ms", MILLISECONDS, column="source_timestamp"),
     scalar_column("reason", TEXT),
     scalar_column("found_by", NAME),
     scalar_column("value", BYTES),
@@ -291,6 +291,6 @@ def record_columns(record_type: type) -> tuple[Column, ...]:
 
 def arrow_table(columns: Sequence[Column], rows: Sequence[Row]) -> pa.Table:
     """Rows as one Arrow table: position first, then the record's columns."""
-    records = [row.record for row in rows]
-    arrays = [*(c.build(rows) for c in POSITION), *(c.build(records) for c in columns)]
+    places, records = Gathered(rows), Gathered([row.record for row in rows])
+    arrays = [*(c.build(places) for c in POSITION), *(c.build(records) for c in columns)]
     return pa.Table.from_arrays(arrays, names=[c.name for c in (*POSITION, *columns)])

@@ -65,7 +65,8 @@ class Progress:
         """`rows` are in `table`."""
         for row in rows:
             key = (table, (row.topic, row.partition))
-            self.highest[key] = max(self.highest.get(key, -1), row.offset)
+            if row.offset > self.highest.get(key, -1):
+                self.highest[key] = row.offset
 
 
 def insert_token(rows: Sequence[Row]) -> str:
@@ -115,11 +116,11 @@ class Writer:
         """
         for row in rows:
             self._erasures.observe(row.record)
-        by_table: dict[Table, list[Row]] = defaultdict(list)
+        by_type: dict[type, list[Row]] = defaultdict(list)
         for row in rows:
             if not isinstance(row.record, Tombstone) and not self._erasures.hides(row):
-                by_table[tables()[type(row.record)]].append(row)
-        written = sum(self._insert(table, some) for table, some in by_table.items())
+                by_type[type(row.record)].append(row)
+        written = sum(self._insert(tables()[record_type], some) for record_type, some in by_type.items())
         self._erase(rows)
         self._mark(next_offsets)
         return written
