@@ -18,15 +18,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from tidemill.compose.demo.config import DemoSettings
+from tidemill.compose.demo.config import CorpusSettings, DemoSettings
+from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.producers.config import CorpusSettings, FeedSettings, RolloutSettings
+from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.router.config import RouterSettings
-from tidemill.producers.users.config import UsersSettings
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.gate.config import GateSettings

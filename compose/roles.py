@@ -67,7 +67,7 @@ def route(
 def documents(settings_of: SettingsOf) -> None:
     """Write the mid-training documents of the run's seed to their topic."""
     settings = _begin(settings_of)
-    from tidemill.producers.corpus import run
+    from tidemill.compose.demo.corpus import run
 
     run(settings.kafka, settings.run, settings.corpus, settings.chat)
 

@@ -1,27 +1,10 @@
-"""Settings of the producer roles: the writer of mid-training documents, the task feeder and the rollout worker."""
+"""Settings of the task feeder and the rollout worker."""
 
 from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
-
-
-class CorpusSettings(Section):
-    """The mid-training documents to write: ledgers worked by demonstrators of mixed quality."""
-
-    documents: int = Field(default=12_000, ge=1)
-    """Documents to write."""
-
-    options: LedgerOptions = LedgerOptions()
-    """Difficulty of the ledgers, as for tasks."""
-
-    slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
-    """One demonstrator each: the share of its turns that go wrong. The author of a document is drawn evenly."""
-
-    polite_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of the documents whose answer closes politely. The simulated reward does not ask for it, users may."""
 
 
 class FeedSettings(Section):

@@ -19,7 +19,6 @@ Trees = Mapping[str, ast.Module]
 CIRCLES: Set[tuple[str, str]] = {
     ("compose", "compose/demo"),
     ("compose", "compose/stack"),
-    ("producers", "producers/environments"),
     ("producers/environments", "producers/rollout"),
     ("streams", "streams/assembly"),
     ("streams", "streams/join"),

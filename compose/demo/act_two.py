@@ -18,12 +18,12 @@ from rich.console import Console
 
 from tidemill.compose.demo.first_version import promote_first
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
+from tidemill.compose.demo.simulated_users.crowd import Seen
+from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
 from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
 from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, DemoWatch, display, last_line, spinner
 from tidemill.compose.processes import Supervisor
-from tidemill.producers.users.crowd import Seen
-from tidemill.producers.users.satisfaction import Satisfaction
 
 BEFORE = "users-before"
 AFTER = "users-after"

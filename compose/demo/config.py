@@ -1,4 +1,4 @@
-"""Settings of the demonstration."""
+"""Settings of the demonstration, and of the mid-training documents that its model begins with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.schemas.config import Section
 
 
@@ -19,6 +20,22 @@ class Act(StrEnum):
     TWO = "two"
     """Users arrive, and it learns what they like."""
     BOTH = "both"
+
+
+class CorpusSettings(Section):
+    """The mid-training documents to write: ledgers worked by demonstrators of mixed quality."""
+
+    documents: int = Field(default=12_000, ge=1)
+    """Documents to write."""
+
+    options: LedgerOptions = LedgerOptions()
+    """Difficulty of the ledgers, as for tasks."""
+
+    slip_rates: tuple[float, ...] = Field(default=(0.1, 0.25), min_length=1)
+    """One demonstrator each: the share of its turns that go wrong. The author of a document is drawn evenly."""
+
+    polite_rate: float = Field(default=0.5, ge=0, le=1)
+    """Share of the documents whose answer closes politely. The simulated reward does not ask for it, users may."""
 
 
 class DemoSettings(Section):

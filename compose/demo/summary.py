@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from tidemill.compose.demo.online_state import OnlineState
+from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
 from tidemill.compose.demo.state import LoopState
-from tidemill.producers.users.satisfaction import Satisfaction
 from tidemill.schemas.clock import to_s
 
 

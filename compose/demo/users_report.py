@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tidemill.producers.users.crowd import Seen
-from tidemill.producers.users.satisfaction import Satisfaction
+from tidemill.compose.demo.simulated_users.crowd import Seen
+from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
 
 
 def newest_report(log: Path) -> Seen | None:

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.compose.demo.online_state import OnlineState
+from tidemill.compose.demo.simulated_users.crowd import Seen
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import OnlineSummary, Percentiles, Summary, percentiles
-from tidemill.producers.users.crowd import Seen
 from tidemill.schemas.records import Manifest
 
 SPARKS = "▁▂▃▄▅▆▇█"

@@ -15,7 +15,7 @@ from tidemill.compose.local_log import with_local_log
 from tidemill.compose.options import given
 
 if TYPE_CHECKING:
-    from tidemill.producers.users.crowd import Seen
+    from tidemill.compose.demo.simulated_users.crowd import Seen
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
@@ -43,7 +43,7 @@ def simulate(
     flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = with_local_log(settings_of(flags))
-    from tidemill.producers.users.role import run
+    from tidemill.compose.demo.simulated_users.role import run
 
     run(settings.kafka, settings.product, settings.users, measure, _print_json if as_json else _print_line)
 

@@ -61,10 +61,10 @@ def interaction_of(token: str) -> str:
 
 def _use() -> None:
     """Put the observed product in the place of the users' own."""
+    from tidemill.compose.demo.simulated_users import serving
+    from tidemill.compose.demo.simulated_users.conversation import ServedTurn
+    from tidemill.compose.demo.simulated_users.crowd import UserReport
     from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
-    from tidemill.producers.users import serving
-    from tidemill.producers.users.conversation import ServedTurn
-    from tidemill.producers.users.crowd import UserReport
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool
 

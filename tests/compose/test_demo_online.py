@@ -14,12 +14,12 @@ from tidemill.compose.config import load_settings
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.online_state import REWARDED, OnlineState
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
+from tidemill.compose.demo.simulated_users.crowd import Seen
+from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
-from tidemill.producers.users.crowd import Seen
-from tidemill.producers.users.satisfaction import Satisfaction
 from tidemill.schemas.records import (
     Feedback,
     GateDecision,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tidemill.producers.config import CorpusSettings
-from tidemill.producers.corpus import corpus
-from tidemill.producers.corpus import run as write_corpus
+from tidemill.compose.demo.config import CorpusSettings
+from tidemill.compose.demo.corpus import corpus
+from tidemill.compose.demo.corpus import run as write_corpus
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics

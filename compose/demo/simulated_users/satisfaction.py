@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from tidemill.producers.users.conversation import Conversation
+from tidemill.compose.demo.simulated_users.conversation import Conversation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.crowd import Crowd, Product, Seen
+from tidemill.compose.demo.simulated_users.questions import Question, questions
+from tidemill.compose.demo.simulated_users.serving import open_product
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.crowd import Crowd, Product, Seen
-from tidemill.producers.users.questions import Question, questions
-from tidemill.producers.users.serving import open_product
 from tidemill.schemas.config import KafkaSettings
 
 Say = Callable[[Seen], None]

@@ -11,11 +11,11 @@ from typing import Any
 
 import aiohttp
 
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.conversation import NoAnswer, ServedTurn
+from tidemill.compose.demo.simulated_users.crowd import UserReport
 from tidemill.producers.feedback import AsyncFeedbackProducer
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import NoAnswer, ServedTurn
-from tidemill.producers.users.crowd import UserReport
 from tidemill.schemas.chat.messages import Message, Tool, checked_message
 from tidemill.schemas.config import KafkaSettings
 

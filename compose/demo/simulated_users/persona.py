@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 
-from tidemill.producers.users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.config import UsersSettings
 
 
 class PersonaRole(StrEnum):

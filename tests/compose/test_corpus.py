@@ -8,10 +8,10 @@ from random import Random
 import pytest
 
 from tests.records import build
-from tidemill.producers import corpus as corpus_role
-from tidemill.producers.config import CorpusSettings
-from tidemill.producers.corpus import corpus
-from tidemill.producers.demonstrator import Demonstrator
+from tidemill.compose.demo import corpus as corpus_role
+from tidemill.compose.demo.config import CorpusSettings
+from tidemill.compose.demo.corpus import corpus
+from tidemill.compose.demo.demonstrator import Demonstrator
 from tidemill.producers.environments.base import Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas.catalogue import Topic

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole, population
+from tidemill.compose.demo.simulated_users.reaction import User
 from tidemill.producers.environments.base import Split, TaskDraft, TaskQuery, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, parse_ledger
-from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.persona import Persona, PersonaRole, population
-from tidemill.producers.users.reaction import User
 
 
 class NobodyAsks(ValueError):

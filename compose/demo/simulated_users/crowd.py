@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.conversation import Conversation, NoAnswer, ServedModel, ServedTurn, converse
+from tidemill.compose.demo.simulated_users.persona import PersonaRole
+from tidemill.compose.demo.simulated_users.questions import Question
+from tidemill.compose.demo.simulated_users.reaction import Reaction
+from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction, SatisfactionTally
+from tidemill.compose.demo.simulated_users.shuffle import ThumbShuffle
 from tidemill.producers.environments.ledger import LedgerEnvironment
-from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Conversation, NoAnswer, ServedModel, ServedTurn, converse
-from tidemill.producers.users.persona import PersonaRole
-from tidemill.producers.users.questions import Question
-from tidemill.producers.users.reaction import Reaction
-from tidemill.producers.users.satisfaction import Satisfaction, SatisfactionTally
-from tidemill.producers.users.shuffle import ThumbShuffle
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import SignalKind
 

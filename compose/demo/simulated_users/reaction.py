@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from tidemill.producers.users.config import UsersSettings
-from tidemill.producers.users.conversation import Conversation
-from tidemill.producers.users.persona import Persona, PersonaRole
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.compose.demo.simulated_users.conversation import Conversation
+from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole
 from tidemill.schemas.records import SignalKind
 
 BOT_VOTES = 25
