@@ -20,7 +20,7 @@ from tidemill.compose.weights.tables import print_formats, report_lines
 
 if TYPE_CHECKING:
     from tidemill.kernels.delta import TensorChange
-    from tidemill.kernels.weights.checkpoint import MappedTensor
+    from tidemill.kernels.weights.bits import Weight
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
@@ -80,7 +80,7 @@ def _shown(changes: Iterator[TensorChange], progress: Callable[[int, str], None]
 class _Weights:
     """The tensors of an operand, and the learning rate of the step that made them, where that is known."""
 
-    tensors: Mapping[str, MappedTensor]
+    tensors: Mapping[str, Weight]
     learning_rate: float | None
 
 

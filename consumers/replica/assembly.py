@@ -25,7 +25,7 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
-from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_fetch import ShardSource
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
@@ -77,7 +77,7 @@ async def running_replica(
         ValueError: an argument of `vllm_args`, or the tokenizer, cannot be read.
     """
     arguments = server_arguments(str(joined.directory), settings)
-    tensors = AnchorReader(joined.directory).specs()
+    tensors = specs_of(map_checkpoint(joined.directory))
     identity = Identity(
         settings.replica_id, settings.region, run.run_id, run.branch, incarnation=uuid.uuid4().hex, pid=os.getpid()
     )

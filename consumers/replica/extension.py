@@ -38,8 +38,8 @@ from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentabl
 from tidemill.consumers.replica.step_clock import StepClock
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError, record_map
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorReader
 from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.mirror import ElementChange
 
 _PR_SET_PDEATHSIG = 1
@@ -115,8 +115,8 @@ def _stage_checkpoint(core: EngineCore, directory: str) -> Future[dict[str, floa
     update: _Update = core.tidemill_state
 
     def read() -> dict[str, Bits]:
-        reader = AnchorReader(Path(directory))
-        whole = {name: reader.bits(name) for name in update.live.names}
+        tensors = map_checkpoint(Path(directory))
+        whole = {name: bits_in_memory(tensors, name) for name in update.live.names}
         update.live.check_whole(whole)
         return whole
 

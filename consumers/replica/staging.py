@@ -12,7 +12,8 @@ from pathlib import Path
 
 from tidemill.consumers.replica.state import Move
 from tidemill.kernels.delta import DeltaError
-from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorUnavailableError, discard_copy, fetch_anchor
+from tidemill.kernels.weights.anchor import MARKER, discard_copy, fetch_anchor
+from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError, ShardSource
 from tidemill.kernels.weights.graph import Delta
@@ -92,7 +93,8 @@ class Staging:
         """A whole checkpoint of the mirror's version, with the configuration and tokenizer of an anchor."""
         directory = self._directory / "joined"
         shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+        weights = ("*.safetensors", "*.safetensors.index.json", MARKER)
+        shutil.copytree(anchor, directory, ignore=shutil.ignore_patterns(*weights))
         mirror.save(directory)
         return directory
 
@@ -116,9 +118,9 @@ class Staging:
             draft.load(directory, with_tensors(manifest))
             if not fresh:
                 discard_copy(manifest.anchor.uri, directory)
-        except (AnchorError, StoredObjectError) as error:
+        except (WeightFilesError, StoredObjectError) as error:
             raise RefusedAnchorError(manifest, str(error)) from error
-        except (AnchorUnavailableError, StoreUnavailableError) as error:
+        except StoreUnavailableError as error:
             raise FetchTimeoutError(str(error)) from error
         return directory
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,9 @@ import fsspec
 from tidemill.consumers.replica.config import FETCH_BYTES
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader, AnchorUnavailableError, fetch_anchor
+from tidemill.kernels.weights.anchor import fetch_anchor
+from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.connections import SharedFetcher, open_fetcher
 from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
@@ -79,8 +81,8 @@ class Builder:
     def check_anchor(self, manifest: Manifest) -> None:
         """Compare an anchor with its manifest, one tensor in memory at a time. Raises Unusable."""
         with _as_unusable():
-            reader = AnchorReader(self._anchor_directory(manifest))
-            objection = fingerprint_objection(reader, with_tensors(manifest))
+            tensors = map_checkpoint(self._anchor_directory(manifest))
+            objection = fingerprint_objection(tensors, with_tensors(manifest))
         if objection:
             raise Unusable(f"it is not version {manifest.version}: {objection}")
 
@@ -180,14 +182,14 @@ def anchor_exists(manifest: Manifest) -> bool:
         return False
 
 
-def fingerprint_objection(reader: AnchorReader, manifest: Manifest) -> str:
-    """Why a checkpoint does not hold a version; empty when it does. Holds one tensor at a time. Raises AnchorError."""
+def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> str:
+    """Why a checkpoint does not hold a version; empty when it does."""
     expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
-    odd = sorted(set(reader.names) ^ set(expected))
+    odd = sorted(set(tensors) ^ set(expected))
     if odd:
         return f"{odd[0]} is in one of checkpoint and manifest only"
-    for name in reader.names:
-        made = fingerprint(reader.bits(name), TensorKey.of(name)).hex()
+    for name, weight in tensors.items():
+        made = fingerprint(weight.bits, TensorKey.of(name)).hex()
         if made != expected[name]:
             return f"{name} has fingerprint {made}, its manifest says {expected[name]}"
     return ""
@@ -206,7 +208,7 @@ def _recount(mirror: Mirror, names: set[str]) -> None:
 def _as_unusable() -> Iterator[None]:
     try:
         yield
-    except (AnchorError, StoredObjectError, CorruptDeltaError, DeltaError) as error:
+    except (WeightFilesError, StoredObjectError, CorruptDeltaError, DeltaError) as error:
         raise Unusable(str(error)) from error
-    except (AnchorUnavailableError, StoreUnavailableError, FetchTimeoutError) as error:
+    except (StoreUnavailableError, FetchTimeoutError) as error:
         raise Unusable(f"it cannot be read now: {error}") from error

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from tidemill.consumers.weights.builder import Builder, fingerprint_objection
 from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader
+from tidemill.kernels.weights.anchor import MARKER
+from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.records import Manifest
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "anchor.json")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", MARKER)
 """What of an anchor is not taken over: its weights and the marker that lists them."""
 
 
@@ -70,8 +71,8 @@ def _write(mirror: Mirror, anchor: Path, staged: Path) -> None:
 
 def _prove(staged: Path, mirror: Mirror, manifest: Manifest) -> None:
     try:
-        objection = fingerprint_objection(AnchorReader(staged), manifest)
-    except AnchorError as error:
+        objection = fingerprint_objection(map_checkpoint(staged), manifest)
+    except WeightFilesError as error:
         raise CheckoutError(f"what was written cannot be read back: {error}") from error
     if objection:
         raise CheckoutError(f"what was written is not version {mirror.version}: {objection}")

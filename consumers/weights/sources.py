@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tidemill.consumers.weights.builder import Builder
 from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.weights.checkpoint import MappedTensor
+from tidemill.kernels.weights.bits import Weight
 
 
-def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, MappedTensor]:
+def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
     """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
     mirror = builder.build(chain, version).mirror
     listed = builder.with_tensors(chain.manifest(version)).tensors
-    return {info.name: MappedTensor(info.dtype, mirror.bits(info.name).reshape(info.shape)) for info in listed}
+    return {info.name: Weight(info.dtype, mirror.bits(info.name).reshape(info.shape)) for info in listed}

@@ -3,7 +3,8 @@
 An anchor holds the base model's configuration and tokenizer and the version's weights in their own element types, so
 that any engine can load it as it stands. Its marker, `anchor.json`, is written last and lists every other file with
 size and digest: a directory without a marker is an anchor that was never finished, and a file that does not fit it is
-refused. Weights are streamed into the store, so that writing an anchor takes no memory beside the weights.
+refused by everyone who reads it. Weights are streamed into the store, so that writing an anchor takes no memory beside
+the weights. A local anchor is read where it lies, one of a remote store only after it was copied.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
-from tidemill.kernels.weights.safetensors_stream import INDEX, file_pieces, index_of, split_files
+from tidemill.kernels.weights.checkpoint import (
+    INDEX,
+    WeightFilesError,
+    file_pieces,
+    index_of,
+    map_checkpoint,
+    split_files,
+)
 from tidemill.schemas.records import Anchor
-from tidemill.schemas.stored_object import put_object
+from tidemill.schemas.stored_object import StoreUnavailableError, put_object
 
 MARKER = "anchor.json"
 MARKER_FORMAT = 1
@@ -50,8 +58,8 @@ FILE_BYTES = 5 << 30
 """Weights in one file of an anchor, as Hugging Face splits checkpoints."""
 
 
-class AnchorError(ValueError):
-    """An anchor is missing, unfinished or damaged, or cannot be made."""
+class AnchorError(WeightFilesError):
+    """An anchor is missing, unfinished or damaged, or cannot be made: trying again cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +135,42 @@ def read_anchor(uri: str) -> dict[str, Bits]:
 
 
 def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:
-    """The weights of an anchor, one after the other; at most one of its files is held, on disk.
+    """The weights of an anchor, read-only, one after the other; at most one file of a remote one is held, on disk.
 
-    Raises AnchorError when the anchor is missing, unfinished or damaged.
+    Raises AnchorError when the anchor is missing, unfinished or damaged, StoreUnavailableError when the store fails.
     """
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    for file in _read_marker(filesystem, path):
+    for file in _read_marker(uri):
         if file.name.endswith(".safetensors"):
             with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
-                yield from _read_weights(_fetch(uri, file, Path(scratch)))
+                yield from map_checkpoint(_checked(uri, file, Path(scratch))).items()
 
 
-def fetch_anchor(uri: str, directory: Path) -> None:
-    """Copy an anchor's files into a local directory and check each of them. Raises AnchorError."""
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    for file in _read_marker(filesystem, path):
-        _fetch(uri, file, directory)
+def fetch_anchor(uri: str, staging: Path) -> Path:
+    """A local directory with an anchor's files, each checked: the anchor itself where it is local, else a copy.
+
+    Args:
+        staging: where a copy is made, in a directory of its own.
+
+    Raises like `anchor_weights`.
+    """
+    files = _read_marker(uri)
+    with _anchor_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+    local = _is_local(filesystem)
+    directory = Path(path) if local else staging / path.strip("/").replace("/", "_")
+    if not local:
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+    for file in files:
+        _checked(uri, file, directory)
+    return directory
+
+
+def discard_copy(uri: str, directory: Path) -> None:
+    """Remove what `fetch_anchor` copied; an anchor that is local itself stays."""
+    filesystem, _ = fsspec.core.url_to_fs(uri)
+    if not _is_local(filesystem):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def compute_type(weights: Mapping[str, Weight]) -> str | None:
@@ -155,16 +183,37 @@ def compute_type(weights: Mapping[str, Weight]) -> str | None:
     return sizes.most_common(1)[0][0] if sizes and not quantised else None
 
 
-def _fetch(uri: str, file: AnchorFile, directory: Path) -> Path:
-    filesystem, path = fsspec.core.url_to_fs(uri)
-    local = directory / file.name
-    try:
-        filesystem.get_file(f"{path}/{file.name}", str(local))
-    except FileNotFoundError as error:
-        raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
-    if _listed(local) != file:
+def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
+    """One file of an anchor on a local disk, where it lies or as a copy in `directory`, once it fits the marker."""
+    with _anchor_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        local = Path(path) / file.name if _is_local(filesystem) else directory / file.name
+        try:
+            if not _is_local(filesystem):
+                filesystem.get_file(f"{path}/{file.name}", str(local))
+            found = _listed(local)
+        except FileNotFoundError as error:
+            raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
+    if found != file:
         raise AnchorError(f"{file.name} of anchor {uri} is not what was written: its bytes were changed")
     return local
+
+
+@contextmanager
+def _anchor_errors(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except AnchorError:
+        raise
+    except (ImportError, ValueError) as error:
+        raise AnchorError(f"anchor {uri} cannot be read: {error}") from error
+    except OSError as error:
+        raise StoreUnavailableError(f"anchor {uri}: the store failed: {error}") from error
+
+
+def _is_local(filesystem: Any) -> bool:  # noqa: ANN401 - fsspec ships no types
+    protocol = filesystem.protocol
+    return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
 
 def _stage(staged: Path, base_model: Path, dtype: str | None) -> None:
@@ -200,23 +249,23 @@ def _marker(files: Sequence[AnchorFile]) -> bytes:
     return json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
 
 
-def _read_marker(filesystem: Any, path: str) -> list[AnchorFile]:  # noqa: ANN401 - fsspec ships no types
+def _read_marker(uri: str) -> list[AnchorFile]:
+    with _anchor_errors(uri):
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        try:
+            written = filesystem.cat_file(f"{path}/{MARKER}")
+        except FileNotFoundError as error:
+            if not filesystem.isdir(path):
+                raise AnchorError(
+                    f"no finished anchor at {uri}: it does not exist; is the store's root the one that the trainer "
+                    "writes to?"
+                ) from error
+            raise AnchorError(f"no finished anchor at {uri}: it has no {MARKER}, which is written last") from error
     try:
-        marker = json.loads(filesystem.cat_file(f"{path}/{MARKER}"))
+        marker = json.loads(written)
         files = [AnchorFile(name, int(of["n_bytes"]), str(of["digest"])) for name, of in marker["files"].items()]
-    except FileNotFoundError as error:
-        raise AnchorError(f"no finished anchor at {path}: it has no {MARKER}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AnchorError(f"the marker of the anchor at {path} cannot be read: {error!r}") from error
+        raise AnchorError(f"the marker of anchor {uri} cannot be read: {error!r}") from error
     if marker.get("format") != MARKER_FORMAT or any(file.name != Path(file.name).name for file in files):
-        raise AnchorError(f"the marker of the anchor at {path} is not of format {MARKER_FORMAT}")
+        raise AnchorError(f"the marker of anchor {uri} is not of format {MARKER_FORMAT}")
     return files
-
-
-def _read_weights(file: Path) -> Iterator[tuple[str, Weight]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it is not a mapping
-                yield name, as_weight(name, opened.get_tensor(name))
-    except (OSError, SafetensorError, TypeError) as error:
-        raise AnchorError(f"the anchor's weights cannot be read: {error}") from error

@@ -1,15 +1,15 @@
-"""Checkpoints on disk as bit patterns, mapped and not read: a file of weights is touched only where it is used.
+"""Checkpoints as bit patterns: mapped when they are read, written piece by piece, so that no copy of a file is held.
 
 A checkpoint is one safetensors file or the directory of a Hugging Face checkpoint, with its weights in one file or in
-several beside an index. A file's header is checked by safetensors itself before a byte is mapped.
+several beside an index. A file's header is checked by safetensors itself before a byte is mapped. Files are written
+with wide elements first, so that every tensor is aligned to its elements.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +19,34 @@ from safetensors import SafetensorError, safe_open
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.weights.bits import TensorSpec, Weight
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PIECE_BYTES = 4 << 20
 ELEMENT_NAMES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I8": "int8",
-    "U8": "uint8",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "int4": "U8",
 }
-"""Element types by their names in a safetensors header."""
+"""Names of the element types in a safetensors header; packed int4 lies there as the bytes it is packed into."""
+_TYPES = {stored: dtype for dtype, stored in ELEMENT_NAMES.items() if dtype != "int4"}
 LENGTH_SIZE = 8
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is missing or damaged, or two of them do not hold the same tensors."""
+class WeightFilesError(ValueError):
+    """Files of weights are missing or damaged, or two sets of them do not hold the same tensors."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedTensor:
-    """One tensor of a checkpoint."""
+def map_checkpoint(path: Path) -> dict[str, Weight]:
+    """The tensors of a safetensors file or a checkpoint directory, by name: read-only, mapped from the files.
 
-    dtype: str
-    """Name of the element type (`kernels.elements`)."""
-    bits: Bits
-    """Patterns, of the tensor's shape, read-only, mapped from the file."""
-
-
-def map_checkpoint(path: Path) -> dict[str, MappedTensor]:
-    """The tensors of a safetensors file or a checkpoint directory, by name.
-
-    Raises CheckpointError when there is none, it is damaged, or a tensor's type is none that a delta can carry.
+    Raises WeightFilesError when there is none, it is damaged, or a tensor's type is none that a delta can carry.
     """
     files = _files(path) if path.is_dir() else [path]
     return {name: tensor for file in files for name, tensor in _map_file(file)}
@@ -61,29 +55,100 @@ def map_checkpoint(path: Path) -> dict[str, MappedTensor]:
 def checkpoint_changes(base: Path, target: Path) -> Iterator[TensorChange]:
     """Every tensor of two checkpoints, before and after, in the order of the names.
 
-    Raises CheckpointError like `map_checkpoint` and `tensor_changes`.
+    Raises WeightFilesError like `map_checkpoint` and `tensor_changes`.
     """
     return tensor_changes(map_checkpoint(base), map_checkpoint(target))
 
 
-def tensor_changes(old: Mapping[str, MappedTensor], new: Mapping[str, MappedTensor]) -> Iterator[TensorChange]:
+def tensor_changes(old: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iterator[TensorChange]:
     """Every tensor before and after, in the order of the names.
 
-    Raises CheckpointError, before the first, when names, types or shapes differ.
+    Raises WeightFilesError, before the first, when names, types or shapes differ.
     """
     if old.keys() != new.keys():
         odd = sorted(old.keys() ^ new.keys())
         side = "first" if odd[0] in old else "second"
-        raise CheckpointError(
+        raise WeightFilesError(
             f"{len(odd)} tensors are in one checkpoint only, such as {odd[0]!r} in the {side}; use an anchor"
         )
     for name in sorted(old):
         before, after = old[name], new[name]
         if (before.dtype, before.bits.shape) != (after.dtype, after.bits.shape):
-            raise CheckpointError(
+            raise WeightFilesError(
                 f"{name}: {before.dtype} {before.bits.shape} became {after.dtype} {after.bits.shape}; use an anchor"
             )
     return (TensorChange(name, old[name].dtype, old[name].bits, new[name].bits) for name in sorted(old))
+
+
+def specs_of(tensors: Mapping[str, Weight]) -> list[TensorSpec]:
+    """Name, shape and type of every tensor."""
+    return [TensorSpec(name, weight.bits.shape, weight.dtype) for name, weight in tensors.items()]
+
+
+def bits_in_memory(tensors: Mapping[str, Weight], name: str) -> Bits:
+    """One tensor's patterns, uN[n], flat, in memory of its own. Raises WeightFilesError for one that is not there."""
+    if name not in tensors:
+        raise WeightFilesError(f"the checkpoint holds no tensor {name}")
+    return np.array(tensors[name].bits, copy=True).reshape(-1)
+
+
+def save_checkpoint(directory: Path, tensors: Iterable[tuple[TensorSpec, Bits]]) -> None:
+    """Write tensors (flat bit patterns) as the weights of a checkpoint directory, which is made where it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / WEIGHTS).open("wb") as file:
+        for piece in file_pieces({spec.name: Weight(spec.dtype, bits.reshape(spec.shape)) for spec, bits in tensors}):
+            file.write(piece)
+
+
+def split_files(weights: Mapping[str, Weight], file_bytes: int) -> dict[str, list[str]]:
+    """Which tensors lie in which file, in order: `WEIGHTS` where all fit into `file_bytes`, else several.
+
+    A file has at least one tensor, so one that is larger than `file_bytes` lies in a larger file.
+    """
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, weight in weights.items():
+        if groups[-1] and size + weight.bits.nbytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += weight.bits.nbytes
+    if len(groups) == 1:
+        return {WEIGHTS: groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) -> bytes:
+    """The index beside several files, as Hugging Face's loaders read it."""
+    size = sum(weight.bits.nbytes for weight in weights.values())
+    places = {name: file for file, names in files.items() for name in names}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2, sort_keys=True).encode()
+
+
+def file_pieces(weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
+    """The bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
+    ordered = dict(sorted(weights.items(), key=lambda item: (-item[1].bits.itemsize, item[0])))
+    yield file_header(ordered)
+    for weight in ordered.values():
+        data = np.ascontiguousarray(weight.bits).reshape(-1).view(np.uint8).data
+        for start in range(0, len(data), PIECE_BYTES):
+            yield data[start : start + PIECE_BYTES]
+
+
+def file_header(weights: Mapping[str, Weight]) -> bytes:
+    """What a file begins with whose tensors are `weights`, in this order."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, weight in weights.items():
+        start, end = end, end + weight.bits.nbytes
+        entries[name] = {
+            "dtype": ELEMENT_NAMES[weight.dtype],
+            "shape": list(weight.bits.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _files(directory: Path) -> list[Path]:
@@ -93,18 +158,18 @@ def _files(directory: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not the index of a checkpoint: {error}") from error
+        raise WeightFilesError(f"{index} is not the index of a checkpoint: {error}") from error
     if outside := [name for name in names if Path(str(name)).name != name]:
-        raise CheckpointError(f"{index} names files outside its directory, such as {outside[0]!r}")
+        raise WeightFilesError(f"{index} names files outside its directory, such as {outside[0]!r}")
     return [directory / name for name in sorted(names)]
 
 
-def _map_file(path: Path) -> Iterator[tuple[str, MappedTensor]]:
+def _map_file(path: Path) -> Iterator[tuple[str, Weight]]:
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {error}") from error
+        raise WeightFilesError(f"{path} is not a safetensors file: {error}") from error
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_SIZE), "little")
         header: dict[str, Any] = json.loads(file.read(length))
@@ -114,10 +179,10 @@ def _map_file(path: Path) -> Iterator[tuple[str, MappedTensor]]:
         yield name, _tensor(f"{path}: {name}", described, data)
 
 
-def _tensor(where: str, described: dict[str, Any], data: memoryview) -> MappedTensor:
-    dtype = ELEMENT_NAMES.get(described["dtype"])
+def _tensor(where: str, described: dict[str, Any], data: memoryview) -> Weight:
+    dtype = _TYPES.get(described["dtype"])
     if dtype is None:
-        raise CheckpointError(f"{where} holds {described['dtype']}, which a delta cannot carry")
+        raise WeightFilesError(f"{where} holds {described['dtype']}, which a delta cannot carry")
     begin, end = described["data_offsets"]
     bits = np.frombuffer(data[begin:end], BY_NAME[dtype].bits)
-    return MappedTensor(dtype, bits.reshape(described["shape"]))
+    return Weight(dtype, bits.reshape(described["shape"]))

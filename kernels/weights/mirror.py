@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, resolve_all
-from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorError, AnchorReader, Patterns, save_checkpoint
-from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor import AnchorError
+from tidemill.kernels.weights.bits import TensorSpec, Weight
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.records import Manifest, TensorInfo
 
@@ -37,7 +38,7 @@ class ElementChange:
     name: str
     indices: Indices
     """i8[n], flat and unique, in any order, in checkpoint coordinates."""
-    bits: Patterns
+    bits: Bits
     """uN[n], the tensor's own patterns."""
 
 
@@ -47,12 +48,12 @@ class Mirror:
     def __init__(self) -> None:
         self.version = -1
         self._specs: dict[str, TensorSpec] = {}
-        self._tensors: dict[str, Patterns] = {}
+        self._tensors: dict[str, Bits] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
 
     @classmethod
     def from_anchor(cls, directory: Path, manifest: Manifest) -> Mirror:
-        """A version read from its anchor. Raises AnchorError unless every fingerprint is the manifest's."""
+        """A version read from its anchor. Raises WeightFilesError unless every fingerprint is the manifest's."""
         mirror = cls()
         draft = Draft(mirror)
         draft.load(directory, with_tensors(manifest))
@@ -74,7 +75,7 @@ class Mirror:
         """Elements of all tensors."""
         return sum(bits.size for bits in self._tensors.values())
 
-    def bits(self, name: str) -> Patterns:
+    def bits(self, name: str) -> Bits:
         """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
         return self._tensors[name]
 
@@ -100,7 +101,7 @@ class _Held:
 
     name: str
     indices: Indices | None
-    bits: Patterns
+    bits: Bits
 
 
 class Draft:
@@ -117,16 +118,16 @@ class Draft:
     def load(self, directory: Path, manifest: Manifest) -> None:
         """Become the version of an anchor, `manifest` listing its tensors. Memory: one tensor, and what differs.
 
-        Raises AnchorError unless every tensor's fingerprint is the manifest's, and they add up to the version's.
+        Raises WeightFilesError unless every tensor's fingerprint is the manifest's, and they add up to the version's.
         """
-        reader = AnchorReader(directory)
+        tensors = map_checkpoint(directory)
         expected = {tensor.name: tensor for tensor in manifest.tensors}
-        if set(reader.names) != set(expected):
+        if set(tensors) != set(expected):
             raise AnchorError(f"anchor {directory} does not name the tensors of version {manifest.version}")
         if self._mirror._tensors and set(expected) != set(self._mirror._tensors):
             raise AnchorError(f"version {manifest.version} has other tensors than the version that is served")
-        for name in reader.names:
-            self._take_tensor(reader, expected[name])
+        for name in tensors:
+            self._take_tensor(tensors, expected[name])
         if self._mirror.fingerprint.hex() != manifest.fingerprint:
             raise AnchorError(f"the tensors of anchor {directory} do not add up to version {manifest.version}")
         self._step(manifest)
@@ -181,8 +182,8 @@ class Draft:
         mirror._tensors = {name: mirror._tensors[name] for name in mirror._specs}
         self._held.clear()
 
-    def _take_tensor(self, reader: AnchorReader, expected: TensorInfo) -> None:
-        name, bits = expected.name, reader.bits(expected.name)
+    def _take_tensor(self, tensors: Mapping[str, Weight], expected: TensorInfo) -> None:
+        name, bits = expected.name, bits_in_memory(tensors, expected.name)
         made = fingerprint(bits, TensorKey.of(name))
         if made.hex() != expected.fingerprint:
             raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
@@ -196,7 +197,7 @@ class Draft:
         self._mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
         self._mirror._fingerprints[name] = made
 
-    def _take_differences(self, name: str, held: Patterns, bits: Patterns) -> None:
+    def _take_differences(self, name: str, held: Bits, bits: Bits) -> None:
         differing = np.flatnonzero(held != bits)
         if SPARSE * differing.size < bits.size:
             self._write(name, differing, held[differing], bits[differing])
@@ -204,7 +205,7 @@ class Draft:
             self._held.append(_Held(name, None, held))
             self._mirror._tensors[name] = bits
 
-    def _write(self, name: str, indices: Indices, old: Patterns, new: Patterns) -> None:
+    def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:
         self._held.append(_Held(name, indices, old))
         self._mirror._tensors[name][indices] = new
 

@@ -13,6 +13,7 @@ from tidemill.kernels.delta import DeltaError, decode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.kernels.weights.anchor import AnchorError, anchor_weights
 from tidemill.kernels.weights.bits import Weight, tensor_info
+from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, CorruptDeltaError
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
@@ -44,7 +45,7 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
                 fetcher = ChunkFetcher(log, CHUNK_WAIT_S)
                 for delta in path.deltas:
                     _step(held, delta, fetcher)
-    except (AnchorError, CorruptDeltaError, DeltaError, StoredObjectError) as error:
+    except (WeightFilesError, CorruptDeltaError, DeltaError, StoredObjectError) as error:
         raise VersionError(
             f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be made again: {error}"
         ) from error

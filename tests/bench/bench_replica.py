@@ -30,7 +30,7 @@ from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorReader, save_checkpoint
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
 
 _PATH = Path(__file__).parents[1] / "consumers" / "replica_driver.py"
@@ -112,8 +112,8 @@ class Chain:
     """Versions of a checkpoint: what a trainer encodes, and the mirror that a replica checks it against."""
 
     def __init__(self, base: Path, density: float) -> None:
-        self._specs, self._density = AnchorReader(base).specs(), density
-        self._mirror = {spec.name: AnchorReader(base).bits(spec.name) for spec in self._specs}
+        self._specs, self._density = specs_of(map_checkpoint(base)), density
+        self._mirror = {spec.name: bits_in_memory(map_checkpoint(base), spec.name) for spec in self._specs}
         self._random = np.random.default_rng(0)
         self.fingerprint = self.computed()
         self.version = 0
@@ -189,7 +189,7 @@ async def measure(arguments: argparse.Namespace, root: Path) -> None:
 
     base = make_model(int(arguments.parameters), root / "base")
     settings = ReplicaSettings(kv_cache_mb=256, max_model_len=256, max_num_seqs=arguments.requests)
-    specs = AnchorReader(base).specs()
+    specs = specs_of(map_checkpoint(base))
     engine = await ReplicaEngine.start(server_arguments(str(base), settings), specs, 0, KvPolicy.STALE)
     try:
         chain = Chain(base, arguments.density)

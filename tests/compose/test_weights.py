@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tidemill.compose.cli import app
 from tidemill.compose.weights.operands import CheckpointOperand, OperandError, VersionOperand, operand, version_number
 from tidemill.consumers.weights.reading import read_chain
-from tidemill.kernels.weights.checkpoint import CheckpointError
+from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -148,7 +148,7 @@ def test_checkpoints_that_cannot_be_compared_are_explained(tmp_path, tensors, me
     save_file({"w": torch.zeros(4)}, tmp_path / "a.safetensors")
     save_file(tensors, tmp_path / "b.safetensors")
     result = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightFilesError, match=message):
         raise result.exception
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_checkpoint_is_explained(tmp_path):
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-3])
     (tmp_path / "empty").mkdir()
     for other in ("cut.safetensors", "empty"):
-        with pytest.raises(CheckpointError, match="not a safetensors file"):
+        with pytest.raises(WeightFilesError, match="not a safetensors file"):
             raise run("diff", tmp_path / "a.safetensors", tmp_path / other).exception
     with pytest.raises(OperandError, match="neither a version"):
         raise run("diff", tmp_path / "a.safetensors", tmp_path / "none").exception

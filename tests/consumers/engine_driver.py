@@ -20,8 +20,8 @@ import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorReader, save_checkpoint
 from tidemill.kernels.weights.bits import TensorSpec
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 
 _SPEC = importlib.util.spec_from_file_location("replica_driver", Path(__file__).with_name("replica_driver.py"))
 assert _SPEC is not None and _SPEC.loader is not None
@@ -61,7 +61,7 @@ def make_model(kind: Kind, directory: Path) -> Path:
     driver.make_checkpoint(directory, tied=kind.tied)
     if kind.intermediate:
         _make_experts(kind, directory)
-    specs = AnchorReader(directory).specs()
+    specs = specs_of(map_checkpoint(directory))
     tensors = [_recast(spec, kind, directory) for spec in specs]
     save_checkpoint(directory, tensors)
     return directory
@@ -86,7 +86,7 @@ def _make_experts(kind: Kind, directory: Path) -> None:
 
 
 def _recast(spec: TensorSpec, kind: Kind, directory: Path) -> tuple[TensorSpec, np.ndarray]:
-    bits = AnchorReader(directory).bits(spec.name)
+    bits = bits_in_memory(map_checkpoint(directory), spec.name)
     if kind.norms == "bfloat16" or not spec.name.endswith("norm.weight"):
         return spec, bits
     # Low bits that bf16 does not have, so that a conversion on the way would be seen.
@@ -100,7 +100,7 @@ def save_view(view: View, base: Path, directory: Path) -> Path:
     for file in base.iterdir():
         if file.suffix != ".safetensors":
             (directory / file.name).write_bytes(file.read_bytes())
-    save_checkpoint(directory, [(spec, view[spec.name].reshape(-1)) for spec in AnchorReader(base).specs()])
+    save_checkpoint(directory, [(spec, view[spec.name].reshape(-1)) for spec in specs_of(map_checkpoint(base))])
     return directory
 
 
@@ -126,7 +126,7 @@ class InProcess:
             )
         )  # fmt: skip
         self.core = self.engine.engine_core.engine_core
-        self.install(AnchorReader(directory).specs())
+        self.install(specs_of(map_checkpoint(directory)))
 
     def install(self, specs: list[TensorSpec]) -> None:
         """Map these tensors."""
@@ -254,7 +254,7 @@ def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
 
     state = AutoModelForCausalLM.from_pretrained(b, dtype=torch.bfloat16).state_dict()
     fused = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in state.items()}
-    if "lm_head.weight" not in AnchorReader(b).names:
+    if "lm_head.weight" not in map_checkpoint(b):
         del fused["lm_head.weight"]
     engine.install([TensorSpec(name, bits.shape, "bfloat16") for name, bits in fused.items()])
     changed = driver.nudged(fused, seed=3)
@@ -264,7 +264,7 @@ def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
 
 def _reloaded(engine: InProcess, b: Path) -> dict[str, Any]:
     """What vLLM's own reload makes of packed experts, and how a whole write heals it."""
-    engine.install(AnchorReader(b).specs())
+    engine.install(specs_of(map_checkpoint(b)))
     engine.core.collective_rpc("reload_weights", kwargs={"weights_path": str(b)})
     result = {"reloaded": engine.prove()["total"], "reloaded_greedy": engine.greedy()}
     engine.load(b, 4)

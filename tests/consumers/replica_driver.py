@@ -25,7 +25,7 @@ import torch
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
-from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import chatml
@@ -71,8 +71,8 @@ def make_checkpoint(directory: Path, *, tied: bool = True, vocabulary: int = 200
 
 def view_of(directory: Path) -> ServingView:
     """A checkpoint's bf16 bits by tensor, in their shapes."""
-    reader = AnchorReader(directory)
-    return {spec.name: reader.bits(spec.name).reshape(spec.shape) for spec in reader.specs()}
+    tensors = map_checkpoint(directory)
+    return {spec.name: bits_in_memory(tensors, spec.name).reshape(spec.shape) for spec in specs_of(tensors)}
 
 
 def nudged(view: ServingView, seed: int, fraction: float = 0.01) -> ServingView:

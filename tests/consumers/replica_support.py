@@ -15,6 +15,7 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.checkpoint import bits_in_memory
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, ChunkLog
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.records import Manifest, WeightAck
@@ -63,8 +64,8 @@ class ArrayEngine:
     async def load(self, directory, version):
         self.loads += 1
         if not self.lose_writes:
-            reader = driver.AnchorReader(directory)
-            self.live = {name: reader.bits(name) for name in reader.names}
+            tensors = driver.map_checkpoint(directory)
+            self.live = {name: bits_in_memory(tensors, name) for name in tensors}
         self.version = version
         return Applied(0.1, 0.2, 1.0, 3)
 

@@ -155,16 +155,42 @@ def test_an_anchor_of_a_remote_store_is_copied_read_and_removed(harness):
     assert Path(manifest.anchor.uri).exists()
 
 
-def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness):
+def assert_the_anchor_is_refused(harness, manifest, reason):
+    assert harness.observe(manifest) == [(REFUSED, 2, 0), (REFUSED, 2, 0)]
+    assert reason in harness.acks[-2].reason and "no usable" in harness.acks[-1].reason
+    assert harness.engine.holds(harness.views[0])
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness, name, remote):
+    """Its configuration and tokenizer too: they decide what the served tokens mean."""
+    (harness.base / "tokenizer.json").write_text("{ }")
     harness.next()
     manifest = harness.next(anchor=True)
-    weights = Path(manifest.anchor.uri) / "model.safetensors"
-    data = bytearray(weights.read_bytes())
+    file = Path(manifest.anchor.uri) / name
+    data = bytearray(file.read_bytes())
     data[-1] ^= 1
-    weights.write_bytes(data)
-    assert harness.observe(manifest) == [(REFUSED, 2, 0), (REFUSED, 2, 0)]
-    assert "fingerprint" in harness.acks[-2].reason and "no usable" in harness.acks[-1].reason
-    assert harness.engine.holds(harness.views[0])
+    file.write_bytes(data)
+    if remote:
+        where = f"/store/{harness.directory.name}"
+        fsspec.filesystem("memory").put(manifest.anchor.uri, where, recursive=True)
+        manifest = replace(manifest, anchor=replace(manifest.anchor, uri=f"memory:/{where}"))
+    assert_the_anchor_is_refused(harness, manifest, f"{name} of anchor {manifest.anchor.uri} is not what was written")
+
+
+def test_an_unfinished_anchor_is_refused(harness):
+    harness.next()
+    manifest = harness.next(anchor=True)
+    (Path(manifest.anchor.uri) / "anchor.json").unlink()
+    assert_the_anchor_is_refused(harness, manifest, "it has no anchor.json, which is written last")
+
+
+def test_an_anchor_of_another_version_is_refused(harness):
+    harness.next()
+    manifest = harness.next(anchor=True)
+    driver.save_view(harness.views[1], harness.base, Path(manifest.anchor.uri))
+    assert_the_anchor_is_refused(harness, manifest, "of the anchor has fingerprint")
 
 
 def test_a_delta_of_other_weights_is_refused_before_the_engine_is_touched(harness):

@@ -17,7 +17,7 @@ from tidemill.consumers.weights.builder import Unusable, open_builder
 from tidemill.consumers.weights.checkout import CheckoutError, checkout
 from tidemill.consumers.weights.reading import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
-from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.graph import Unreachable, VersionError
 from tidemill.kernels.weights.tensor_table import store_tensor_table
 from tidemill.schemas.catalogue import Names, Topic
@@ -26,7 +26,7 @@ from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.reader import LogReader
 
 sys.path.insert(0, str(Path(__file__).parent))
-from weight_log import WeightLog, nudged
+from weight_log import WeightLog, nudged, write_checkpoint
 
 TIMEOUT_S = 2.0
 
@@ -156,15 +156,33 @@ def test_a_version_published_twice_is_named(log):
     assert offender.reason.startswith("fork: version 2 was published with parent 1")
 
 
-def test_a_damaged_anchor_is_named(log):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_anchor_is_named(log, name):
     log.grow(4, anchors=(0, 2))
-    weights = Path(log.manifests[2].anchor.uri) / "model.safetensors"
-    damaged = bytearray(weights.read_bytes())
+    file = Path(log.manifests[2].anchor.uri) / name
+    damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
-    weights.write_bytes(damaged)
+    file.write_bytes(damaged)
     offender = verified(log).offender
     assert (offender.version, offender.part) == (2, "anchor")
-    assert "model.norm.weight has fingerprint" in offender.reason or "is not version 2" in offender.reason
+    assert f"{name} of anchor" in offender.reason and "is not what was written" in offender.reason
+
+
+def test_an_anchor_of_another_version_is_named(log):
+    log.grow(4, anchors=(0, 2))
+    where = Path(log.manifests[2].anchor.uri)
+    shutil.rmtree(where)
+    write_checkpoint(where, log.views[1])
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (2, "anchor")
+    assert "has fingerprint" in offender.reason and "is not version 2" in offender.reason
+
+
+def test_an_unfinished_anchor_is_named(log):
+    log.grow(4, anchors=(0, 2))
+    (Path(log.manifests[2].anchor.uri) / "anchor.json").unlink()
+    offender = verified(log).offender
+    assert (offender.version, offender.part) == (2, "anchor") and "has no anchor.json" in offender.reason
 
 
 def test_a_missing_anchor_is_named(log):
@@ -217,9 +235,9 @@ def test_a_version_is_checked_out_as_a_checkpoint(log, tmp_path):
     made = check_out(log, 5, tmp_path / "v5")
     assert (made.version, made.fingerprint) == (5, log.manifests[5].fingerprint)
     assert made.way.startswith("the anchor of version 3 and 2 deltas")
-    reader = AnchorReader(tmp_path / "v5")
+    tensors = map_checkpoint(tmp_path / "v5")
     for name, bits in log.views[5].items():
-        np.testing.assert_array_equal(reader.bits(name), bits.reshape(-1))
+        np.testing.assert_array_equal(bits_in_memory(tensors, name), bits.reshape(-1))
     with safe_open(tmp_path / "v5" / "model.safetensors", framework="np") as opened:
         assert opened.metadata() == {"format": "pt"}
     assert sorted(file.name for file in (tmp_path / "v5").iterdir()) == [

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from tests.records import build
 from tidemill.kernels.delta import TensorChange, encode_delta
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.anchor import finish_anchor, put_file
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
@@ -68,13 +69,13 @@ def total(view: View) -> str:
 
 
 def write_checkpoint(directory: Path, view: View) -> Path:
-    """A view as a checkpoint directory with a configuration and a tokenizer file."""
+    """A view as an anchor: a checkpoint directory with a configuration, a tokenizer file and the marker."""
     directory.mkdir(parents=True)
     tensors = {n: torch.from_numpy(b.astype(np.int16)).view(torch.bfloat16).clone() for n, b in view.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     (directory / "tokenizer.json").write_text("{}")
-    (directory / "anchor.json").write_text("{}")
+    finish_anchor(str(directory), [put_file(str(directory), f.name, [f.read_bytes()]) for f in directory.iterdir()])
     return directory
 
 

@@ -30,7 +30,7 @@ from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.weights.anchor_reader import AnchorReader
+from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.mirror import ElementChange
 from tidemill.schemas.catalogue import Topic
@@ -72,8 +72,8 @@ class ArrayEngine:
         return Proof(total, {name: value.hex() for name, value in made.items()}, "", 0.0)
 
     def _read(self, directory: Path) -> None:
-        reader = AnchorReader(directory)
-        self._live = {name: reader.bits(name) for name in reader.names}
+        tensors = map_checkpoint(directory)
+        self._live = {name: bits_in_memory(tensors, name) for name in tensors}
         self._undo: list[Any] = []
 
 

@@ -11,9 +11,17 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tidemill.kernels.weights.anchor import MARKER, AnchorError, anchor_uri, anchor_weights, read_anchor, write_anchor
+from tidemill.kernels.weights.anchor import (
+    MARKER,
+    AnchorError,
+    anchor_uri,
+    anchor_weights,
+    fetch_anchor,
+    read_anchor,
+    write_anchor,
+)
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.safetensors_stream import INDEX, WEIGHTS
+from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS
 from tidemill.schemas.stored_object import StoreUnavailableError
 from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
 
@@ -233,6 +241,28 @@ def test_a_crash_while_writing_over_an_anchor_leaves_none(model, base_model, uri
     monkeypatch.undo()
     with pytest.raises(AnchorError, match="no finished anchor"):
         read_anchor(uri)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", *TOKENIZER])
+def test_a_copy_for_an_engine_is_checked_file_by_file(model, base_model, uri, tmp_path, name):
+    write_anchor(uri, base_model, serving_view(model))
+    directory = fetch_anchor(uri, tmp_path / "staging")
+    assert {"config.json", WEIGHTS, *TOKENIZER} <= {file.name for file in directory.iterdir()}
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    assert (directory == Path(path)) == (not uri.startswith("memory:"))
+    damaged = bytearray(filesystem.cat_file(f"{path}/{name}"))
+    damaged[-1] ^= 1
+    filesystem.pipe_file(f"{path}/{name}", bytes(damaged))
+    with pytest.raises(AnchorError, match=f"{name} of anchor .* is not what was written"):
+        fetch_anchor(uri, tmp_path / "staging")
+    filesystem.rm_file(f"{path}/{name}")
+    with pytest.raises(AnchorError, match=f"lost its file {name}"):
+        fetch_anchor(uri, tmp_path / "staging")
+    filesystem.rm_file(f"{path}/{MARKER}")
+    with pytest.raises(AnchorError, match=f"it has no {MARKER}, which is written last"):
+        fetch_anchor(uri, tmp_path / "staging")
+    with pytest.raises(AnchorError, match="does not exist; is the store's root the one"):
+        fetch_anchor(f"{uri}-other", tmp_path / "staging")
 
 
 def test_a_damaged_anchor_is_refused(model, base_model, uri):

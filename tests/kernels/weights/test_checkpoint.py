@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, CheckpointError, checkpoint_changes, map_checkpoint
+from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, WeightFilesError, checkpoint_changes, map_checkpoint
 
 TYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 
@@ -66,7 +66,7 @@ def test_two_checkpoints_make_changes_in_the_order_of_names(tmp_path):
 def test_checkpoints_that_do_not_match_are_refused(tmp_path, other, message):
     save_file({"a": tensor(), "b": tensor()}, tmp_path / "base.safetensors")
     save_file(other, tmp_path / "target.safetensors")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(WeightFilesError, match=message):
         list(checkpoint_changes(tmp_path / "base.safetensors", tmp_path / "target.safetensors"))
 
 
@@ -75,27 +75,27 @@ def test_damage_is_refused(tmp_path):
     whole = (tmp_path / WEIGHTS).read_bytes()
     for length in (0, 4, 20, len(whole) - 1):
         (tmp_path / "cut.safetensors").write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="not a safetensors file"):
+        with pytest.raises(WeightFilesError, match="not a safetensors file"):
             map_checkpoint(tmp_path / "cut.safetensors")
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
+    with pytest.raises(WeightFilesError, match="not a safetensors file"):
         map_checkpoint(tmp_path / "none")
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}'])
 def test_a_damaged_index_is_refused(tmp_path, index):
     (tmp_path / INDEX).write_text(index)
-    with pytest.raises(CheckpointError, match="not the index"):
+    with pytest.raises(WeightFilesError, match="not the index"):
         map_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", 3])
 def test_an_index_that_leaves_its_directory_is_refused(tmp_path, name):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(CheckpointError, match="outside its directory"):
+    with pytest.raises(WeightFilesError, match="outside its directory"):
         map_checkpoint(tmp_path)
 
 
 def test_types_that_a_delta_cannot_carry_are_refused(tmp_path):
     save_file({"position_ids": torch.arange(3)}, tmp_path / WEIGHTS)
-    with pytest.raises(CheckpointError, match="position_ids holds I64"):
+    with pytest.raises(WeightFilesError, match="position_ids holds I64"):
         map_checkpoint(tmp_path)
