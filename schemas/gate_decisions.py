@@ -38,6 +38,9 @@ GENERATION = "gate_generation"
 """Name, in a decision's numbers, of the gate process that took it: greater for one that started later. People's
 decisions have none."""
 
+EVIDENCE = "evidence"
+"""Name, in the numbers of a gate's decision that ends a trial: 1 where evidence decided, 0 where a limit did."""
+
 GIVES_UP = frozenset({GateVerdict.REJECT, GateVerdict.ROLL_BACK, GateVerdict.PROMOTE})
 """Decisions after which versions may not be trained on."""
 
@@ -94,6 +97,11 @@ class CanaryTrial:
     def decided(self) -> bool:
         """Whether it ended with a decision about a version, and not for another trial or with a release."""
         return self.end is not None and self.end.verdict not in (GateVerdict.CANARY, GateVerdict.RELEASE)
+
+    @property
+    def on_evidence(self) -> bool:
+        """Whether a gate's evidence decided it."""
+        return self.decided and self.end is not None and self.end.numbers.get(EVIDENCE, 0.0) > 0.0
 
 
 @dataclass(frozen=True, slots=True)

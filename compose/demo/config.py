@@ -62,7 +62,7 @@ class DemoSettings(Section):
     online_batches: int = Field(default=6, ge=1)
     """Online batches to learn from in the second act."""
 
-    online_limit_s: float = Field(default=240.0, gt=0)
+    online_limit_s: float = Field(default=420.0, gt=0)
     """Longest time that users are there in the second act."""
 
     measured_answers: int = Field(default=120, ge=1)

@@ -146,6 +146,16 @@ class OnlineState:
         """Whether the trial of `version`, or of one made from it, ended with a decision about it."""
         return any(trial.decided and version in self._ancestry(trial.version) for trial in self.branch.trials)
 
+    @property
+    def trials_decided(self) -> int:
+        """Trials that ended with a decision about their version."""
+        return sum(trial.decided for trial in self.branch.trials)
+
+    @property
+    def decided_on_evidence(self) -> int:
+        """Those that the gate's evidence decided; the others ended for want of time or traffic, or by a person."""
+        return sum(trial.on_evidence for trial in self.branch.trials)
+
     def verdicts(self) -> dict[str, int]:
         """Decisions by verdict."""
         return dict(sorted(Counter(decision.verdict.value for decision in self.decisions).items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
-from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.state import HeldOut, LoopState
 from tidemill.schemas.clock import to_s
 
 
@@ -42,6 +43,12 @@ class OnlineSummary:
     promotions: int
     """Of versions that learnt from users."""
     verdicts: dict[str, int]
+    trials_decided: int
+    """Versions whose trial ended with a decision."""
+    decided_on_evidence: int
+    """Those that the gate's evidence decided; the others ended for want of time or traffic."""
+    evidence_share: float
+    """The second as a share of the first; 0 where nothing was decided."""
     interactions: int
     rewarded: int
     exclusions: dict[str, int]
@@ -50,6 +57,10 @@ class OnlineSummary:
     held_out_before_online: float
     held_out_after_online: float
     """Success on held-out tasks of the version that was promoted last."""
+    held_out_online_rollouts: int
+    """Held-out rollouts behind each of the two rates (the smaller number)."""
+    held_out_online_noise: float
+    """A difference of the two rates that is smaller than this is within their 95 % interval."""
     online_fingerprints_equal: bool
     online_seconds: float
 
@@ -156,7 +167,8 @@ def summarise_online(
 ) -> OnlineSummary:
     """The summary of learning from users; `before` and `after` are what held-out users said."""
     promoted = online.branch.served
-    skill = {each.version: each.rate for each in state.held_out()}
+    skill = {each.version: each for each in state.held_out()}
+    first, last = (skill.get(promoted[0]), skill.get(promoted[-1])) if promoted else (None, None)
     return OnlineSummary(
         satisfaction_before=round(before.rate, 4) if before else 0.0,
         satisfaction_after=round(after.rate, 4) if after else 0.0,
@@ -169,16 +181,28 @@ def summarise_online(
         promoted=promoted,
         promotions=len(online.branch.decided.intersection(online.learnt_versions, promoted)),
         verdicts=online.verdicts(),
+        trials_decided=online.trials_decided,
+        decided_on_evidence=online.decided_on_evidence,
+        evidence_share=round(online.decided_on_evidence / max(1, online.trials_decided), 4),
         interactions=len(online.interactions),
         rewarded=online.rewarded,
         exclusions=online.exclusions(),
         corrections=online.corrections,
         votes=online.votes,
-        held_out_before_online=round(skill.get(promoted[0], 0.0), 4) if promoted else 0.0,
-        held_out_after_online=round(skill.get(promoted[-1], 0.0), 4) if promoted else 0.0,
+        held_out_before_online=round(first.rate, 4) if first else 0.0,
+        held_out_after_online=round(last.rate, 4) if last else 0.0,
+        held_out_online_rollouts=min(first.rollouts, last.rollouts) if first and last else 0,
+        held_out_online_noise=round(1.96 * math.sqrt(sum(_variance(each) for each in (first, last) if each)), 4),
         online_fingerprints_equal=online.fingerprints_equal(),
         online_seconds=round(seconds, 1),
     )
+
+
+def _variance(skill: HeldOut) -> float:
+    """Of a rate, with two successes and two failures added, so that it is right for rates near 0 and 1 as well."""
+    rollouts = skill.rollouts + 4
+    rate = (skill.successes + 2) / rollouts
+    return rate * (1.0 - rate) / rollouts
 
 
 def _curve(state: LoopState) -> list[dict[str, float]]:

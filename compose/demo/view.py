@@ -87,6 +87,7 @@ def _gate(online: OnlineState) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("gate", online.stage())
     table.add_row("decisions", ", ".join(f"{verdict} {n}" for verdict, n in online.verdicts().items()) or "none")
+    table.add_row("on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried")
     table.add_row("feedback to served", _spread(percentiles(online.to_a_share_s())))
     table.add_row("feedback to everyone", _spread(percentiles(online.to_everyone_s())))
     for replica_id, version in sorted(online.serving.items()):
@@ -135,11 +136,13 @@ def _online_rows(online: OnlineSummary | None) -> list[tuple[str, str]]:
         return []
     satisfied = f"{online.satisfaction_before:.3f} → {online.satisfaction_after:.3f}"
     skill = f"{online.held_out_before_online:.3f} → {online.held_out_after_online:.3f}"
+    noise = f"({online.held_out_online_rollouts} rollouts each: within ±{online.held_out_online_noise:.3f} is noise)"
     ended = ", ".join(f"{reason} {count}" for reason, count in online.exclusions.items())
     equal = "equal" if online.online_fingerprints_equal else "NOT EQUAL"
     return [
         ("users satisfied", f"{satisfied}  ({online.satisfaction_answers} held-out answers each)"),
-        ("skill meanwhile", skill),
+        ("skill meanwhile", f"{skill}  {noise}"),
+        ("decided on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried"),
         ("online batches", f"{online.online_batches}; {online.promotions} versions promoted, fingerprints {equal}"),
         ("feedback to served", _spread(online.feedback_to_served_s)),
         ("feedback to everyone", _spread(online.feedback_to_everyone_s)),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.gate_decisions import GENERATION
+from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
 from tidemill.streams.gate.bench import BenchResult
 from tidemill.streams.gate.branch import Branch, Trial
@@ -161,7 +161,8 @@ class Keeper:
             holds = done.verdict is GateVerdict.HOLD
             version = trial.baseline if holds else trial.version
             reason = f"version {trial.version} waits for a person: {done.reason}" if holds else done.reason
-            yield self._decision(done.verdict, version, reason, self._trial_numbers(trial))
+            numbers = {**self._trial_numbers(trial), EVIDENCE: float(done.on_evidence)}
+            yield self._decision(done.verdict, version, reason, numbers)
         elif trial.canary.share == 0.0:
             numbers = {**self._trial_numbers(trial), CANARY_SHARE: self._gate.share}
             yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
@@ -174,7 +175,7 @@ class Keeper:
         objection = self._objection(result, self._branch.bench.result(trial.baseline))
         numbers = self._trial_numbers(trial)
         if objection:
-            yield self._decision(GateVerdict.REJECT, trial.version, objection, numbers)
+            yield self._decision(GateVerdict.REJECT, trial.version, objection, {**numbers, EVIDENCE: 1.0})
             return
         said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
         yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: self._gate.share})

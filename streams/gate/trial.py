@@ -39,6 +39,8 @@ class Conclusion:
 
     verdict: GateVerdict
     reason: str
+    on_evidence: bool = True
+    """False where time or traffic ran out first."""
 
 
 class Comparison:
@@ -173,7 +175,8 @@ class Comparison:
             return
         promote = self._gate.promote_without_evidence
         verdict = GateVerdict.PROMOTE if promote else GateVerdict.HOLD
-        self.conclusion = Conclusion(verdict, f"no evidence of harm, nor of its absence, after {limit}")
+        said = f"no evidence of harm, nor of its absence, after {limit}"
+        self.conclusion = Conclusion(verdict, said, on_evidence=False)
 
 
 def unit_of(outcome: Outcome) -> str:

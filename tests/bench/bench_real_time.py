@@ -23,7 +23,8 @@ Summary = dict[str, Any]
 
 KEPT = (
     "seed", "thumbs_shuffled", "satisfaction_before", "satisfaction_after", "satisfaction_answers",
-    "held_out_before_online", "held_out_after_online", "feedback_to_served_s", "feedback_to_everyone_s",
+    "held_out_before_online", "held_out_after_online", "held_out_online_rollouts", "held_out_online_noise",
+    "trials_decided", "decided_on_evidence", "evidence_share", "feedback_to_served_s", "feedback_to_everyone_s",
     "online_batches", "promotions", "verdicts", "interactions", "rewarded", "exclusions", "corrections", "votes",
     "learning_rate", "online_fingerprints_equal", "online_seconds", "seconds",
 )  # fmt: skip

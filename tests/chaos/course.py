@@ -48,6 +48,8 @@ SIMULATED = (
 )
 FROM_USERS = (
     *QUICK_SECOND_ACT,
+    "gate.max_seconds=30",
+    "gate.promote_without_evidence=true",
     "feed.eval_group_size=4",
     "feed.group_size=8",
     "trainer.online.max_wait_seconds=10",

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.records import build
+from tests.streams.gate.gate_support import Product, bench
 from tidemill.compose.config import load_settings
+from tidemill.compose.demo.command import RECIPES
 from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.online_state import REWARDED, OnlineState
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
 from tidemill.compose.demo.simulated_users.crowd import Seen
 from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
-from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.state import HeldOut, LoopState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
+from tidemill.schemas.gate_decisions import EVIDENCE
 from tidemill.schemas.records import (
     Feedback,
     GateDecision,
@@ -227,6 +233,51 @@ def test_the_summary_takes_satisfaction_from_users_and_the_rest_from_the_log():
     assert (summary.feedback_to_served_s.p50, summary.feedback_to_everyone_s.p95) == (5.0, 8.0)
     nothing = summarise_online(LoopState(RUN), folded([]), before=None, after=None, thumbs_shuffled=True, seconds=0.0)
     assert (nothing.satisfaction_answers, nothing.promotions, nothing.thumbs_shuffled) == (0, 0, True)
+
+
+def test_decisions_on_evidence_are_counted_apart():
+    tried = [decision(GateVerdict.CANARY, version, 5.0, share=0.5) for version in (1, 2, 3, 4)]
+    ends = [
+        decision(GateVerdict.PROMOTE, 1, 6.0, **{EVIDENCE: 1.0}),
+        decision(GateVerdict.REJECT, 2, 6.0, **{EVIDENCE: 1.0}),
+        decision(GateVerdict.PROMOTE, 3, 6.0, **{EVIDENCE: 0.0}),
+    ]
+    state = folded(
+        [decision(GateVerdict.PROMOTE, 0, 0.5), *(r for pair in zip(tried, ends, strict=False) for r in pair)]
+    )
+    state.observe(tried[-1])
+    summary = summarise_online(LoopState(RUN), state, before=None, after=None, thumbs_shuffled=False, seconds=1.0)
+    assert (summary.trials_decided, summary.decided_on_evidence, summary.evidence_share) == (3, 2, 0.6667)
+    screen = Console(width=100, record=True, file=io.StringIO())
+    screen.print(online_screen(state, None, 6, 1.0))
+    assert "2 of 3 versions tried" in screen.export_text()
+
+
+def test_skill_is_shown_with_its_noise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(LoopState, "held_out", lambda self: [HeldOut(0, 441, 512, 128), HeldOut(1, 102, 128, 32)])
+    state = LoopState(RUN)
+    summary = summarise_online(state, folded(log()), before=None, after=None, thumbs_shuffled=False, seconds=1.0)
+    assert (summary.held_out_before_online, summary.held_out_after_online) == (0.8613, 0.7969)
+    assert summary.held_out_online_rollouts == 128
+    usual = 1.96 * math.sqrt(0.8613 * 0.1387 / 512 + 0.7969 * 0.2031 / 128)
+    assert summary.held_out_online_noise == pytest.approx(usual, rel=0.02)
+    monkeypatch.setattr(LoopState, "held_out", lambda self: [HeldOut(0, 0, 16, 4), HeldOut(1, 0, 0, 4)])
+    summary = summarise_online(state, folded(log()), before=None, after=None, thumbs_shuffled=False, seconds=1.0)
+    assert (summary.held_out_online_rollouts, summary.held_out_online_noise) == (0, pytest.approx(0.51, abs=0.02))
+
+
+@pytest.mark.parametrize(("candidate", "verdict"), [(0.5, "promote"), (0.6, "promote"), (0.1, "reject")])
+def test_the_recipes_gate_decides_on_the_evidence_of_its_users(candidate: float, verdict: str):
+    settings = load_settings(RECIPES["ledger"])
+    product = Product(settings.gate)
+    product.publish(0)
+    product.write(bench(0, 48, 64))
+    product.publish(1)
+    product.write(bench(1, 48, 64))
+    assert product.last().numbers["share"] == settings.gate.share
+    product.traffic(candidate, 0.5, (1, 0), most=settings.users.ordinary)
+    made = product.last()
+    assert (made.verdict.value, made.version, made.numbers[EVIDENCE]) == (verdict, 1, 1.0)
 
 
 def test_the_newest_whole_report_of_the_users_is_read(tmp_path: Path):

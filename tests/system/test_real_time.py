@@ -86,6 +86,7 @@ def records(log: KafkaSettings) -> dict[type, list[Record]]:
 def test_the_summary_adds_up(played: Finished):
     summary = played.summary
     assert summary["online_batches"] >= BATCHES and summary["promotions"] >= 1
+    assert summary["trials_decided"] >= 1 and summary["evidence_share"] == 1.0, summary["verdicts"]
     assert summary["interactions"] == summary["rewarded"] + sum(summary["exclusions"].values()) > 0
     assert summary["exclusions"]["no_consent"] > 0 and summary["exclusions"]["no_signal"] > 0
     assert 0 < summary["feedback_to_served_s"]["p50"] <= summary["feedback_to_served_s"]["p95"]

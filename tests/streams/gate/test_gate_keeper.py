@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.gate_decisions import GENERATION
+from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import GateDecision, GateVerdict, RolloutStatus, Tick, UserRequest, UserWish
 from tidemill.streams.gate.config import OnAlert
 from tidemill.streams.gate.keeper import Keeper
@@ -50,6 +50,7 @@ def test_a_worse_candidate_is_rejected():
     made = product.last()
     assert (made.verdict, made.version) == (GateVerdict.REJECT, 1)
     assert made.numbers["p_worse"] <= QUICK.alpha and "worse" in made.reason
+    assert made.numbers[EVIDENCE] == 1.0
     assert tick(product, 10.0) == []
 
 
@@ -129,6 +130,7 @@ def test_a_comparison_without_evidence_ends_as_the_settings_say(promote, verdict
     product.traffic(0.5, 0.5, (1, 0))
     made = product.last()
     assert (made.verdict, made.numbers["canary/interactions"]) == (verdict, 30.0)
+    assert made.numbers[EVIDENCE] == 0.0
     timed = Product(QUICK.model_copy(update={**update, "max_interactions": 9999, "max_seconds": 5.0}))
     timed.start()
     assert tick(timed, 6.0) == [], "nobody came: there is nothing to decide on"
