@@ -123,10 +123,13 @@ def stream(
         ),
     ] = ProcessorName.ASSEMBLY,
 ) -> None:
-    """Run one of the stream processors, in Faust. Start each of them once, or more often to share its partitions."""
+    """Run one of the stream processors. Start each of them once, or more often to share its partitions.
+
+    `stream.runner` chooses how it writes: faust (at least once) or transactional (once, a transaction a batch).
+    """
     settings = _begin(settings_of)
     from tidemill.streams.processors import Rules, processor_of
-    from tidemill.streams.runner.faust.worker import run
+    from tidemill.streams.worker import run
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
     run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))

@@ -15,8 +15,8 @@ from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.processors import Rules, processor_of
-from tidemill.streams.runner.faust.app import StreamFailure
-from tidemill.streams.runner.faust.worker import run
+from tidemill.streams.runner.base import StreamFailure
+from tidemill.streams.worker import run
 
 
 def main() -> int:

@@ -20,11 +20,23 @@ class ProcessorName(StrEnum):
     BATCHES = "batches"
 
 
+class RunnerName(StrEnum):
+    """How a stream worker reads and writes the log."""
+
+    FAUST = "faust"
+    """At least once: after a kill some outputs are there twice, with the same bytes."""
+    TRANSACTIONAL = "transactional"
+    """Outputs, dead letters, state and offsets in one transaction: once, for readers of what is committed."""
+
+
 class StreamSettings(Section):
     """How a stream worker runs, whichever its processor; and group assembly: when groups close, what is remembered.
 
     The partition count is the topic catalogue's (`kafka.partitions` overrides it), never set here.
     """
+
+    runner: RunnerName = RunnerName.FAUST
+    """The runner of all stream workers of a run; one that began with `transactional` stays with it."""
 
     application: str = Field(default="group-assembly", pattern=r"^[A-Za-z0-9._-]+$")
     """Name of group assembly. With the topic prefix and the run it makes the consumer group and the name of the state
@@ -45,14 +57,22 @@ class StreamSettings(Section):
     advances its clock."""
 
     max_batch: int = Field(default=500, ge=1)
-    """Most records decided before what follows from them is written. A batch never waits for more records to come."""
+    """Faust: most records decided before what follows from them is written. A batch never waits for more to come."""
+
+    transaction_records: int = Field(default=10_000, ge=1)
+    """Transactional runner: most records of one transaction."""
+
+    transaction_s: float = Field(default=0.05, gt=0)
+    """Transactional runner: how long a transaction takes records in before it is committed. What it holds is seen by
+    readers then; each costs the log some milliseconds of work."""
 
     fetch_wait_ms: int = Field(default=100, ge=0)
-    """Longest time that a fetch waits for records. aiokafka has one fetch in flight a broker, so that a record of a
+    """Longest time that a fetch waits for records. Faust has one fetch in flight a broker, so that a record of a
     partition outside that fetch waits this long."""
 
     commit_interval_s: float = Field(default=1.0, gt=0)
-    """How often offsets are committed. They serve lag monitors; after a restart the state topic says where to go on."""
+    """Faust: how often offsets are committed. They serve lag monitors; after a restart the state topic says where to
+    go on. Transactional runner: how much longer a transaction takes records in while more wait to be read."""
 
     session_timeout_s: float = Field(default=10.0, gt=0)
     """After this long without a heartbeat the partitions of a dead worker go to the others."""
@@ -69,7 +89,8 @@ class StreamSettings(Section):
     worker ends and says what is missing."""
 
     buffer_records: int = Field(default=1000, ge=1)
-    """Records that wait in memory to be decided, of all partitions together; reading pauses while there are more."""
+    """Faust: records that wait in memory to be decided, of all partitions together; reading pauses while there are
+    more. The transactional runner reads ahead as far as `kafka.read_ahead_bytes`."""
 
     stall_timeout_s: float = Field(default=60.0, ge=0)
     """The worker exits with an error when records wait and none was processed for this long, so that its supervisor

@@ -1,24 +1,23 @@
-"""What a stream processor is, apart from Kafka: a pure machine a partition, and the processor that makes them.
+"""A stream processor apart from Kafka: a pure machine a partition, and the processor that makes the machines.
 
-The worker (`tidemill.streams.runner.faust.worker`) runs any of them and keeps these promises to it:
+A runner (`tidemill.streams.runner`) runs any of them and keeps these promises to it:
 
 - records come in the order of their offsets, topic by topic; how the topics interleave is chance, so that a machine of
   several topics must decide by event time alone;
-- outputs are acknowledged by the log before the states that they left are written, and states before heads, heads
-  before deletions; a crash may cut that off anywhere;
-- a fresh machine is made of every state that was written, and reads each topic on from `next_offset`;
+- a fresh machine goes on from the state of the newest `Changes` that were kept, and reads each topic on from
+  `next_offset`; an output is in the log before the changes that it left are kept, so that it is there at least once;
 - ticks come while a topic is idle and something is due.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
+from tidemill.streams.state import Changes, MachineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,6 @@ class Rejected:
 
 
 Output = Emit | Rejected
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """State to write down: `states`, then `heads`, then deletions. Each entry is written whole or not at all.
-
-    A key is unique over all partitions of a processor: the key of what every partition has of its own names the
-    partition. A head is an entry that says how far the records of a topic are decided; it is written once every state
-    before it is safe, so that a restart can meet states that are newer than the heads, and never older ones.
-    """
-
-    states: dict[str, bytes]
-    heads: dict[str, bytes]
-    forgotten: list[str]
-    """Keys to delete."""
 
 
 class Machine(Protocol):
@@ -112,10 +96,6 @@ class Processor(Protocol):
         """Topics that it writes, dead letters of the inputs aside."""
         ...
 
-    def partition_of_state(self, key: str, value: bytes) -> int:
-        """The partition that a written state belongs to. Raises ValueError for bytes that are no state."""
-        ...
-
-    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> Machine:
-        """The machine of a partition, going on from its written states. Raises ValueError for bytes that are none."""
+    def machine(self, partition: int, state: MachineState) -> Machine:
+        """The machine of a partition, going on from a state. Raises ValueError for bytes that are none."""
         ...

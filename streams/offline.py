@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.streams.machine import Machine, Output, Processor
+from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
 """Records after which a machine's changes are taken and thrown away, so that it does not gather them for ever."""
@@ -107,7 +108,7 @@ class OfflineRun:
         self._spans = spans
         self._change = change
         partitions = sorted({partition for _, partition in spans})
-        self._machines: dict[int, Machine] = {p: processor.machine(p, ()) for p in partitions}
+        self._machines: dict[int, Machine] = {p: processor.machine(p, MachineState()) for p in partitions}
         self._orders = {p: Interleaved([spans[topic, p] for topic in processor.inputs]) for p in partitions}
         self._observed = 0
 

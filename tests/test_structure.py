@@ -47,7 +47,6 @@ TWICE: Set[str] = {
     "Span",
     "Stall",
     "Standing",
-    "StateError",
     "Tombstone",
     "Write",
     "Writer",

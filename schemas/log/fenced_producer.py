@@ -6,8 +6,7 @@ Each call of `send_acked` is one transaction under a name. What this keeps true:
 - once a second process has begun to write under the name, nothing more of the first one's gets into the log: its next
   call raises FencedError, however long it was away.
 
-A transaction's end takes an offset that holds no record. Faust commits one of those at a time: none of its inputs may
-be written like this.
+A transaction's end takes an offset that holds no record.
 """
 
 from __future__ import annotations

@@ -5,24 +5,23 @@ Invariants:
 - the outcome is a function of the partition's log prefix alone: no wall clock, no randomness but the group's id;
 - a group closes once, by size or by event-time deadline; whatever comes after is a duplicate or a late record;
 - members are a set keyed by rollout_id, so that a record delivered twice changes nothing;
-- `Changes` written in their order (states, then the head, then what is forgotten) can be cut off anywhere: going on
-  from the head that was written, over the states that were written, gives the same outputs.
+- going on from entries that are newer than their head gives the same outputs: older versions wrote such states.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Rollout, RolloutStatus, Tick
 from tidemill.streams.assembly import group_state
-from tidemill.streams.assembly.group_state import DoneGroup, GroupHeader, Head, Member, OpenGroup, State
-from tidemill.streams.machine import Changes, Emit, Output, Rejected
+from tidemill.streams.assembly.group_state import AssemblyHead, DoneGroup, GroupHeader, Member, OpenGroup
+from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.state import NO_IDENTIFIER, Changes, MachineState, TimedEntries
 
 NOT_BEGUN = -1
 REWARD_LIMIT = 1e15
@@ -45,19 +44,16 @@ Decision = Group | Rejected
 class GroupAssembler:
     """The groups of one partition of the rollouts topic."""
 
-    def __init__(self, partition: int, rules: AssemblyRules, states: Iterable[tuple[str, State]] = ()) -> None:
+    def __init__(self, partition: int, rules: AssemblyRules, state: MachineState | None = None) -> None:
+        """Raises StateError."""
         self._partition = partition
         self._rules = rules
-        self._offset = NOT_BEGUN
-        self._clock_us = 0
-        self._open: dict[str, OpenGroup] = {}
-        self._done: dict[str, DoneGroup] = {}
-        self._deadlines: list[tuple[int, str]] = []
-        self._expiries: list[tuple[int, str]] = []
-        self._changed: set[str] = set()
-        self._forgotten: dict[str, None] = {}
-        for key, state in states:
-            self._restore(key, state)
+        state = state or MachineState()
+        head = group_state.decode_head(state.head) if state.head is not None else AssemblyHead(partition, NOT_BEGUN, 0)
+        self._offset, self._clock_us = head.offset, head.clock_us
+        self._store: TimedEntries[OpenGroup | DoneGroup] = TimedEntries(
+            state, group_state.encode, lambda key, data: group_state.decode(key, data, rules.done_ttl_us)
+        )
 
     def next_offset(self, topic: Topic = Topic.ROLLOUTS) -> int:
         """The first offset that is not decided yet."""
@@ -70,13 +66,11 @@ class GroupAssembler:
     @property
     def open_groups(self) -> int:
         """Groups that wait for members."""
-        return len(self._open)
+        return sum(isinstance(entry, OpenGroup) for entry in self._store.entries())
 
     def next_deadline_us(self) -> int | None:
         """The earliest deadline among open groups."""
-        while self._deadlines and not self._waits_until(*self._deadlines[0]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._store.next_awaited_us()
 
     def observe(self, located: ConsumedRecord) -> list[Output]:
         """Decide one record; a record at or below the head was decided before and gives nothing."""
@@ -84,8 +78,7 @@ class GroupAssembler:
             return []
         self._offset = located.offset
         self._clock_us = max(self._clock_us, located.timestamp_ms * 1_000)
-        overdue = self._close_overdue()
-        self._forget_expired()
+        overdue = self._fall_due()
         return [self._output(decision) for decision in (*overdue, *self._admit(located))]
 
     def _output(self, decision: Decision) -> Output:
@@ -96,32 +89,19 @@ class GroupAssembler:
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
-        states: dict[str, State] = {k: self._open.get(k) or self._done[k] for k in sorted(self._changed)}
-        head = Head(self._partition, self._offset, self._clock_us)
-        forgotten = list(self._forgotten)
-        self._forgotten.clear()
-        self._changed.clear()
-        encoded = {key: group_state.encode(state) for key, state in states.items()}
-        heads = {group_state.head_key(self._partition): group_state.encode(head)}
-        return Changes(encoded, heads, forgotten)
+        head = AssemblyHead(self._partition, self._offset, self._clock_us)
+        return self._store.changes(group_state.encode_head(head))
 
-    def _waits_until(self, deadline_us: int, group_id: str) -> bool:
-        group = self._open.get(group_id)
-        return group is not None and group.header.deadline_at == deadline_us
-
-    def _restore(self, key: str, state: State) -> None:
-        match state:
-            case Head():
-                self._offset, self._clock_us = state.offset, state.clock_us
-            case OpenGroup():
-                self._open[key] = state
-                heapq.heappush(self._deadlines, (state.header.deadline_at, key))
-            case DoneGroup():
-                self._mark_done(key, state)
-
-    def _mark_done(self, group_id: str, done: DoneGroup) -> None:
-        self._done[group_id] = done
-        heapq.heappush(self._expiries, (done.closed_clock_us + self._rules.done_ttl_us, group_id))
+    def _fall_due(self) -> list[Group]:
+        """Close the groups whose deadline has passed; forget those that closed long ago."""
+        groups = []
+        for entry in self._store.due(self._clock_us):
+            match entry:
+                case OpenGroup():
+                    groups.append(self._close(entry, CloseReason.DEADLINE))
+                case DoneGroup():
+                    self._store.forget(entry)
+        return groups
 
     def _admit(self, located: ConsumedRecord) -> list[Decision]:
         match located.record:
@@ -140,67 +120,49 @@ class GroupAssembler:
             return [Rejected(located, problem)]
         if rollout.run_id != self._rules.run_id:
             return []
-        if rollout.group_id in self._done:
-            return self._late(located, rollout)
-        return self._join(located, rollout)
+        entry = self._store.get(rollout.group_id)
+        if isinstance(entry, DoneGroup):
+            return self._late(entry, located, rollout)
+        return self._join(entry, located, rollout)
 
-    def _late(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
-        done = self._done[rollout.group_id]
+    def _late(self, done: DoneGroup, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         if rollout.rollout_id in done.rollout_ids:
             return []
         done.rollout_ids.add(rollout.rollout_id)
-        self._changed.add(rollout.group_id)
+        self._store.save(done)
         member = _member(located, rollout)
-        straggler = OpenGroup(self._partition, GroupHeader.of(rollout), {member.rollout_id: member})
-        return [self._record(rollout.group_id, straggler, CloseReason.LATE)]
+        straggler = OpenGroup(done.key, self._partition, GroupHeader.of(rollout), {member.rollout_id: member})
+        return [self._record(straggler, CloseReason.LATE)]
 
-    def _join(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
+    def _join(self, group: OpenGroup | None, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         header = GroupHeader.of(rollout)
-        group = self._open.get(rollout.group_id) or OpenGroup(self._partition, header)
-        if rollout.rollout_id in group.members:
+        if group is None:
+            group = OpenGroup(rollout.group_id, self._partition, header)
+        elif rollout.rollout_id in group.members:
             return []
         problem = _disagreement(group, header, rollout)
         if problem:
             return [Rejected(located, problem)]
-        if rollout.group_id not in self._open:
-            self._forgotten.pop(rollout.group_id, None)
-            self._open[rollout.group_id] = group
-            heapq.heappush(self._deadlines, (header.deadline_at, rollout.group_id))
         group.members[rollout.rollout_id] = _member(located, rollout)
-        self._changed.add(rollout.group_id)
         if len(group.members) == header.group_size:
-            return [self._close(rollout.group_id, CloseReason.SIZE)]
+            return [self._close(group, CloseReason.SIZE)]
+        self._store.save(group)
         # A group that opens past its deadline has no other record to wait for.
-        return [*self._close_overdue()]
+        return [*self._fall_due()]
 
-    def _close_overdue(self) -> list[Group]:
-        groups = []
-        while (deadline := self.next_deadline_us()) is not None and deadline <= self._clock_us:
-            groups.append(self._close(heapq.heappop(self._deadlines)[1], CloseReason.DEADLINE))
-        return groups
+    def _close(self, group: OpenGroup, reason: CloseReason) -> Group:
+        done = DoneGroup(group.key, self._partition, self._clock_us, set(group.members), self._rules.done_ttl_us)
+        self._store.save(done)
+        return self._record(group, reason)
 
-    def _close(self, group_id: str, reason: CloseReason) -> Group:
-        group = self._open.pop(group_id)
-        record = self._record(group_id, group, reason)
-        self._mark_done(group_id, DoneGroup(self._partition, self._clock_us, set(group.members)))
-        self._changed.add(group_id)
-        return record
-
-    def _forget_expired(self) -> None:
-        while self._expiries and self._expiries[0][0] <= self._clock_us:
-            _, group_id = heapq.heappop(self._expiries)
-            del self._done[group_id]
-            self._changed.discard(group_id)
-            self._forgotten[group_id] = None
-
-    def _record(self, group_id: str, group: OpenGroup, reason: CloseReason) -> Group:
+    def _record(self, group: OpenGroup, reason: CloseReason) -> Group:
         members = [group.members[name] for name in sorted(group.members)]
-        rewards = _rewards(group_id, members, self._rules.shuffle_rewards)
+        rewards = _rewards(group.key, members, self._rules.shuffle_rewards)
         mean = _mean(rewards, self._rules.min_completed)
         times = [member.timestamp_us for member in members]
         header = group.header
         return Group(
-            group_id=group_id,
+            group_id=group.key,
             task_id=header.task_id,
             run_id=header.run_id,
             environment=header.environment,
@@ -219,7 +181,7 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     """Why a rollout cannot be assembled; empty when it can. `key` is the record's key."""
     if key != rollout.group_id.encode():
         return f"the key {key!r} is not the group_id {rollout.group_id!r}"
-    if not rollout.group_id or not rollout.rollout_id or rollout.group_id.startswith(group_state.HEAD_KEY):
+    if not rollout.group_id or not rollout.rollout_id or rollout.group_id.startswith(NO_IDENTIFIER):
         return f"group_id {rollout.group_id!r} or rollout_id {rollout.rollout_id!r} is no identifier"
     if not 0 <= rollout.index < rollout.group_size:
         return f"index {rollout.index} is outside a group of {rollout.group_size}"

@@ -1,12 +1,11 @@
-"""What group assembly remembers, and its bytes: open groups, closed groups, and how far a partition was decided.
+"""The entries of group assembly and their bytes: open groups, closed groups, and how far a partition is decided.
 
-Each value is one kind byte and an Avro body, and names the partition that it belongs to. Invariant: `decode` of
-`encode` is the same state, and bytes that are not a state raise `StateError`.
+Each entry is one kind byte and an Avro body. Invariant: `decode` of `encode` is the same entry, and bytes that are none
+raise `StateError`.
 """
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,12 +13,7 @@ import cattrs
 import fastavro
 
 from tidemill.schemas.records import Mode, Rollout, RolloutStatus
-
-HEAD_KEY = "\x00head/"
-
-
-class StateError(ValueError):
-    """Bytes of the state topic that are no state of this version."""
+from tidemill.streams.state import StateError, read_avro, record_schema, write_avro
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +40,7 @@ class GroupHeader:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Member:
     """What is kept of one rollout of an open group: where it lies, and what the group record says of it."""
 
@@ -60,28 +54,58 @@ class Member:
     sampled_tokens: int
     version_min: int
     version_max: int
+    packed: bytes = field(default=b"", compare=False, repr=False)
+    """Its bytes, once they were made: a group is written again with each of its members."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenGroup:
     """A group that waits for members."""
 
+    key: str
+    """Its group_id."""
     partition: int
     header: GroupHeader
     members: dict[str, Member] = field(default_factory=dict)
+    packed: bytes = field(default=b"", compare=False, repr=False)
+    """The bytes of partition and header, once they were made."""
+
+    @property
+    def due_at(self) -> int:
+        """It closes at its deadline."""
+        return self.header.deadline_at
+
+    @property
+    def awaited(self) -> bool:
+        """Its group record follows."""
+        return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DoneGroup:
-    """The marker of a closed group: who is accounted for, and the partition's clock when it closed."""
+    """The marker of a closed group: its rollouts, and the partition's clock when it closed."""
 
+    key: str
+    """Its group_id."""
     partition: int
     closed_clock_us: int
     rollout_ids: set[str]
+    ttl_us: int
+    """A setting, and not written."""
+
+    @property
+    def due_at(self) -> int:
+        """When it is forgotten."""
+        return self.closed_clock_us + self.ttl_us
+
+    @property
+    def awaited(self) -> bool:
+        """It is only forgotten when it falls due."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AssemblyHead:
     """How far a partition was decided: everything up to `offset` is in the state, at event time `clock_us`."""
 
     partition: int
@@ -89,77 +113,63 @@ class Head:
     clock_us: int
 
 
-State = OpenGroup | DoneGroup | Head
-
-
-def _schema(name: str, *fields: tuple[str, Any]) -> Any:  # noqa: ANN401 - a parsed Avro schema
-    document = {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in fields]}
-    return fastavro.parse_schema(document)
-
-
-_HEADER = {
-    "type": "record",
-    "name": "GroupHeader",
-    "fields": [
-        {"name": name, "type": kind}
-        for name, kind in (
-            ("task_id", "string"),
-            ("run_id", "string"),
-            ("environment", "string"),
-            ("mode", "string"),
-            ("group_size", "long"),
-            ("deadline_at", "long"),
-        )
-    ],
-}
-_MEMBER = {
-    "type": "record",
-    "name": "Member",
-    "fields": [
-        {"name": name, "type": kind}
-        for name, kind in (
-            ("rollout_id", "string"),
-            ("index", "long"),
-            ("offset", "long"),
-            ("timestamp_us", "long"),
-            ("status", "string"),
-            ("reward", ["null", "double"]),
-            ("success", ["null", "boolean"]),
-            ("sampled_tokens", "long"),
-            ("version_min", "long"),
-            ("version_max", "long"),
-        )
-    ],
-}
-_STRINGS = {"type": "array", "items": "string"}
-_OPEN = _schema(
-    "OpenGroup", ("partition", "long"), ("header", _HEADER), ("members", {"type": "array", "items": _MEMBER})
+_HEADER = record_schema(
+    "GroupHeader",
+    task_id="string",
+    run_id="string",
+    environment="string",
+    mode="string",
+    group_size="long",
+    deadline_at="long",
 )
-_DONE = _schema("DoneGroup", ("partition", "long"), ("closed_clock_us", "long"), ("rollout_ids", _STRINGS))
-_HEAD = _schema("Head", ("partition", "long"), ("offset", "long"), ("clock_us", "long"))
-_KINDS: dict[bytes, Any] = {b"o": _OPEN, b"d": _DONE, b"h": _HEAD}
+_MEMBER = record_schema(
+    "Member",
+    rollout_id="string",
+    index="long",
+    offset="long",
+    timestamp_us="long",
+    status="string",
+    reward=["null", "double"],
+    success=["null", "boolean"],
+    sampled_tokens="long",
+    version_min="long",
+    version_max="long",
+)
+_OPEN: Any = fastavro.parse_schema(
+    record_schema("OpenGroup", partition="long", header=_HEADER, members={"type": "array", "items": _MEMBER})
+)
+_BEGIN: Any = fastavro.parse_schema(record_schema("OpenGroup", partition="long", header=_HEADER))
+_ONE: Any = fastavro.parse_schema(_MEMBER)
+_COUNT: Any = fastavro.parse_schema(record_schema("Count", count="long"))
+_END_OF_ARRAY = b"\0"
+_DONE: Any = fastavro.parse_schema(
+    record_schema(
+        "DoneGroup", partition="long", closed_clock_us="long", rollout_ids={"type": "array", "items": "string"}
+    )
+)
+_HEAD: Any = fastavro.parse_schema(record_schema("Head", partition="long", offset="long", clock_us="long"))
 _CONVERTER = cattrs.Converter()
 _HEADER_FIELDS = tuple(f.name for f in fields(GroupHeader))
-_MEMBER_FIELDS = tuple(f.name for f in fields(Member))
+_MEMBER_FIELDS = tuple(f.name for f in fields(Member) if f.name != "packed")
 
 
-def head_key(partition: int) -> str:
-    """Key of a partition's head; no group id begins with its first character."""
-    return f"{HEAD_KEY}{partition}"
-
-
-def encode(state: State) -> bytes:
-    """The bytes of a state."""
-    match state:
+def encode(entry: OpenGroup | DoneGroup) -> bytes:
+    """The bytes of an entry."""
+    match entry:
         case OpenGroup():
-            members = [_flat(state.members[name], _MEMBER_FIELDS) for name in sorted(state.members)]
-            header = _flat(state.header, _HEADER_FIELDS)
-            return _write(b"o", {"partition": state.partition, "header": header, "members": members})
+            if not entry.packed:
+                header = _flat(entry.header, _HEADER_FIELDS)
+                entry.packed = b"o" + write_avro(_BEGIN, {"partition": entry.partition, "header": header})
+            members = [entry.members[name] for name in sorted(entry.members)]
+            for member in members:
+                if not member.packed:
+                    member.packed = write_avro(_ONE, _flat(member, _MEMBER_FIELDS))
+            # An Avro array of one block, which `_OPEN` reads.
+            count = write_avro(_COUNT, {"count": len(members)}) if members else b""
+            return b"".join((entry.packed, count, *(member.packed for member in members), _END_OF_ARRAY))
         case DoneGroup():
-            body = {"partition": state.partition, "closed_clock_us": state.closed_clock_us}
-            return _write(b"d", {**body, "rollout_ids": sorted(state.rollout_ids)})
-        case Head():
-            return _write(b"h", {"partition": state.partition, "offset": state.offset, "clock_us": state.clock_us})
+            body = {"partition": entry.partition, "closed_clock_us": entry.closed_clock_us}
+            return b"d" + write_avro(_DONE, {**body, "rollout_ids": sorted(entry.rollout_ids)})
 
 
 def _flat(record: GroupHeader | Member, names: tuple[str, ...]) -> dict[str, Any]:
@@ -167,29 +177,29 @@ def _flat(record: GroupHeader | Member, names: tuple[str, ...]) -> dict[str, Any
     return {name: getattr(record, name) for name in names}
 
 
-def _write(kind: bytes, body: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    buffer.write(kind)
-    fastavro.schemaless_writer(buffer, _KINDS[kind], body)
-    return buffer.getvalue()
-
-
-def decode(data: bytes) -> State:
-    """The state of `encode`d bytes. Raises StateError."""
-    schema = _KINDS.get(data[:1])
-    if schema is None:
-        raise StateError(f"a state begins with one of {sorted(_KINDS)}, not {data[:1]!r}")
+def decode(key: str, data: bytes, ttl_us: int) -> OpenGroup | DoneGroup:
+    """The entry of `encode`d bytes; `ttl_us` is how long a closed group is remembered. Raises StateError."""
     try:
-        body = fastavro.schemaless_reader(io.BytesIO(data[1:]), schema, None)
-        return _structure(data[:1], body)
-    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
-        raise StateError(f"unreadable state: {type(error).__name__}: {error}") from error
+        match data[:1]:
+            case b"o":
+                body = read_avro(_OPEN, data[1:])
+                members = {m["rollout_id"]: _CONVERTER.structure(m, Member) for m in body["members"]}
+                return OpenGroup(key, body["partition"], _CONVERTER.structure(body["header"], GroupHeader), members)
+            case b"d":
+                body = read_avro(_DONE, data[1:])
+                return DoneGroup(key, body["partition"], body["closed_clock_us"], set(body["rollout_ids"]), ttl_us)
+    except StateError:
+        raise
+    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+        raise StateError(f"unreadable group: {type(error).__name__}: {error}") from error
+    raise StateError(f"a group begins with b'o' or b'd', not {data[:1]!r}")
 
 
-def _structure(kind: bytes, body: Any) -> State:  # noqa: ANN401 - fastavro's answer
-    if kind == b"h":
-        return _CONVERTER.structure(body, Head)
-    if kind == b"d":
-        return DoneGroup(body["partition"], body["closed_clock_us"], set(body["rollout_ids"]))
-    members = {m["rollout_id"]: _CONVERTER.structure(m, Member) for m in body["members"]}
-    return OpenGroup(body["partition"], _CONVERTER.structure(body["header"], GroupHeader), members)
+def encode_head(head: AssemblyHead) -> bytes:
+    """The bytes of a head."""
+    return write_avro(_HEAD, _CONVERTER.unstructure(head))
+
+
+def decode_head(data: bytes) -> AssemblyHead:
+    """The head of `encode_head`'s bytes. Raises StateError."""
+    return AssemblyHead(**read_avro(_HEAD, data))

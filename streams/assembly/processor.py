@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings
-from tidemill.streams.assembly import group_state
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.config import StreamSettings
+from tidemill.streams.state import MachineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +33,6 @@ class GroupAssembly:
         )
         return cls(rules, stream.application)
 
-    def partition_of_state(self, key: str, value: bytes) -> int:
-        """The partition that a group or a head belongs to. Raises StateError."""
-        return group_state.decode(value).partition
-
-    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> GroupAssembler:
+    def machine(self, partition: int, state: MachineState) -> GroupAssembler:
         """The assembler of a partition. Raises StateError."""
-        return GroupAssembler(partition, self.rules, ((key, group_state.decode(value)) for key, value in states))
+        return GroupAssembler(partition, self.rules, state)

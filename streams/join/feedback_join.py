@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
@@ -28,8 +28,8 @@ from tidemill.streams.join.join_state import Case, Early, Entry, Head, Held, Wis
 from tidemill.streams.join.join_store import JoinStore
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
-from tidemill.streams.machine import Changes, Emit, Output, Rejected
-from tidemill.streams.timed_entries import NEVER
+from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
 """Of two records of equal time, the interaction is decided first."""
@@ -57,16 +57,17 @@ class JoinRules:
 class FeedbackJoin:
     """The interactions of one partition, and what users said of them."""
 
-    def __init__(self, partition: int, rules: JoinRules, states: Iterable[tuple[str, bytes]] = ()) -> None:
-        """`states` is everything of the partition in the state topic. Raises StateError."""
+    def __init__(self, partition: int, rules: JoinRules, state: MachineState | None = None) -> None:
+        """Raises StateError."""
         self._partition = partition
         self._run_id = rules.run_id
         self._settings = rules.settings
         self._map = rules.settings.map
         self._map_version = map_version(self._map)
         self._wait_us = to_us(self._map.wait_s)
-        self._store = JoinStore(partition, states)
-        head = join_state.decode_head(self._store.head) if self._store.head is not None else Head({}, {})
+        state = state or MachineState()
+        self._store = JoinStore(partition, state)
+        head = join_state.decode_head(state.head) if state.head is not None else Head({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self._counts = Counter(head.counts)
 

@@ -11,9 +11,7 @@ from tidemill.schemas.clock import to_s
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
 from tidemill.streams.machine import Rejected
-
-NO_IDENTIFIER = "\x00"
-"""Keys that begin with it are Tidemill's own."""
+from tidemill.streams.state import NO_IDENTIFIER
 
 
 @dataclass(frozen=True, slots=True)

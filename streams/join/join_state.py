@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import fastavro
-
 from tidemill.schemas.records import UserWish
-from tidemill.streams.entry_bytes import EntryBytes
 from tidemill.streams.join.merge import Mark
 from tidemill.streams.join.reward_map import Signal
+from tidemill.streams.state import EntryBytes, record_schema
 
 OPEN = -1
 
@@ -170,15 +168,11 @@ class Head:
 Entry = Case | Early | Wishes | Activity
 
 
-def _record(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
-    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
-
-
 def _array(items: Any) -> dict[str, Any]:  # noqa: ANN401 - an Avro type
     return {"type": "array", "items": items}
 
 
-_SIGNAL = _record(
+_SIGNAL = record_schema(
     "Signal",
     event_id="string",
     kind="string",
@@ -187,7 +181,7 @@ _SIGNAL = _record(
     corrects=["null", "string"],
     offset="long",
 )
-_CASE = _record(
+_CASE = record_schema(
     "Case",
     interaction_id="string",
     offset="long",
@@ -209,24 +203,24 @@ _CASE = _record(
     signals={"type": "map", "values": _SIGNAL},
     arrivals={"type": "map", "values": "long"},
 )
-_HELD = _record(
+_HELD = record_schema(
     "Held", arrived_at="long", user_id="string", signal=_SIGNAL, key="bytes", value="bytes", timestamp_ms="long"
 )
-_EARLY = _record("Early", interaction_id="string", due_at="long", held=_array(_HELD))
-_WISH = _record("Wish", at="long", request_id="string", wish="string")
-_WISHES = _record("Wishes", partition="long", user_id="string", due_at="long", wishes=_array(_WISH))
-_ACTIVITY = _record(
+_EARLY = record_schema("Early", interaction_id="string", due_at="long", held=_array(_HELD))
+_WISH = record_schema("Wish", at="long", request_id="string", wish="string")
+_WISHES = record_schema("Wishes", partition="long", user_id="string", due_at="long", wishes=_array(_WISH))
+_ACTIVITY = record_schema(
     "Activity", partition="long", user_id="string", due_at="long", opened_at="long", events="long", bot_until="long"
 )
-_MARK = _record("Mark", offset="long", clock_us="long")
+_MARK = record_schema("Mark", offset="long", clock_us="long")
 _COUNTS = {"type": "map", "values": "long"}
-_HEAD: Any = fastavro.parse_schema(_record("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS))
+_HEAD = record_schema("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS)
 _BYTES: EntryBytes[Entry, Head] = EntryBytes(
     {
-        b"c": (Case, fastavro.parse_schema(_CASE)),
-        b"e": (Early, fastavro.parse_schema(_EARLY)),
-        b"w": (Wishes, fastavro.parse_schema(_WISHES)),
-        b"a": (Activity, fastavro.parse_schema(_ACTIVITY)),
+        b"c": (Case, _CASE),
+        b"e": (Early, _EARLY),
+        b"w": (Wishes, _WISHES),
+        b"a": (Activity, _ACTIVITY),
     },
     (Head, _HEAD),
 )

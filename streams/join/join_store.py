@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from tidemill.streams.join import join_state
 from tidemill.streams.join.join_state import Activity, Case, Early, Entry, Wishes
-from tidemill.streams.timed_entries import NEVER, TimedEntries
+from tidemill.streams.state import NEVER, MachineState, TimedEntries
 
 
 class JoinStore(TimedEntries[Entry]):
     """What one partition remembers of interactions, feedback and users."""
 
-    def __init__(self, partition: int, states: Iterable[tuple[str, bytes]]) -> None:
-        """`states` is everything of the partition in the state topic. Raises StateError."""
+    def __init__(self, partition: int, state: MachineState) -> None:
+        """Raises StateError."""
         self._partition = partition
         self._of_user: dict[str, set[str]] = defaultdict(set)
-        super().__init__(partition, states, join_state.encode, join_state.decode)
+        super().__init__(state, join_state.encode, join_state.decode)
 
     def case(self, interaction_id: str) -> Case | None:
         """An interaction, open or ended."""

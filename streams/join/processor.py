@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
-from tidemill.streams.runner import journal
+from tidemill.streams.state import MachineState
 
 LOG = logging.getLogger("tidemill.streams")
 
@@ -32,10 +31,6 @@ class JoinProcessor:
             LOG.warning(note)
         return cls(JoinRules(run.run_id, settings), settings.application)
 
-    def partition_of_state(self, key: str, value: bytes) -> int:
-        """The partition that a written state belongs to. Raises StateError."""
-        return journal.partition_of_state(value)
-
-    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> FeedbackJoin:
+    def machine(self, partition: int, state: MachineState) -> FeedbackJoin:
         """The join of a partition. Raises StateError."""
-        return FeedbackJoin(partition, self.rules, states)
+        return FeedbackJoin(partition, self.rules, state)

@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
-import fastavro
-
-from tidemill.streams.entry_bytes import EntryBytes
 from tidemill.streams.online.selection import Figures, Tally
-from tidemill.streams.timed_entries import NEVER
+from tidemill.streams.state import NEVER, EntryBytes, record_schema
 
 
 class Fate(StrEnum):
@@ -169,12 +165,8 @@ class Head:
     """What was served since the batch before."""
 
 
-def _record(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
-    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
-
-
 _COUNTS = {"type": "map", "values": "long"}
-_TALLY = _record(
+_TALLY = record_schema(
     "Tally",
     interactions="long",
     rewarded="long",
@@ -184,7 +176,7 @@ _TALLY = _record(
     kinds=_COUNTS,
     arms=_COUNTS,
 )
-_FIGURES = _record(
+_FIGURES = record_schema(
     "Figures",
     tokens="long",
     latency_ms="double",
@@ -192,7 +184,7 @@ _FIGURES = _record(
     arm="string",
     kinds={"type": "array", "items": "string"},
 )
-_WAITING = _record(
+_WAITING = record_schema(
     "Waiting",
     interaction_id="string",
     order="long",
@@ -208,31 +200,31 @@ _WAITING = _record(
     served_at="long",
     figures=_FIGURES,
 )
-_MARK = _record("Mark", interaction_id="string", revision="long", fate="string", due_at="long")
-_OPEN = _record("OpenBatch", version="long", map_version="string", opened_at="long", overdue_at="long", due_at="long")
-_ERASED = _record("ErasedUser", user_id="string", until="long", due_at="long")
-_SERVED = _record("ServedUser", user_id="string")
-_HEAD: Any = fastavro.parse_schema(
-    _record(
-        "Head",
-        offset="long",
-        clock_us="long",
-        sequence="long",
-        read="long",
-        batched="long",
-        lost="long",
-        dropped=_COUNTS,
-        last_served=_COUNTS,
-        served=_TALLY,
-    )
+_MARK = record_schema("Mark", interaction_id="string", revision="long", fate="string", due_at="long")
+_OPEN = record_schema(
+    "OpenBatch", version="long", map_version="string", opened_at="long", overdue_at="long", due_at="long"
+)
+_ERASED = record_schema("ErasedUser", user_id="string", until="long", due_at="long")
+_SERVED = record_schema("ServedUser", user_id="string")
+_HEAD = record_schema(
+    "Head",
+    offset="long",
+    clock_us="long",
+    sequence="long",
+    read="long",
+    batched="long",
+    lost="long",
+    dropped=_COUNTS,
+    last_served=_COUNTS,
+    served=_TALLY,
 )
 _BYTES: EntryBytes[Entry, Head] = EntryBytes(
     {
-        b"m": (Mark, fastavro.parse_schema(_MARK)),
-        b"w": (Waiting, fastavro.parse_schema(_WAITING)),
-        b"o": (OpenBatch, fastavro.parse_schema(_OPEN)),
-        b"e": (ErasedUser, fastavro.parse_schema(_ERASED)),
-        b"u": (ServedUser, fastavro.parse_schema(_SERVED)),
+        b"m": (Mark, _MARK),
+        b"w": (Waiting, _WAITING),
+        b"o": (OpenBatch, _OPEN),
+        b"e": (ErasedUser, _ERASED),
+        b"u": (ServedUser, _SERVED),
     },
     (Head, _HEAD),
 )

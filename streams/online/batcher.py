@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
-from tidemill.streams.machine import Changes, Emit, Output, Rejected
+from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import Entry, ErasedUser, Fate, Head, Mark, OpenBatch, ServedUser, Waiting
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally, compared
 from tidemill.streams.online.waiting_room import WaitingRoom, within_share
-from tidemill.streams.timed_entries import NEVER, TimedEntries
+from tidemill.streams.state import NEVER, NO_IDENTIFIER, Changes, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0
-NO_IDENTIFIER = "\x00"
-"""Keys that begin with it are Tidemill's own."""
 
 OLD_VERSION = "old_version"
 MIXED_VERSIONS = "mixed_versions"
@@ -67,13 +65,13 @@ class Accounting:
 class OnlineBatcher:
     """The online batches of one branch of one run."""
 
-    def __init__(self, partition: int, rules: BatchRules, states: Iterable[tuple[str, bytes]] = ()) -> None:
-        """`states` is everything of the partition in the state topic. Raises StateError."""
+    def __init__(self, rules: BatchRules, state: MachineState | None = None) -> None:
+        """Raises StateError."""
         self._run_id, self._branch = rules.run_id, rules.branch
         self._settings = rules.settings
-        self._store: TimedEntries[Entry] = TimedEntries(partition, states, batch_state.encode, batch_state.decode)
-        head = self._store.head
-        self._head = batch_state.decode_head(head) if head is not None else Head()
+        state = state or MachineState()
+        self._store: TimedEntries[Entry] = TimedEntries(state, batch_state.encode, batch_state.decode)
+        self._head = batch_state.decode_head(state.head) if state.head is not None else Head()
         found = list(self._store.entries())
         self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
         self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}

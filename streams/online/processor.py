@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
-from tidemill.streams.runner import journal
+from tidemill.streams.state import MachineState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +26,6 @@ class BatchProcessor:
         """From the settings that decide batches. Each branch has an application of its own."""
         return cls(BatchRules(run.run_id, run.branch, settings), f"{settings.application}.{run.branch}")
 
-    def partition_of_state(self, key: str, value: bytes) -> int:
-        """The partition that a written state belongs to. Raises StateError."""
-        return journal.partition_of_state(value)
-
-    def machine(self, partition: int, states: Iterable[tuple[str, bytes]]) -> OnlineBatcher:
+    def machine(self, partition: int, state: MachineState) -> OnlineBatcher:
         """The batcher of a partition. Raises StateError."""
-        return OnlineBatcher(partition, self.rules, states)
+        return OnlineBatcher(self.rules, state)

@@ -1,131 +1,136 @@
-"""State that a restart meets as it was at the head: a redo log inside of the state topic.
+"""The state topic: how the changes of a partition's machine are written, and found again.
 
-A machine whose decisions read several entries at once must not meet some of them newer than others, while a crash may
-cut off what a batch writes anywhere. So the head is a commit record. Invariants:
+Keys are those of the entries; each value begins with its kind and the partition that it belongs to, and ends with the
+machine's own bytes. The head is a commit record. There are two ways to write a `Changes`:
+
+- `commit`, for a writer whose writes of one batch are in the log whole or not at all;
+- `redo`, for one that a crash may cut off between any two writes: a redo log inside of the state topic.
+
+Invariants of `redo`:
 
 - what a batch changed is written twice: as parts of the journal before the head of that batch, and as entries of their
   own before the head of the next;
 - so every entry that a restart finds was committed by a head, and the journal of the newest head makes them exact;
 - parts of two batches in a row have different keys, so that parts without a head spoil nothing.
 
-Each value begins with its kind and the partition that it belongs to; bodies are the owner's own bytes.
+A topic that was written in one way is read, and written on, in the other. Values of group assembly from before there
+was one format for all processors are read as they are: they bear no envelope, and name their partition themselves.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import fastavro
 
-from tidemill.streams.machine import Changes
+from tidemill.streams.state import (
+    NO_IDENTIFIER,
+    Changes,
+    MachineState,
+    StateError,
+    read_avro,
+    record_schema,
+    write_avro,
+)
 
 PART_BYTES = 262_144
 """Size from which a part of the journal is closed: well below what one record may hold."""
 
-_MARK = "\x00"
+Written = Mapping[str, bytes | None]
+"""Values by key; None deletes."""
+
+_HEAD_PREFIX = f"{NO_IDENTIFIER}head/"
+_PART_PREFIX = f"{NO_IDENTIFIER}part/"
 _ENVELOPE = struct.Struct(">cI")
 _ENTRY, _HEAD, _PART = b"e", b"h", b"j"
-_HEAD_SCHEMA: Any = fastavro.parse_schema(
-    {
-        "type": "record",
-        "name": "JournalHead",
-        "fields": [
-            {"name": "sequence", "type": "long"},
-            {"name": "parts", "type": "long"},
-            {"name": "body", "type": "bytes"},
-        ],
-    }
-)
+_BARE_ENTRIES = frozenset({b"o", b"d"})
+_BARE_PARTITION: Any = fastavro.parse_schema(record_schema("BareState", partition="long"))
+_HEAD_SCHEMA: Any = fastavro.parse_schema(record_schema("JournalHead", sequence="long", parts="long", body="bytes"))
 _PART_SCHEMA: Any = fastavro.parse_schema(
-    {
-        "type": "record",
-        "name": "JournalPart",
-        "fields": [
-            {"name": "sequence", "type": "long"},
-            {"name": "entries", "type": {"type": "map", "values": ["null", "bytes"]}},
-        ],
-    }
+    record_schema("JournalPart", sequence="long", entries={"type": "map", "values": ["null", "bytes"]})
 )
 
 
-class StateError(ValueError):
-    """Bytes of the state topic that are no state of this version."""
-
-
-def partition_of_state(value: bytes) -> int:
+def partition_of_state(key: str, value: bytes) -> int:
     """The partition that a written value belongs to. Raises StateError."""
-    return _opened(value)[1]
+    return _opened(key, value)[1]
 
 
-def write_avro(schema: Any, body: Mapping[str, Any]) -> bytes:  # noqa: ANN401 - a parsed Avro schema
-    """The Avro bytes of a state, without a schema."""
-    buffer = io.BytesIO()
-    fastavro.schemaless_writer(buffer, schema, body)
-    return buffer.getvalue()
-
-
-def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a parsed Avro schema
-    """What `write_avro` was given. Raises StateError."""
-    try:
-        body: Any = fastavro.schemaless_reader(io.BytesIO(data), schema, None)
-    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
-        raise StateError(f"unreadable state: {type(error).__name__}: {error}") from error
-    return dict(body)
+def _opened(key: str, value: bytes) -> tuple[bytes, int, bytes]:
+    """Kind, partition and body of a written value. Raises StateError."""
+    kind = value[:1]
+    if kind in _BARE_ENTRIES:
+        return _ENTRY, int(read_avro(_BARE_PARTITION, value[1:])["partition"]), value
+    if kind not in (_ENTRY, _HEAD, _PART) or len(value) < (_ENVELOPE.size if kind != _HEAD else 2):
+        raise StateError(f"a state begins with its kind and its partition, not with {value[:8]!r}")
+    if kind == _HEAD:
+        number = key.removeprefix(_HEAD_PREFIX)
+        if not (key.startswith(_HEAD_PREFIX) and number.isdecimal()):
+            raise StateError(f"a head lies under the key {key!r}")
+        if value[1 : _ENVELOPE.size] != _ENVELOPE.pack(kind, int(number))[1:]:
+            bare = {"sequence": -1, "parts": 0, "body": value[1:]}
+            return kind, int(number), write_avro(_HEAD_SCHEMA, bare)
+    return kind, _ENVELOPE.unpack_from(value)[1], value[_ENVELOPE.size :]
 
 
 class Journal:
-    """The entries of one partition's machine: found at the start, then only written."""
+    """The written state of one partition's machine: read at the start, then only written."""
 
     def __init__(self, partition: int, written: Iterable[tuple[str, bytes]] = ()) -> None:
         """`written` is every key and value of the partition in the state topic. Raises StateError."""
         self._partition = partition
+        self._head_key = f"{_HEAD_PREFIX}{partition}"
         self._sequence = -1
         self._committed: dict[str, bytes] = {}
-        self._changed: dict[str, bytes | None] = {}
+        """Entries that lie in the journal of the newest head, and perhaps nowhere else."""
+        self._deleted: dict[str, None] = {}
+        """Deletions of that head that were perhaps not written."""
         self._parts = {0: 0, 1: 0}
-        self.head: bytes | None = None
-        """The body of the newest head at the start; None when nothing was committed yet."""
-        self.entries: dict[str, bytes] = {}
-        """Bodies of the entries at the start, as of that head."""
-        self._recover(dict(written))
+        self.state = self._recovered({key: _opened(key, value) for key, value in written})
+        """The machine's state at the start."""
 
-    def put(self, key: str, body: bytes) -> None:
-        """Set an entry. Keys do not begin with a zero character."""
-        self._changed[key] = body
-
-    def delete(self, key: str) -> None:
-        """Delete an entry."""
-        self._changed[key] = None
-
-    def take(self, head: bytes) -> Changes:
-        """Everything to write for the batch that ends here; `head` is the body of its head."""
+    def commit(self, changes: Changes) -> Written:
+        """The writes of a batch, of which the log keeps all or none."""
         self._sequence += 1
-        states = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
-        forgotten = [key for key, body in self._changed.items() if body is None]
-        parts = list(self._split(self._changed))
-        states |= {self._part_key(index): part for index, part in enumerate(parts)}
-        forgotten += [self._part_key(index) for index in range(len(parts), self._parts[self._sequence % 2])]
-        self._parts[self._sequence % 2] = len(parts)
-        body = write_avro(_HEAD_SCHEMA, {"sequence": self._sequence, "parts": len(parts), "body": head})
+        writes: dict[str, bytes | None] = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
+        for parity, count in self._parts.items():
+            writes |= dict.fromkeys((self._part_key(parity, index) for index in range(count)), None)
+        writes |= dict.fromkeys(self._deleted, None)
+        self._committed, self._deleted, self._parts = {}, {}, {0: 0, 1: 0}
+        for key, body in changes.entries.items():
+            writes[key] = None if body is None else self._sealed(_ENTRY, body)
+        writes[self._head_key] = self._sealed_head(0, changes.head)
+        return writes
+
+    def redo(self, changes: Changes) -> tuple[Written, Written, Written]:
+        """The writes of a batch in three steps: each is to be acknowledged by the log before the next is sent."""
+        self._sequence += 1
+        parity = self._sequence % 2
+        changed = {**dict.fromkeys(self._deleted, None), **changes.entries}
+        parts = list(self._split(changed))
+        states: dict[str, bytes | None] = {key: self._sealed(_ENTRY, body) for key, body in self._committed.items()}
+        states |= {self._part_key(parity, index): part for index, part in enumerate(parts)}
+        forgotten = [key for key, body in changed.items() if body is None]
+        forgotten += [self._part_key(parity, index) for index in range(len(parts), self._parts[parity])]
+        self._parts[parity] = len(parts)
         # Deletions are written by this batch already; entries only once this head has committed them.
-        self._committed = {key: entry for key, entry in self._changed.items() if entry is not None}
-        self._changed = {}
-        return Changes(states, {self._head_key: self._sealed(_HEAD, body)}, forgotten)
+        self._committed = {key: entry for key, entry in changed.items() if entry is not None}
+        self._deleted = {}
+        return states, {self._head_key: self._sealed_head(len(parts), changes.head)}, dict.fromkeys(forgotten, None)
 
-    @property
-    def _head_key(self) -> str:
-        return f"{_MARK}head/{self._partition}"
-
-    def _part_key(self, index: int) -> str:
-        return f"{_MARK}part/{self._partition}/{self._sequence % 2}/{index}"
+    def _part_key(self, parity: int, index: int) -> str:
+        return f"{_PART_PREFIX}{self._partition}/{parity}/{index}"
 
     def _sealed(self, kind: bytes, body: bytes) -> bytes:
         return _ENVELOPE.pack(kind, self._partition) + body
 
-    def _split(self, entries: Mapping[str, bytes | None]) -> Iterator[bytes]:
+    def _sealed_head(self, parts: int, body: bytes) -> bytes:
+        head = {"sequence": self._sequence, "parts": parts, "body": body}
+        return self._sealed(_HEAD, write_avro(_HEAD_SCHEMA, head))
+
+    def _split(self, entries: Written) -> Iterator[bytes]:
         part: dict[str, bytes | None] = {}
         size = 0
         for key, body in entries.items():
@@ -137,30 +142,30 @@ class Journal:
         if part:
             yield self._encoded_part(part)
 
-    def _encoded_part(self, entries: Mapping[str, bytes | None]) -> bytes:
+    def _encoded_part(self, entries: Written) -> bytes:
         return self._sealed(_PART, write_avro(_PART_SCHEMA, {"sequence": self._sequence, "entries": entries}))
 
-    def _recover(self, written: dict[str, bytes]) -> None:
-        bodies = {key: _opened(value) for key, value in written.items()}
-        head = bodies.get(self._head_key)
+    def _recovered(self, bodies: Mapping[str, tuple[bytes, int, bytes]]) -> MachineState:
         for parity in self._parts:
-            self._parts[parity] = sum(key.startswith(f"{_MARK}part/{self._partition}/{parity}/") for key in bodies)
+            self._parts[parity] = sum(key.startswith(self._part_key(parity, 0)[:-1]) for key in bodies)
+        head = bodies.get(self._head_key)
         if head is None:
-            return
+            return MachineState()
         found = read_avro(_HEAD_SCHEMA, head[2])
-        self._sequence, self.head = found["sequence"], found["body"]
-        self.entries = {key: body for key, (kind, _, body) in bodies.items() if kind == _ENTRY}
+        self._sequence = found["sequence"]
+        entries = {key: body for key, (kind, _, body) in bodies.items() if kind == _ENTRY}
         for index in range(found["parts"]):
             for key, change in self._part(bodies, index).items():
                 if change is not None:
-                    self.entries[key] = self._committed[key] = change
+                    entries[key] = self._committed[key] = change
                     continue
                 # Whether the deletion was written is not known: the next head commits it again.
-                self.entries.pop(key, None)
-                self._changed[key] = None
+                entries.pop(key, None)
+                self._deleted[key] = None
+        return MachineState(entries, found["body"])
 
     def _part(self, bodies: Mapping[str, tuple[bytes, int, bytes]], index: int) -> dict[str, bytes | None]:
-        key = self._part_key(index)
+        key = self._part_key(self._sequence % 2, index)
         part: dict[str, Any] = read_avro(_PART_SCHEMA, bodies[key][2]) if key in bodies else {"sequence": "none"}
         if part["sequence"] != self._sequence:
             raise StateError(
@@ -168,11 +173,3 @@ class Journal:
                 f"topic has that of {part['sequence']}: records of the state topic are missing"
             )
         return dict(part["entries"])
-
-
-def _opened(value: bytes) -> tuple[bytes, int, bytes]:
-    """Kind, partition and body of a written value. Raises StateError."""
-    if value[:1] not in (_ENTRY, _HEAD, _PART) or len(value) < _ENVELOPE.size:
-        raise StateError(f"a state begins with its kind and its partition, not with {value[:8]!r}")
-    kind, partition = _ENVELOPE.unpack_from(value)
-    return kind, partition, value[_ENVELOPE.size :]

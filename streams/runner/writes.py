@@ -9,7 +9,8 @@ from tidemill.schemas.catalogue import Names, Topic, is_compacted, tick_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.dead_letter import dead_letter_headers
 from tidemill.schemas.records import Tick
-from tidemill.streams.machine import Changes, Emit, Output, Rejected
+from tidemill.streams.machine import Emit, Output, Rejected
+from tidemill.streams.runner.journal import Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +53,13 @@ class Writes:
         return Write(self.names.of(topic), key, value, partition, None, at_ms / 1000)
 
 
-def state_steps(changelog: str, changes: Mapping[int, Changes]) -> Iterator[Sequence[Write]]:
-    """The states that changed, by partition, in steps: each is to be acknowledged before the next is sent."""
-    for step in (_states, _heads, _deletions):
+def state_steps(changelog: str, changes: Mapping[int, Sequence[Written]]) -> Iterator[Sequence[Write]]:
+    """The steps of each partition's changes as those of all: each is to be acknowledged before the next is sent."""
+    for step in zip(*changes.values(), strict=True):
         writes = [
             Write(changelog, key.encode(), value, partition)
-            for partition, changed in changes.items()
-            for key, value in step(changed)
+            for partition, written in zip(changes, step, strict=True)
+            for key, value in written.items()
         ]
         if writes:
             yield writes
-
-
-def _states(changes: Changes) -> Iterator[tuple[str, bytes | None]]:
-    yield from changes.states.items()
-
-
-def _heads(changes: Changes) -> Iterator[tuple[str, bytes | None]]:
-    yield from changes.heads.items()
-
-
-def _deletions(changes: Changes) -> Iterator[tuple[str, bytes | None]]:
-    yield from ((key, None) for key in changes.forgotten)

@@ -1,13 +1,14 @@
-"""Group assembly: throughput and latency of the Faust worker, of quixstreams and of a bare consume-produce loop.
+"""Group assembly: throughput and latency of both runners, of quixstreams and of a bare consume-produce loop.
 
 One broker, one run, the same rollouts; each contender is one process pinned to one core. One JSON line a figure:
 
     python tests/bench/bench_assembly.py --bootstrap HOST:PORT
 
-The contenders read the same records and write one record a group of 8. `tidemill` is the whole worker: decoding,
-checks, state in a changelog, acknowledged groups, group records with advantages. `quixstreams` keeps the same decoded
-members in its changelogged RocksDB state, at least once. `loop` keeps a dict in memory and commits after a flush: the
-floor, without any state that survives a crash.
+The contenders read the same records and write one record a group of 8; the throughput run is a backlog, which is in the
+log before they read. `transactional` and `faust` are the whole worker in that runner: decoding, checks, state in a
+changelog, acknowledged groups, group records with advantages. `quixstreams` keeps the same decoded members in its
+changelogged RocksDB state, at least once. `loop` keeps a dict in memory and commits after a flush: the floor, without
+any state that survives a crash.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +38,15 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
-from tidemill.streams.config import StreamSettings
-from tidemill.streams.runner.faust.worker import run
+from tidemill.streams.config import RunnerName, StreamSettings
+from tidemill.streams.worker import run
 
 GROUP_SIZE = 8
 PARTITIONS = 4
-CONTENDERS = ("tidemill", "quixstreams", "loop")
+CONTENDERS = ("transactional", "quixstreams", "loop", "faust")
 READY = "warm-up"
+SESSION_S = 180.0
+"""Outlasts the writing of the backlog."""
 
 
 def main() -> None:
@@ -50,6 +56,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=2500, help="groups of the throughput run")
     parser.add_argument("--latency-groups", type=int, default=200, help="groups of the latency run")
     parser.add_argument("--rate", type=float, default=200.0, help="rollouts a second of the latency run")
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders alone")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -58,7 +65,7 @@ def main() -> None:
     if options.contender:
         contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
         return
-    for contender in CONTENDERS:
+    for contender in options.only or CONTENDERS:
         for line in measure(contender, options):
             print(json.dumps(line), flush=True)
 
@@ -85,7 +92,7 @@ def measure(contender: str, options: argparse.Namespace) -> list[dict[str, Any]]
 def start(contender: str, kafka: KafkaSettings) -> subprocess.Popen[bytes]:
     """A contender as a process of its own."""
     arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
-    return subprocess.Popen([sys.executable, __file__, *arguments], stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, __file__, *arguments], stderr=None)
 
 
 def send_group(producer: RecordProducer, group_id: str) -> None:
@@ -113,16 +120,27 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """A process that does not run meanwhile; its group keeps it for `SESSION_S`."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def measure_throughput(
     producer: RecordProducer, full_topic: str, reader: LogReader, groups: int, pid: int
 ) -> dict[str, float]:
-    """Rollouts a second from the first written to the last group read, and CPU time of the worker a rollout."""
+    """Rollouts a second from the first read to the last group, and CPU time of the worker a rollout."""
     records = [rollout(f"t{group}", i, group_size=GROUP_SIZE) for i in range(GROUP_SIZE) for group in range(groups)]
     encoded = [(record.group_id.encode(), CODEC.encode(record)) for record in records]
-    cpu, begun = cpu_s(pid), time.monotonic()
-    for key, value in encoded:
-        producer.send_bytes(full_topic, value, key=key)
-    producer.flush()
+    with held(pid):
+        for key, value in encoded:
+            producer.send_bytes(full_topic, value, key=key)
+        producer.flush()
+        cpu, begun = cpu_s(pid), time.monotonic()
     await_groups(reader, groups)
     rollouts = groups * GROUP_SIZE
     return {
@@ -164,12 +182,21 @@ def read_once(reader: LogReader, seen: dict[str, float]) -> dict[str, float]:
 def contend(contender: str, kafka: KafkaSettings) -> None:
     """Be a contender, on one core, until terminated."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
-    {"tidemill": contend_tidemill, "quixstreams": contend_quixstreams, "loop": contend_loop}[contender](kafka)
+    match contender:
+        case "quixstreams":
+            contend_quixstreams(kafka)
+        case "loop":
+            contend_loop(kafka)
+        case _:
+            contend_tidemill(kafka, RunnerName(contender))
 
 
-def contend_tidemill(kafka: KafkaSettings) -> None:
+def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        settings, stream = RunSettings(run_id=RUN_ID), StreamSettings(data_dir=directory)
+        settings, stream = (
+            RunSettings(run_id=RUN_ID),
+            StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
+        )
         run(kafka, settings, stream, GroupAssembly.of(settings, stream))
 
 
@@ -190,7 +217,7 @@ def contend_quixstreams(kafka: KafkaSettings) -> None:
             loglevel="ERROR",
             auto_create_topics=True,
             producer_extra_config={"partitioner": "murmur2_random", "linger.ms": 5},
-            consumer_extra_config={"fetch.wait.max.ms": 20},
+            consumer_extra_config={"fetch.wait.max.ms": 20, "session.timeout.ms": int(SESSION_S * 1000)},
             request_timeout=30,
         )
         rollouts = application.topic(names.of(Topic.ROLLOUTS), value_deserializer="bytes", key_deserializer="bytes")
@@ -213,6 +240,7 @@ def contend_loop(kafka: KafkaSettings) -> None:
 
     names, members = Names(kafka.topic_prefix), {}
     settings = consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop")
+    settings["session.timeout.ms"] = int(SESSION_S * 1000)
     consumer, producer = Consumer(settings), Producer(producer_settings(kafka, "loop"))
     consumer.subscribe([names.of(Topic.ROLLOUTS)])
     while True:

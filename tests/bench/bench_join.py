@@ -1,12 +1,13 @@
-"""The feedback join: joins a second of the Faust worker, beside a bare consume-produce loop.
+"""The feedback join: joins a second of both runners, beside a bare consume-produce loop.
 
 One broker, one run, the same records; each contender is one process pinned to one core. One JSON line a figure:
 
     python tests/bench/bench_join.py --bootstrap HOST:PORT
 
-A join is one interaction, without tokens, with one thumb. `tidemill` is the whole worker: both topics decided in one
-order of event time, state in a changelog, acknowledged outcomes. `loop` keeps a dict in memory, joins in the order of
-arrival and commits after a flush: the floor, without a state that survives a crash, and no order that a replay repeats.
+A join is one interaction, without tokens, with one thumb; all of them are in the log before the contenders read.
+`transactional` and `faust` are the whole worker in that runner: both topics decided in one order of event time, state
+in a changelog, acknowledged outcomes. `loop` keeps a dict in memory, joins in the order of arrival and commits after a
+flush: the floor, without a state that survives a crash, and no order that a replay repeats.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "streams"))
 
-from bench_assembly import cpu_s
+from bench_assembly import SESSION_S, cpu_s, held
 from join_support import CODEC, RUN_ID, SECOND_US, feedback, interaction
 from stream_support import fresh_topics
 
@@ -37,15 +38,15 @@ from tidemill.schemas.log.partitioner import partition_of
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, Record
-from tidemill.streams.config import StreamSettings
+from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.join.processor import JoinProcessor
-from tidemill.streams.runner.faust.worker import run
+from tidemill.streams.worker import run
 
 PARTITIONS = 4
 WARM_UP = 50
-CONTENDERS = ("tidemill", "loop")
+CONTENDERS = ("transactional", "loop", "faust")
 SETTINGS = JoinSettings(settle_s=0.0, bot_max_events=1_000_000)
 
 
@@ -54,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bootstrap", default=os.environ.get("TIDEMILL_KAFKA__BOOTSTRAP"))
     parser.add_argument("--joins", type=int, default=5000, help="interactions, each with one thumb")
+    parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="these contenders alone")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--prefix", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -62,16 +64,18 @@ def main() -> None:
     if options.contender:
         contend(options.contender, KafkaSettings(bootstrap=options.bootstrap, topic_prefix=options.prefix))
         return
-    figures = {contender: measure(contender, options.bootstrap, options.joins) for contender in CONTENDERS}
+    contenders = options.only or CONTENDERS
+    figures = {contender: measure(contender, options.bootstrap, options.joins) for contender in contenders}
     for contender, found in figures.items():
         for name, value in found.items():
             print(json.dumps({"figure": f"feedback_join.{name}", "contender": contender, "value": value}))
-    ratio = figures["tidemill"]["joins_per_cpu_s"] / figures["loop"]["joins_per_cpu_s"]
-    print(json.dumps({"figure": "feedback_join.joins_per_cpu_s_to_loop", "value": round(ratio, 4)}))
+    if {"transactional", "loop"} <= figures.keys():
+        ratio = figures["transactional"]["joins_per_cpu_s"] / figures["loop"]["joins_per_cpu_s"]
+        print(json.dumps({"figure": "feedback_join.joins_per_cpu_s_to_loop", "value": round(ratio, 4)}))
 
 
 def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
-    """Joins a second from the first record written to the last outcome read, and CPU time of the worker a join."""
+    """Joins a second from the first record read to the last outcome, and CPU time of the worker a join."""
     kafka = fresh_topics(bootstrap, f"bench-{uuid.uuid4().hex[:8]}.", PARTITIONS)
     producer = RecordProducer(kafka, "bench")
     arguments = ["--bootstrap", kafka.bootstrap, "--prefix", kafka.topic_prefix, "--contender", contender]
@@ -81,8 +85,9 @@ def measure(contender: str, bootstrap: str, joins: int) -> dict[str, float]:
             send(producer, list(records("warm", WARM_UP)))
             await_outcomes(reader, WARM_UP)
             written = list(records("join", joins))
-            cpu, begun = cpu_s(worker.pid), time.monotonic()
-            send(producer, written)
+            with held(worker.pid):
+                send(producer, written)
+                cpu, begun = cpu_s(worker.pid), time.monotonic()
             await_outcomes(reader, joins)
             elapsed, spent = time.monotonic() - begun, max(cpu_s(worker.pid) - cpu, 1e-9)
     finally:
@@ -127,20 +132,29 @@ def await_outcomes(reader: LogReader, count: int, deadline_s: float = 180.0) -> 
 def contend(contender: str, kafka: KafkaSettings) -> None:
     """Be a contender, on one core, until terminated."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-1]})
-    {"tidemill": contend_tidemill, "loop": contend_loop}[contender](kafka)
+    if contender == "loop":
+        contend_loop(kafka)
+    else:
+        contend_tidemill(kafka, RunnerName(contender))
 
 
-def contend_tidemill(kafka: KafkaSettings) -> None:
+def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
     with tempfile.TemporaryDirectory() as directory:
         settings = RunSettings(run_id=RUN_ID)
-        run(kafka, settings, StreamSettings(data_dir=directory), JoinProcessor.of(settings, SETTINGS))
+        run(
+            kafka,
+            settings,
+            StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
+            JoinProcessor.of(settings, SETTINGS),
+        )
 
 
 def contend_loop(kafka: KafkaSettings) -> None:
     from confluent_kafka import Consumer, Producer
 
     names, halves = Names(kafka.topic_prefix), {}
-    consumer = Consumer(consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop"))
+    session = {"session.timeout.ms": int(SESSION_S * 1000)}
+    consumer = Consumer(consumer_settings(kafka, "loop", f"{kafka.topic_prefix}loop") | session)
     producer = Producer(producer_settings(kafka, "loop"))
     consumer.subscribe([names.of(topic) for topic in INPUTS])
     while True:

@@ -1,8 +1,23 @@
-"""The helpers of the stream tests are modules beside them."""
+"""The helpers of the stream tests are modules beside them; tests of workers run with each runner."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tidemill.streams.config import RunnerName
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="module", params=list(RunnerName))
+def runner(request: pytest.FixtureRequest) -> Iterator[RunnerName]:
+    """The runner of the workers that `stream_process` starts meanwhile."""
+    import stream_support
+
+    before, stream_support.runner = stream_support.runner, request.param
+    yield request.param
+    stream_support.runner = before

@@ -163,7 +163,7 @@ def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
 
 def batch_oracle(kafka: KafkaSettings, settings: BatchSettings) -> tuple[list[Output], bool]:
     """What the pure machine makes of `outcomes` as they are, and whether a batch still waits for its time."""
-    machine = OnlineBatcher(0, BatchRules(RUN_ID, "main", settings))
+    machine = OnlineBatcher(BatchRules(RUN_ID, "main", settings))
     with LogReader(kafka, [Topic.OUTCOMES]) as reader:
         outputs = [output for located in reader.read_to_end() for output in machine.observe(located)]
     return outputs, machine.next_deadline_us() is not None

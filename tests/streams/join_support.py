@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from tidemill.schemas.catalogue import Topic, feedback_key, tick_key, user_request_key
@@ -12,6 +11,7 @@ from tidemill.schemas.records import Feedback, Interaction, Outcome, Record, Sig
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
 from tidemill.streams.machine import Output
+from tidemill.streams.state import MachineState
 
 RUN_ID = "run"
 CODEC = Codec()
@@ -139,9 +139,9 @@ class TwoLogs:
         return self
 
 
-def join_of(settings: JoinSettings, states: Iterable[tuple[str, bytes]] = ()) -> FeedbackJoin:
+def join_of(settings: JoinSettings, state: MachineState | None = None) -> FeedbackJoin:
     """A join of partition 0."""
-    return FeedbackJoin(0, JoinRules(RUN_ID, settings), states)
+    return FeedbackJoin(0, JoinRules(RUN_ID, settings), state)
 
 
 def joined(logs: TwoLogs, settings: JoinSettings | None = None) -> list[Output]:

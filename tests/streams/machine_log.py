@@ -1,6 +1,7 @@
 """A log in memory and a worker on it: any interleaving of a machine's inputs, and a kill between any two writes.
 
-The worker keeps the promises that `tidemill.streams.machine` names: outputs, then states, heads, deletions.
+The worker keeps the promises of `tidemill.streams.machine` in one of two ways: what it writes for a batch can be cut
+off anywhere (outputs, then the steps of a redo log), or is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Record
 from tidemill.streams.machine import Emit, Machine, Output, Rejected
+from tidemill.streams.runner.journal import Journal, partition_of_state
+from tidemill.streams.state import MachineState
 
-Make = Callable[[Iterable[tuple[str, bytes]]], Machine]
+Make = Callable[[MachineState], Machine]
 
 
 class Killed(Exception):
@@ -30,6 +33,9 @@ class MachineLog:
     state: dict[str, bytes] = field(default_factory=dict)
     writes_left: int | None = None
     """Writes until the next kill; None: no kill."""
+    atomic: bool = False
+    """Whether the writes of a batch are there whole or not at all."""
+    _open: list[Callable[[], object]] = field(default_factory=list)
 
     def spend(self) -> None:
         """One write. Raises Killed."""
@@ -41,15 +47,30 @@ class MachineLog:
     def write_output(self, output: Output) -> None:
         """A record or a dead letter."""
         self.spend()
-        self.outputs.append(output)
+        self._open.append(lambda: self.outputs.append(output))
+        self._end(not self.atomic)
 
     def write_state(self, key: str, value: bytes | None) -> None:
         """One record of the compacted state topic."""
         self.spend()
-        if value is None:
-            self.state.pop(key, None)
-        else:
-            self.state[key] = value
+        self._open.append(lambda: self.state.pop(key, None) if value is None else self.state.update({key: value}))
+        self._end(not self.atomic)
+
+    def begin(self) -> None:
+        """A fresh worker: what was not committed is gone."""
+        self._open.clear()
+
+    def commit(self) -> None:
+        """The end of a batch, a write of its own where it is atomic. Raises Killed."""
+        if self.atomic:
+            self.spend()
+        self._end(True)
+
+    def _end(self, visible: bool) -> None:
+        if visible:
+            for write in self._open:
+                write()
+            self._open.clear()
 
 
 def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iterable[ConsumedRecord]:
@@ -65,17 +86,20 @@ def interleaved(machine: Machine, log: MachineLog, turns: Sequence[int]) -> Iter
 
 def work(log: MachineLog, make: Make, turns: Sequence[int] = (), batch: int = 3) -> Machine:
     """Work from where the state says to the end of the log. Raises Killed."""
-    machine = make(list(log.state.items()))
+    log.begin()
+    assert {partition_of_state(*item) for item in log.state.items()} <= {0}
+    journal = Journal(0, log.state.items())
+    machine = make(journal.state)
     records = list(interleaved(machine, log, turns))
     for start in range(0, len(records), batch):
         outputs = [output for record in records[start : start + batch] for output in machine.observe(record)]
         for output in outputs:
             log.write_output(output)
         changes = machine.take_changes()
-        for key, value in [*changes.states.items(), *changes.heads.items()]:
-            log.write_state(key, value)
-        for key in changes.forgotten:
-            log.write_state(key, None)
+        for step in [journal.commit(changes)] if log.atomic else journal.redo(changes):
+            for key, value in step.items():
+                log.write_state(key, value)
+        log.commit()
     return machine
 
 

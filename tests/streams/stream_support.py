@@ -25,9 +25,11 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_PARTITION
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
-from tidemill.streams.config import ProcessorName
+from tidemill.streams.config import ProcessorName, RunnerName
 
 RUN_ID = "run"
+runner = RunnerName.FAUST
+"""Of the workers that are started without one; the fixture of its name sets it."""
 CODEC = Codec()
 FAR_AWAY_US = 4_000_000_000_000_000
 
@@ -142,6 +144,7 @@ def stream_process(
     settings = directory / "settings.json"
     sections = {"kafka": kafka.model_dump(), "run": {"run_id": RUN_ID}, "stream": stream, **(rules or {})}
     sections["stream"].setdefault("data_dir", str(directory / "faust"))
+    sections["stream"].setdefault("runner", runner.value)
     settings.write_text(json.dumps(sections), "utf-8")
     program = [*(command or ["-m", "tidemill.streams"]), str(settings), *([] if command else [processor.value])]
     worker = StreamProcess([sys.executable, *program], directory / "log")

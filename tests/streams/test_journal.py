@@ -9,25 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
-from tidemill.streams.machine import Changes
-from tidemill.streams.runner.journal import PART_BYTES, Journal, StateError, partition_of_state
+from tidemill.streams.runner.journal import PART_BYTES, Journal, Written, partition_of_state
+from tidemill.streams.state import Changes, StateError
 
 BATCHES = st.lists(
     st.dictionaries(st.sampled_from("abcd"), st.one_of(st.none(), st.binary(max_size=3)), max_size=4), max_size=6
 )
 
 
-def take(journal: Journal, batch: dict[str, bytes | None], head: bytes) -> Changes:
-    for key, body in batch.items():
-        if body is None:
-            journal.delete(key)
-        else:
-            journal.put(key, body)
-    return journal.take(head)
+Steps = tuple[Written, ...]
 
 
-def writes(changes: Changes) -> list[tuple[str, bytes | None]]:
-    return [*changes.states.items(), *changes.heads.items(), *((key, None) for key in changes.forgotten)]
+def take(journal: Journal, batch: dict[str, bytes | None], head: bytes) -> Steps:
+    return journal.redo(Changes(batch, head))
+
+
+def writes(steps: Steps) -> list[tuple[str, bytes | None]]:
+    return [item for step in steps for item in step.items()]
 
 
 def apply(topic: dict[str, bytes], written: list[tuple[str, bytes | None]]) -> None:
@@ -47,7 +45,7 @@ def test_restarts_after_restarts_lose_and_revive_nothing(batches, cuts):
     journal = Journal(3)
     for number, batch in enumerate(batches):
         head = str(number).encode()
-        while journal.head != head:
+        while journal.state.head != head:
             changes = writes(take(journal, batch, head))
             cut = left.pop(0) if left else len(changes)
             apply(topic, changes[:cut])
@@ -56,9 +54,9 @@ def test_restarts_after_restarts_lose_and_revive_nothing(batches, cuts):
             journal = Journal(3, topic.items())
             done = dict(entries)
             apply(done, list(batch.items()))
-            assert journal.entries == (done if journal.head == head else entries)
+            assert journal.state.entries == (done if journal.state.head == head else entries)
         apply(entries, list(batch.items()))
-    assert Journal(3, topic.items()).entries == entries
+    assert Journal(3, topic.items()).state.entries == entries
 
 
 @given(BATCHES, st.integers(0, 60), st.booleans())
@@ -73,18 +71,18 @@ def test_a_restart_meets_the_entries_of_its_head(batches, cut, backwards):
         by_head[head] = dict(entries)
         changes = take(journal, batch, head)
         if backwards:
-            changes = Changes(dict(reversed(changes.states.items())), changes.heads, changes.forgotten[::-1])
+            changes = tuple(dict(reversed(step.items())) for step in changes)
         apply(topic, writes(changes)[:left])
         left -= len(writes(changes))
         if left <= 0:
             break
     found = Journal(3, topic.items())
-    assert found.entries == by_head[found.head]
-    expected = dict(found.entries)
+    assert found.state.entries == by_head[found.state.head]
+    expected = dict(found.state.entries)
     apply(topic, writes(take(found, {"a": b"new", "b": None}, b"next")))
     apply(expected, [("a", b"new"), ("b", None)])
     again = Journal(3, topic.items())
-    assert (again.entries, again.head) == (expected, b"next")
+    assert (again.state.entries, again.state.head) == (expected, b"next")
     apply(topic, writes(take(again, {}, b"last")))
     plain = {key: value for key, value in topic.items() if not key.startswith("\x00")}
     assert {key: value[5:] for key, value in plain.items()} == expected
@@ -98,9 +96,9 @@ def test_a_deletion_that_two_crashes_left_unwritten_still_holds():
     assert "a" in topic
     for batch, head in (({"a": None}, b"3"), ({}, b"4"), ({}, b"5")):
         changes = take(journal, batch, head)
-        apply(topic, [*changes.states.items(), *changes.heads.items()])
+        apply(topic, writes(changes[:2]))
         journal = Journal(0, topic.items())
-        assert journal.entries == {}
+        assert journal.state.entries == {}
     apply(topic, writes(take(journal, {}, b"6")))
     assert "a" not in topic
 
@@ -111,11 +109,11 @@ def test_a_large_batch_is_written_in_records_of_legal_size_and_its_parts_go_away
     parts = [value for key, value in topic.items() if "part" in key]
     assert len(parts) == 8
     assert PART_BYTES <= max(map(len, parts)) < MAX_RECORD_BYTES
-    assert len(Journal(0, topic.items()).entries) == 2_000
+    assert len(Journal(0, topic.items()).state.entries) == 2_000
     for head in (b"2", b"3"):
         apply(topic, writes(take(journal, {}, head)))
     assert not [key for key in topic if "part" in key]
-    assert len(Journal(0, topic.items()).entries) == 2_000
+    assert len(Journal(0, topic.items()).state.entries) == 2_000
 
 
 def test_a_missing_part_is_an_error_and_not_an_older_state():
@@ -134,7 +132,7 @@ def test_a_missing_part_is_an_error_and_not_an_older_state():
 @given(st.binary(max_size=40))
 def test_hostile_bytes_raise_one_error(data):
     with suppress(StateError):
-        partition_of_state(data)
+        partition_of_state("a", data)
     with suppress(StateError):
         Journal(0, [("\x00head/0", data)])
 
@@ -142,6 +140,27 @@ def test_hostile_bytes_raise_one_error(data):
 def test_values_name_their_partition():
     journal = Journal(7)
     changes = take(journal, {"a": b"1"}, b"1")
-    assert {partition_of_state(value) for value in [*changes.states.values(), *changes.heads.values()]} == {7}
+    assert {partition_of_state(key, value) for key, value in writes(changes) if value is not None} == {7}
     with pytest.raises(StateError, match="begins with its kind"):
-        partition_of_state(b"e")
+        partition_of_state("a", b"e")
+
+
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.dictionaries(st.sampled_from("abcd"), st.one_of(st.none(), st.binary(max_size=3))))
+    )
+)
+def test_a_state_that_was_written_in_one_way_is_written_on_in_the_other(batches):
+    topic: dict[str, bytes] = {}
+    entries: dict[str, bytes] = {}
+    for number, (whole, batch) in enumerate(batches):
+        head = str(number).encode()
+        journal = Journal(3, topic.items())
+        assert journal.state.entries == entries
+        changes = Changes(batch, head)
+        apply(topic, writes((journal.commit(changes),) if whole else journal.redo(changes)))
+        apply(entries, list(batch.items()))
+        if whole:
+            plain = {key: value[5:] for key, value in topic.items() if not key.startswith("\x00")}
+            assert (plain, [key for key in topic if "part" in key]) == (entries, [])
+    assert Journal(3, topic.items()).state.entries == entries

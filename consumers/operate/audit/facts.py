@@ -17,8 +17,9 @@ from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.schemas.catalogue import Topic, is_compacted
 from tidemill.schemas.log.consumed import ConsumedRecord
 
-TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS})
-"""Topics that a trainer writes in transactions, so that a trainer that was replaced cannot write any more."""
+TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
+"""Topics that are written in transactions: by a trainer, so that one that was replaced cannot write any more, and by
+stream workers with `stream.runner=transactional`."""
 
 Partition = tuple[Topic, int]
 

@@ -20,12 +20,9 @@ from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
 from tidemill.schemas.log.retention import RetentionGap
+from tidemill.streams.runner.base import check_position
 
 LOG = logging.getLogger("tidemill.streams")
-
-
-class PositionError(RuntimeError):
-    """The state and the log do not belong together."""
 
 
 class Holes:
@@ -112,7 +109,7 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
         ends = await self.highwaters(*wanted) if wanted else {}
         firsts = await self.earliest_offsets(*wanted) if wanted else {}
         for tp, offset in wanted.items():
-            _check_position(tp, offset, ends.get(tp))
+            check_position(tp.topic, tp.partition, offset, ends.get(tp))
             self._check_kept(tp, offset, firsts.get(tp, 0))
         if wanted:
             # In the consumer's own thread: its plain `seek` would touch aiokafka's futures from this one.
@@ -131,14 +128,6 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
 
 def _own(tp: Any) -> TP:  # noqa: ANN401 - aiokafka's
     return TP(tp.topic, tp.partition)
-
-
-def _check_position(tp: TP, offset: int, end: int | None) -> None:
-    if end is not None and offset > end:
-        raise PositionError(
-            f"the state of {tp.topic}[{tp.partition}] goes to offset {offset}, the log ends at {end}: the topic was "
-            "made anew. Give the processor another `application` name, or delete its changelog topic as well"
-        )
 
 
 class PositionedTransport(driver.Transport):  # type: ignore[misc]  # faust is untyped here

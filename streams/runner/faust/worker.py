@@ -1,12 +1,17 @@
-"""One Faust worker over any processor: inputs in, outputs out, at least once, the state in a changelog topic.
+"""The Faust runner: inputs in, outputs out, at least once, the state in a changelog topic as a redo log.
 
 The decisions are those of the processor's machines, one a partition; here is only the talking. Invariants:
 
-- per batch, and in this order, each acknowledged by the log before the next: outputs and dead letters; states; heads;
-  deletions; then the records are marked as done;
+- per batch, and in this order, each acknowledged by the log before the next: outputs and dead letters; the steps of
+  the redo log (`journal`); then the records are marked as done;
 - so a worker killed anywhere goes on from the heads of each partition, and can only repeat outputs byte for byte;
 - equal partitions of all inputs are read by one worker and given to one machine, each record once in its life;
 - any failure to read or write ends the worker: a fresh one begins from what the log says.
+
+Limits that no other runner has: no input and no state topic may be written in transactions. Faust commits past the end
+marker of one transaction at a time, cannot tell a marker from a record that it lost, does not come to the end of a
+state topic that ends in a marker, and reads what was aborted. So a processor whose input the transactional runner
+writes (`batches` and the gate behind `join`) runs in that one as well, and a state that it wrote stays with it.
 """
 
 from __future__ import annotations
@@ -16,14 +21,14 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import faust
 from faust.types import TP
 
-from tidemill.schemas.catalogue import Names, Topic, is_compacted
+from tidemill.schemas.catalogue import Names, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -33,14 +38,16 @@ from tidemill.schemas.log.retention import RetentionGap
 from tidemill.schemas.log.stall import Place
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Machine, Output, Processor
-from tidemill.streams.runner.faust.app import (
+from tidemill.streams.runner.base import (
+    STATE_TOPIC_CONFIG,
+    IdleInputs,
     StreamFailure,
     application_id,
-    checked_credentials,
     checked_partitions,
-    faust_settings,
 )
+from tidemill.streams.runner.faust.settings import checked_credentials, faust_settings, refuse_transactional_state
 from tidemill.streams.runner.faust.transport import PositionedTransport
+from tidemill.streams.runner.journal import Journal, partition_of_state
 from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
 from tidemill.streams.runner.writes import Write, Writes, state_steps
 
@@ -48,7 +55,7 @@ STOP_TIMEOUT_S = 20.0
 LOG = logging.getLogger("tidemill.streams")
 
 
-class StreamWorker:
+class FaustRunner:
     """As many partitions as the consumer group gives it, in one process."""
 
     def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
@@ -60,9 +67,10 @@ class StreamWorker:
         application = application_id(kafka, run, processor)
         self._writes = Writes(self._names, self._codec, application)
         self._machines: dict[int, Machine] = {}
+        self._journals: dict[int, Journal] = {}
         self._next: dict[TP, int] = {}
         self._reading: set[TP] = set()
-        self._ticked_us: dict[TP, int] = {}
+        self._idle = IdleInputs(processor.inputs)
         self._skipped = 0
         self._writing = asyncio.Lock()
         self._failure: BaseException | None = None
@@ -95,9 +103,9 @@ class StreamWorker:
             key_type=bytes,
             value_type=bytes,
             partitions=partitions,
-            # Short segments let compaction keep up, and with it the time that a recovery takes.
-            extra_topic_configs={"segment.ms": "3600000", "min.cleanable.dirty.ratio": "0.1"},
+            extra_topic_configs=STATE_TOPIC_CONFIG,
         )
+        refuse_transactional_state(kafka, self._table.changelog_topic_name)
         self.app.agent(inputs, name="decide", concurrency=1)(self._work)
         self.app.timer(stream.tick_interval_s, name="ticks")(self._send_ticks)
         self.app.on_partitions_revoked.connect(self._lose, weak=False)
@@ -128,7 +136,7 @@ class StreamWorker:
         if not self._owns(generation):
             return
         partitions = sorted({event.message.partition for event in events})
-        changes = {p: self._machines[p].take_changes() for p in partitions}
+        changes = {p: self._journals[p].redo(self._machines[p].take_changes()) for p in partitions}
         for step in state_steps(self._table.changelog_topic_name, changes):
             # Whoever has the partition now may have written newer heads, and deletions that stand on them.
             if not self._owns(generation):
@@ -215,24 +223,11 @@ class StreamWorker:
         try:
             # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
             now_ms = to_ms(now_us())
-            due = list(self._idle_inputs(now_ms * 1000))
+            due = list(self._idle.due(self._machines, now_ms * 1000))
             await self._write([self._writes.tick(topic, partition, now_ms) for topic, partition in due])
         except Exception as error:  # whatever kept a tick from the log would keep deadlines from passing, unseen
             self._fail(error)
             raise
-
-    def _idle_inputs(self, now_us: int) -> Iterator[tuple[Topic, int]]:
-        """Where a deadline has passed that the records there do not reach; each is told once."""
-        for partition, machine in self._machines.items():
-            deadline = machine.next_deadline_us()
-            if deadline is None or deadline > now_us:
-                continue
-            for topic in self._processor.inputs:
-                tp = TP(self._names.of(topic), partition)
-                # A tick that is in the log and not read yet is as good as a second one.
-                if max(machine.clock_us(topic), self._ticked_us.get(tp, 0)) < deadline:
-                    self._ticked_us[tp] = now_us
-                    yield topic, partition
 
     # State
 
@@ -260,12 +255,13 @@ class StreamWorker:
         states: dict[int, list[tuple[str, bytes]]] = {partition: [] for partition in self._owned_partitions()}
         for raw_key, value in list(self._table.data.items()):
             key = raw_key.decode()
-            partition = self._processor.partition_of_state(key, value)
+            partition = partition_of_state(key, value)
             if partition in states:
                 states[partition].append((key, value))
             else:
                 self._table.data.pop(raw_key, None)
-        self._machines = {p: self._processor.machine(p, found) for p, found in states.items()}
+        self._journals = {p: Journal(p, found) for p, found in states.items()}
+        self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
         self._next = {
             TP(self._names.of(topic), p): machine.next_offset(topic)
             for p, machine in self._machines.items()
@@ -273,7 +269,7 @@ class StreamWorker:
         }
         self._transport.holes.clear()
         self._reading.clear()
-        self._ticked_us.clear()
+        self._idle.clear()
 
     def _owned_partitions(self) -> set[int]:
         assignment = self.app.consumer.assignment()
@@ -350,14 +346,14 @@ def _places(offsets: Mapping[TP, int | None]) -> dict[Place, int]:
     return {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
 
 
-def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
-    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
-    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+    """Run a processor in Faust until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
     for name in ("faust", "mode", "aiokafka"):
         logging.getLogger(name).setLevel(stream.log_level)
     Path(stream.data_dir).mkdir(parents=True, exist_ok=True)
 
     async def work() -> None:
-        await StreamWorker(kafka, run, stream, processor).serve()
+        # Faust's own objects belong to the loop that runs when they are made.
+        await FaustRunner(kafka, run, stream, processor).serve()
 
     asyncio.run(work())

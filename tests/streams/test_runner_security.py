@@ -26,12 +26,12 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.records import OnlineBatch, Outcome
-from tidemill.streams import faust_app
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings
-from tidemill.streams.runner.faust.app import StreamFailure
+from tidemill.streams.runner.base import StreamFailure
+from tidemill.streams.runner.faust import settings as faust_settings
 from tidemill.streams.runner.faust.security import broker_credentials
-from tidemill.streams.runner.faust.worker import run
+from tidemill.streams.worker import run
 
 DEADLINE_S = 90.0
 REFUSAL_S = 40.0
@@ -58,6 +58,7 @@ def through(door: str, log: SecuredLog, prefix: str) -> KafkaSettings:
     return at(log.sasl, prefix, log.sasl_options(door))
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("door", DOORS)
 def test_group_assembly_works_through_every_door(secured: SecuredLog, topic_prefix: str, tmp_path: Path, door: str):
     settings = through(door, secured, topic_prefix)
@@ -72,6 +73,7 @@ def test_group_assembly_works_through_every_door(secured: SecuredLog, topic_pref
     assert PASSWORD not in worker.log.read_text()
 
 
+@pytest.mark.usefixtures("runner")
 def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: str, tmp_path: Path):
     settings = secured.settings(topic_prefix)
     create_topics(settings)
@@ -96,6 +98,7 @@ def test_an_answer_becomes_an_online_batch(secured: SecuredLog, topic_prefix: st
     assert [member.interaction_id for member in batched[0].record.members] == ["i"]
 
 
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize(
     ("door", "changes", "said"),
     [
@@ -146,7 +149,7 @@ def test_a_worker_whose_faust_alone_is_kept_out_ends_at_once(
     settings = secured.settings(topic_prefix)
     create_topics(settings)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
-    monkeypatch.setattr(faust_app, "broker_credentials", lambda _kafka: wrong)
+    monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
     stream, begun = StreamSettings(data_dir=str(tmp_path)), time.monotonic()
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
         run(settings, RunSettings(run_id=RUN_ID), stream, GroupAssembly.of(RunSettings(), stream))

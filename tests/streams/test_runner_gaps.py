@@ -12,6 +12,8 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 
+pytestmark = pytest.mark.usefixtures("runner")
+
 
 @pytest.fixture
 def settings(kafka, topic_prefix: str) -> KafkaSettings:

@@ -1,0 +1,448 @@
+"""The transactional runner: outputs, dead letters, state and offsets of a batch of records in one transaction.
+
+The decisions are those of the processor's machines, one a partition; here is only the talking. Invariants:
+
+- readers of what is committed (every reader of Tidemill) see each output once, and never one without its state;
+- a worker goes on from the state topic alone, read to its end after all transactions there have ended; the offsets in
+  the transaction serve lag monitors, and shut out a worker that its group has given up: the log refuses them, and with
+  them the transaction;
+- everything of a transaction is in the log before its offsets are sent, so that the next owner of a partition waits
+  for the end of whatever the last one may still commit;
+- equal partitions of all inputs are read by one worker (assignor `range`) and given to one machine;
+- a transaction that fails is aborted, and its records are decided again from the state in the log.
+
+Ticks are written outside of transactions: they are no outputs, and inputs stay readable for Faust.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
+
+from tidemill.schemas.catalogue import Names
+from tidemill.schemas.clock import now_us, to_ms
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.client_settings import (
+    METADATA_TIMEOUT_S,
+    consumer_settings,
+    groupless_settings,
+    producer_settings,
+    raise_lasting,
+)
+from tidemill.schemas.log.consumed import locate
+from tidemill.schemas.log.fenced_producer import FENCED
+from tidemill.schemas.log.guard import OUT_OF_RANGE
+from tidemill.schemas.log.liveness import EXIT_HUNG
+from tidemill.schemas.log.partitions import watermarks
+from tidemill.schemas.log.retention import RetentionGap
+from tidemill.schemas.log.security import SecurityError, security_of
+from tidemill.schemas.log.stall import Place
+from tidemill.schemas.shutdown import stop_on_signals
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.machine import Machine, Processor
+from tidemill.streams.runner.base import (
+    STATE_TOPIC_CONFIG,
+    IdleInputs,
+    StreamFailure,
+    application_id,
+    check_position,
+    checked_partitions,
+)
+from tidemill.streams.runner.journal import Journal
+from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
+from tidemill.streams.runner.writes import Write, Writes
+
+CLIENT = "tidemill-stream"
+TRANSACTION_TIMEOUT_MS = 15_000
+"""After this the log aborts the transaction of a worker that is gone."""
+CALL_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
+CHUNK = 500
+"""Most records taken from the client at once."""
+IDLE_S = 0.1
+AGAIN_S = 0.5
+"""Pause after an aborted transaction."""
+STOP_TIMEOUT_S = 20.0
+LOG = logging.getLogger("tidemill.streams")
+
+
+class _Stopped(Exception):
+    """The worker is to end, and its state is not read to the end."""
+
+
+class TransactionalRunner:
+    """As many partitions as the consumer group gives it, in one process and one thread."""
+
+    def __init__(self, kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+        try:
+            security_of(kafka)
+            check_access(kafka)
+        except (AccessRefused, SecurityError) as refused:
+            raise StreamFailure(str(refused)) from refused
+        self._kafka, self._stream, self._processor = kafka, stream, processor
+        self._names = Names(kafka.topic_prefix)
+        self._codec = Codec(kafka.registry_url)
+        application = application_id(kafka, run, processor)
+        self._writes = Writes(self._names, self._codec, application)
+        self._changelog = f"{application}-{processor.table}-changelog"
+        self._machines: dict[int, Machine] = {}
+        self._journals: dict[int, Journal] = {}
+        self._next: dict[Place, int] = {}
+        self._found: dict[Place, int] = {}
+        """How far the state was read, while it is."""
+        self._touched: set[int] = set()
+        """Partitions with records in the open transaction; empty while none is open."""
+        self._taken = 0
+        self._ends_at = self._tick_at = 0.0
+        self._skipped = 0
+        self._idle = IdleInputs(processor.inputs)
+        self._ready = False
+        self._stop = threading.Event()
+        self._failure: str | None = None
+        self._make_changelog(checked_partitions(kafka, processor))
+        self._consumer = Consumer(
+            {
+                **consumer_settings(kafka, CLIENT, application),
+                "auto.offset.reset": "error",
+                "partition.assignment.strategy": "range",
+                "fetch.wait.max.ms": stream.fetch_wait_ms,
+                "session.timeout.ms": round(stream.session_timeout_s * 1000),
+                "heartbeat.interval.ms": round(stream.heartbeat_interval_s * 1000),
+                **({"group.instance.id": stream.instance} if stream.instance else {}),
+            }
+        )
+        self._state_reader = Consumer(groupless_settings(kafka, f"{CLIENT}-state") | {"enable.partition.eof": True})
+        # An end that only counts what is committed would hide a transaction that may still be.
+        uncommitted = {"isolation.level": "read_uncommitted"}
+        self._log_ends = Consumer(groupless_settings(kafka, f"{CLIENT}-ends") | uncommitted)
+        self._producer = Producer(
+            {
+                **producer_settings(kafka, CLIENT),
+                # A worker that is started again under its name ends at once what the one before left open.
+                "transactional.id": f"{application}-{stream.instance or uuid.uuid4().hex}",
+                "transaction.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "delivery.timeout.ms": TRANSACTION_TIMEOUT_MS,
+                "linger.ms": 20,
+            }
+        )
+        self._ticks = Producer(producer_settings(kafka, f"{CLIENT}-ticks"))
+
+    def _make_changelog(self, partitions: int) -> None:
+        """Create the state topic where there is none. Raises StreamFailure for one of another partition count."""
+        client = admin_client(self._kafka)
+        config = {"cleanup.policy": "compact", **STATE_TOPIC_CONFIG}
+        topic = NewTopic(self._changelog, partitions, self._kafka.replication_factor, config=config)
+        (created,) = client.create_topics([topic], request_timeout=REQUEST_TIMEOUT_S).values()
+        try:
+            created.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise StreamFailure(f"the state topic {self._changelog} cannot be made: {error.args[0]}") from error
+        wait_until_led(client, {self._changelog})
+        found = len(client.list_topics(self._changelog, METADATA_TIMEOUT_S).topics[self._changelog].partitions)
+        if found != partitions:
+            raise StreamFailure(
+                f"the state topic {self._changelog} has {found} partitions, and the inputs have {partitions}: give the "
+                "processor another `application` name, or delete the state topic"
+            )
+
+    # Life
+
+    def serve(self, stop: threading.Event) -> None:
+        """Work until `stop` is set. Raises StreamFailure when the worker cannot go on."""
+        self._stop = stop
+        watchdog = self._watchdog(stop)
+        try:
+            _call(self._producer.init_transactions, START_TIMEOUT_S)
+            self._consumer.subscribe(
+                [self._names.of(topic) for topic in self._processor.inputs],
+                on_assign=self._assigned,
+                on_revoke=self._revoked,
+                on_lost=self._lost,
+            )
+            while not stop.is_set():
+                try:
+                    self._turn()
+                except KafkaException as error:
+                    self._begin_again(error)
+            try:
+                self._commit()
+            except KafkaException as error:
+                LOG.warning("the last transaction was not committed, its records are read again: %s", error.args[0])
+        except _Stopped:
+            pass
+        except (KafkaException, RetentionGap, ValueError) as error:
+            raise StreamFailure(f"{self._processor.name} ended: {error}") from error
+        finally:
+            if watchdog:
+                watchdog.stop()
+            for client in (self._consumer, self._state_reader, self._log_ends):
+                client.close()
+        if self._failure is not None:
+            raise StreamFailure(f"{self._processor.name} ended: {self._failure}")
+
+    def _watchdog(self, stop: threading.Event) -> Watchdog | None:
+        if not self._stream.stall_timeout_s:
+            return None
+
+        def end(stall: Stall) -> None:
+            LOG.error("%s", stall)
+            self._failure = str(stall)
+            stop.set()
+            # A loop that hangs in a call never gets there.
+            timer = threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG])
+            timer.daemon = True
+            timer.start()
+
+        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, end)
+        watchdog.start()
+        return watchdog
+
+    def _progress(self) -> Progress:
+        return Progress(self._ready, dict(self._next if self._ready else self._found))
+
+    # Reading
+
+    def _turn(self) -> None:
+        """Take what there is, for as long as a transaction may last; commit it when it is time."""
+        now_s = time.monotonic()
+        most, wait_s = 1, IDLE_S
+        if self._touched:
+            most = min(CHUNK, self._stream.transaction_records - self._taken)
+            wait_s = max(0.0, min(IDLE_S, self._ends_at - now_s))
+        messages = self._consumer.consume(most, wait_s)
+        for message in messages:
+            self._observe(message)
+        now_s = time.monotonic()
+        # Where records wait to be read, a transaction of more of them costs less than two.
+        ends_at = self._ends_at + (self._stream.commit_interval_s if len(messages) == most else 0.0)
+        if self._touched and (now_s >= ends_at or self._taken >= self._stream.transaction_records):
+            self._commit()
+        elif not messages:
+            self._pass_markers()
+        if now_s >= self._tick_at:
+            self._tick_at = now_s + self._stream.tick_interval_s
+            self._send_ticks()
+
+    def _observe(self, message: Message) -> None:
+        topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
+        error = message.error()
+        if error is not None:
+            if error.code() in OUT_OF_RANGE:
+                self._step_over_gap((topic, partition))
+            # Away for too long; what the group does about it comes through the callbacks.
+            elif error.code() != KafkaError._MAX_POLL_EXCEEDED:
+                raise_lasting(error)
+            return
+        machine = self._machines.get(partition)
+        if machine is None:
+            return
+        if not self._touched:
+            self._producer.begin_transaction()
+            self._taken, self._ends_at = 0, time.monotonic() + self._stream.transaction_s
+        self._touched.add(partition)
+        self._taken += 1
+        self._next[topic, partition] = offset + 1
+        for output in machine.observe(locate(message, self._names, self._codec)):
+            self._write(self._writes.output(output))
+
+    def _pass_markers(self) -> None:
+        # The consumer's own position moves past the ends of transactions and what compaction dropped.
+        for tp in self._consumer.position([TopicPartition(*place) for place in self._next]):
+            place = (tp.topic, tp.partition)
+            self._next[place] = max(self._next[place], tp.offset)
+
+    def _step_over_gap(self, place: Place) -> None:
+        """Go on behind records that were deleted before they were read. Raises RetentionGap when that may not be."""
+        self._next[place] = self._kept(place, self._next[place])
+        self._consumer.assign([TopicPartition(*found, offset) for found, offset in self._next.items()])
+
+    def _kept(self, place: Place, offset: int) -> int:
+        """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
+        first, end = watermarks(self._log_ends, place)
+        check_position(*place, offset, end)
+        if offset >= first:
+            return offset
+        if offset == 0:
+            LOG.warning("%s[%d] is read from its beginning, which is offset %d by now", *place, first)
+            return first
+        gap = RetentionGap(*place, offset, first)
+        if not self._stream.accept_gaps:
+            raise gap
+        self._skipped += first - offset
+        LOG.error("%s. It is accepted (`stream.accept_gaps`): %d offsets skipped so far", gap, self._skipped)
+        return first
+
+    # Writing
+
+    def _write(self, write: Write) -> None:
+        headers: dict[str, str | bytes | None] | None = dict(write.headers) if write.headers else None
+        # -1 is librdkafka's word for the partition of the key.
+        partition = -1 if write.partition is None else write.partition
+        while True:
+            try:
+                self._producer.produce(write.topic, write.value, write.key, partition, headers=headers)
+            except BufferError:
+                self._producer.poll(0.05)
+            else:
+                return
+
+    def _commit(self) -> None:
+        """Commit the open transaction, if any. Raises KafkaException."""
+        if not self._touched:
+            return
+        offsets = []
+        for partition in sorted(self._touched):
+            machine = self._machines[partition]
+            for key, value in self._journals[partition].commit(machine.take_changes()).items():
+                self._write(Write(self._changelog, key.encode(), value, partition))
+            for topic in self._processor.inputs:
+                offsets.append(TopicPartition(self._names.of(topic), partition, machine.next_offset(topic)))
+        if self._producer.flush(TRANSACTION_TIMEOUT_MS / 1000):
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "the log did not take the transaction's records"))
+        member = self._consumer.consumer_group_metadata()
+        _call(lambda timeout_s: self._producer.send_offsets_to_transaction(offsets, member, timeout_s))
+        _call(self._producer.commit_transaction)
+        self._touched.clear()
+
+    def _begin_again(self, error: KafkaException) -> None:
+        """Abort, and decide the records of the transaction again. Raises StreamFailure where that cannot be."""
+        cause: KafkaError = error.args[0]
+        if not (cause.fatal() or cause.txn_requires_abort() or cause.code() == KafkaError._TIMED_OUT):
+            raise error
+        if cause.code() in FENCED or cause.fatal():
+            raise StreamFailure(
+                f"{self._processor.name} ended: another worker writes as this one ({cause}): two have one "
+                "`stream.instance`, or this one was away and has been replaced"
+            ) from error
+        LOG.warning("a transaction is aborted, its records are decided again: %s", cause)
+        owned = set(self._machines)
+        self._abort()
+        time.sleep(AGAIN_S)
+        if owned:
+            self._restore(owned)
+
+    def _abort(self) -> None:
+        self._forget()
+        try:
+            _call(self._producer.abort_transaction)
+        except KafkaException as error:
+            # There may have been none.
+            if error.args[0].code() != KafkaError._STATE:
+                raise
+
+    def _send_ticks(self) -> None:
+        # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
+        now_ms = to_ms(now_us())
+        for topic, partition in self._idle.due(self._machines, now_ms * 1000):
+            tick = self._writes.tick(topic, partition, now_ms)
+            self._ticks.produce(
+                tick.topic, tick.value, tick.key, partition, timestamp=now_ms, on_delivery=self._tick_written
+            )
+        self._ticks.poll(0)
+        if self._failure is not None:
+            raise StreamFailure(f"{self._processor.name} ended: {self._failure}")
+
+    def _tick_written(self, error: KafkaError | None, _message: Message) -> None:
+        if error is not None:
+            # A deadline would pass unseen.
+            self._failure = f"the log refused a tick: {error}"
+
+    # Partitions
+
+    def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        owned = [{tp.partition for tp in partitions if tp.topic == self._names.of(t)} for t in self._processor.inputs]
+        if any(found != owned[0] for found in owned):
+            raise StreamFailure(f"the inputs' partitions are not assigned together: {partitions}")
+        self._restore(owned[0])
+
+    def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
+        try:
+            self._commit()
+        except KafkaException as error:
+            LOG.warning("a transaction is aborted, the next worker decides its records: %s", error.args[0])
+            self._abort()
+        self._forget()
+        consumer.unassign()
+
+    def _lost(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
+        LOG.warning("the group gave this worker up; it joins again")
+        self._abort()
+        consumer.unassign()
+
+    def _forget(self) -> None:
+        for held in (self._machines, self._journals, self._next, self._touched, self._found):
+            held.clear()
+        self._idle.clear()
+        self._ready = False
+
+    def _restore(self, partitions: Collection[int]) -> None:
+        """Make the machines of these partitions from the log, and read on from where they stand."""
+        self._forget()
+        written = self._read_state(partitions)
+        self._journals = {partition: Journal(partition, written[partition].items()) for partition in partitions}
+        self._machines = {p: self._processor.machine(p, journal.state) for p, journal in self._journals.items()}
+        self._next = {
+            (name, p): self._kept((name, p), machine.next_offset(topic))
+            for p, machine in self._machines.items()
+            for topic, name in ((topic, self._names.of(topic)) for topic in self._processor.inputs)
+        }
+        self._consumer.assign([TopicPartition(*place, offset) for place, offset in self._next.items()])
+        self._ready = True
+
+    def _read_state(self, partitions: Iterable[int]) -> dict[int, dict[str, bytes]]:
+        """Everything committed in the state topic, once all that was written there is committed or aborted."""
+        found: dict[int, dict[str, bytes]] = {partition: {} for partition in partitions}
+        bounds = {p: watermarks(self._log_ends, (self._changelog, p)) for p in found}
+        self._found = {(self._changelog, p): low for p, (low, _) in bounds.items()}
+        left = {p: end for p, (low, end) in bounds.items() if end > low}
+        self._state_reader.assign([TopicPartition(self._changelog, p, bounds[p][0]) for p in left])
+        while left:
+            if self._stop.is_set():
+                raise _Stopped
+            for message in self._state_reader.consume(CHUNK, IDLE_S):
+                error, partition, offset = message.error(), message.partition() or 0, message.offset() or 0
+                if error is None:
+                    key, value = (message.key() or b"").decode(), message.value()
+                    if value is None:
+                        found[partition].pop(key, None)
+                    else:
+                        found[partition][key] = value
+                elif error.code() != KafkaError._PARTITION_EOF:
+                    raise_lasting(error)
+                    continue
+                self._found[self._changelog, partition] = offset
+                # What is at the end may be the end of a transaction, which carries no message.
+                if offset + (error is None) >= left.get(partition, 0):
+                    left.pop(partition, None)
+        self._state_reader.unassign()
+        return found
+
+
+def _call(call: Callable[[float], object], within_s: float = 2 * CALL_TIMEOUT_S) -> None:
+    """Make a call of the transaction protocol; one that ran out of time is resumed by calling again."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            call(CALL_TIMEOUT_S)
+        except KafkaException as error:
+            if not error.args[0].retriable() or time.monotonic() > deadline:
+                raise
+        else:
+            return
+
+
+def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+    """Run a processor in transactions until SIGINT or SIGTERM. Raises StreamFailure when it cannot go on."""
+    stop = stop_on_signals()
+    TransactionalRunner(kafka, run, stream, processor).serve(stop)

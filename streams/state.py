@@ -1,0 +1,203 @@
+"""The state of a stream machine: keyed entries with a timer each, and a head that says how far its inputs are decided.
+
+A machine hands out what changed as bytes (`Changes`) and goes on from what was kept of them (`MachineState`); runners
+alone know how the bytes are written. Invariants:
+
+- entries and head of one `Changes` are kept whole or not at all;
+- what `decode` gives for `encode`d bytes is the same entry under its key, and bytes that are none raise `StateError`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import cattrs
+import fastavro
+
+NEVER = 2**62
+"""The time of an entry that no time calls up."""
+NO_IDENTIFIER = "\x00"
+"""Keys that begin with it are Tidemill's own, and no entry's."""
+
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+
+
+class StateError(ValueError):
+    """Bytes of the state topic that are no state of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What changed in a machine's state since the last call."""
+
+    entries: Mapping[str, bytes | None]
+    """New values by key; None deletes. A key is unique over all partitions of a processor."""
+    head: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MachineState:
+    """What a machine goes on from: all that it ever handed out, as of the newest head."""
+
+    entries: Mapping[str, bytes] = field(default_factory=dict)
+    head: bytes | None = None
+    """None: nothing was decided yet."""
+
+
+def record_schema(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
+    """The Avro schema of a record with fields of these types."""
+    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
+
+
+def write_avro(schema: Any, body: Mapping[str, Any]) -> bytes:  # noqa: ANN401 - a parsed Avro schema
+    """The Avro bytes of a record, without its schema."""
+    buffer = io.BytesIO()
+    fastavro.schemaless_writer(buffer, schema, body)
+    return buffer.getvalue()
+
+
+def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a parsed Avro schema
+    """The record that `write_avro` was given. Raises StateError."""
+    try:
+        body: Any = fastavro.schemaless_reader(io.BytesIO(data), schema, None)
+    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
+        raise StateError(f"unreadable state: {type(error).__name__}: {error}") from error
+    return dict(body)
+
+
+def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
+    try:
+        return _CONVERTER.structure(body, kind)
+    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+        raise StateError(f"unreadable {kind.__name__}: {error}") from error
+
+
+class Timed(Protocol):
+    """An entry of a machine's state."""
+
+    @property
+    def key(self) -> str:
+        """Its key in the state topic."""
+        ...
+
+    @property
+    def due_at(self) -> int:
+        """Event time, microseconds, at which it is looked at again without a record."""
+        ...
+
+    @property
+    def awaited(self) -> bool:
+        """Whether something follows when it falls due; what is only forgotten then is no reason to hurry."""
+        ...
+
+
+E = TypeVar("E", bound=Timed)
+Head = TypeVar("Head")
+
+
+class EntryBytes(Generic[E, Head]):
+    """How one machine writes its entries and its head: dataclasses as Avro, a kind byte before those of an entry.
+
+    Args:
+        entries: type and Avro schema of each entry, by its kind byte.
+        head: type and Avro schema of the head.
+    """
+
+    def __init__(self, entries: Mapping[bytes, tuple[type[E], Any]], head: tuple[type[Head], Any]) -> None:
+        self._entries = {kind: (entry, fastavro.parse_schema(schema)) for kind, (entry, schema) in entries.items()}
+        self._head = head[0], fastavro.parse_schema(head[1])
+        self._kinds = {entry: kind for kind, (entry, _) in entries.items()}
+
+    def encode(self, entry: E) -> bytes:
+        """The bytes of an entry."""
+        kind = self._kinds[type(entry)]
+        return kind + write_avro(self._entries[kind][1], _CONVERTER.unstructure(entry))
+
+    def decode(self, key: str, data: bytes) -> E:
+        """The entry of `encode`d bytes that lay under `key`. Raises StateError."""
+        known = self._entries.get(data[:1])
+        if known is None:
+            raise StateError(f"an entry begins with one of {sorted(self._entries)}, not {data[:1]!r}")
+        entry: E = _structured(read_avro(known[1], data[1:]), known[0])
+        if entry.key != key:
+            raise StateError(f"the entry of {entry.key!r} lies under the key {key!r}")
+        return entry
+
+    def encode_head(self, head: Head) -> bytes:
+        """The bytes of a head."""
+        return write_avro(self._head[1], _CONVERTER.unstructure(head))
+
+    def decode_head(self, data: bytes) -> Head:
+        """The head of `encode_head`'s bytes. Raises StateError."""
+        head: Head = _structured(read_avro(self._head[1], data), self._head[0])
+        return head
+
+
+class TimedEntries(Generic[E]):
+    """All entries of one machine in memory: found by key, called up by time. Whoever changes an entry saves it."""
+
+    def __init__(self, state: MachineState, encode: Callable[[E], bytes], decode: Callable[[str, bytes], E]) -> None:
+        """Raises StateError."""
+        self._encode = encode
+        self._entries: dict[str, E] = {}
+        self._changed: dict[str, None] = {}
+        self._timers: list[tuple[int, str]] = []
+        self._timed: dict[str, int] = {}
+        self._awaited: list[tuple[int, str]] = []
+        for key, body in state.entries.items():
+            self.save(decode(key, body))
+        self._changed.clear()
+
+    def changes(self, head: bytes) -> Changes:
+        """Everything to write since the last call."""
+        entries, encode = self._entries, self._encode
+        changed = {key: encode(entries[key]) if key in entries else None for key in self._changed}
+        self._changed = {}
+        return Changes(changed, head)
+
+    def entries(self) -> Iterator[E]:
+        """All of them."""
+        yield from self._entries.values()
+
+    def get(self, key: str) -> E | None:
+        """The entry of a key."""
+        return self._entries.get(key)
+
+    def save(self, entry: E) -> None:
+        """An entry is new or has changed."""
+        key, due_at = entry.key, entry.due_at
+        self._entries[key] = entry
+        self._changed[key] = None
+        if due_at != NEVER and self._timed.get(key) != due_at:
+            self._timed[key] = due_at
+            heapq.heappush(self._timers, (due_at, key))
+            if entry.awaited:
+                heapq.heappush(self._awaited, (due_at, key))
+
+    def forget(self, entry: E) -> None:
+        """An entry is over."""
+        del self._entries[entry.key]
+        self._timed.pop(entry.key, None)
+        self._changed[entry.key] = None
+
+    def due(self, time_us: int) -> Iterator[E]:
+        """The entries that fall due up to a time, in order of time; each is changed or forgotten before the next."""
+        while self._timers and self._timers[0][0] <= time_us:
+            due_at, key = heapq.heappop(self._timers)
+            entry = self._entries.get(key)
+            if entry is not None and entry.due_at == due_at:
+                yield entry
+
+    def next_awaited_us(self) -> int | None:
+        """When the next entry falls due that something follows from."""
+        while self._awaited:
+            due_at, key = self._awaited[0]
+            entry = self._entries.get(key)
+            if entry is not None and entry.due_at == due_at and entry.awaited:
+                return due_at
+            heapq.heappop(self._awaited)
+        return None

@@ -1,0 +1,163 @@
+"""The transactional runner: killed or failing at each step of a transaction, deposed, and taking over Faust's state."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
+from confluent_kafka.admin import AdminClient
+from stream_support import (
+    CODEC,
+    RUN_ID,
+    StreamProcess,
+    fresh_topics,
+    group_of,
+    read_records,
+    rollout,
+    stream_process,
+    wait_until,
+)
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.streams.assembly.processor import GroupAssembly
+from tidemill.streams.config import StreamSettings
+from tidemill.streams.machine import Emit
+from tidemill.streams.offline_log import replay
+
+GROUPS = 60
+SIZE = 4
+SMALL = {"runner": "transactional", "transaction_records": 10, "stall_timeout_s": 0}
+"""Small transactions, so that many groups are open between two of them."""
+POINTS = [
+    (call, when)
+    for call in ("begin_transaction", "flush", "send_offsets_to_transaction", "commit_transaction")
+    for when in ("before", "after")
+]
+
+
+@pytest.fixture
+def settings(kafka, topic_prefix: str) -> KafkaSettings:
+    return fresh_topics(kafka.bootstrap, topic_prefix)
+
+
+def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] = range(SIZE)) -> None:
+    with RecordProducer(settings, "test") as producer:
+        for index in indices:
+            for group in groups:
+                producer.send(Topic.ROLLOUTS, rollout(f"g{group}", index, reward=index / 3), key=f"g{group}")
+
+
+def expected(settings: KafkaSettings) -> list[bytes]:
+    """The groups that the machine makes of the log, without a worker."""
+    run, stream = RunSettings(run_id=RUN_ID), StreamSettings()
+    replayed = replay(settings, GroupAssembly.of(run, stream), lambda located: located, 60)
+    return sorted(CODEC.encode(found.emit.record) for found in replayed.emitted if isinstance(found.emit, Emit))
+
+
+@pytest.fixture
+def groups(settings: KafkaSettings) -> Iterator[LogReader]:
+    with LogReader(settings, [Topic.GROUPS]) as reader:
+        yield reader
+
+
+def read_all(groups: LogReader, count: int, worker: StreamProcess) -> list[ConsumedRecord]:
+    """The committed groups, once there are `count`, and those that came after until the worker stopped."""
+    found = read_records(groups, lambda read: len(read) >= count, 90, worker)
+    assert worker.stop() == 0
+    return found + list(groups.read_to_end())
+
+
+def values(found: Sequence[ConsumedRecord]) -> list[bytes]:
+    return sorted(located.value or b"" for located in found)
+
+
+@pytest.mark.parametrize("fate", ["kill", "fail"])
+@pytest.mark.parametrize(("call", "when"), POINTS)
+def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(settings, groups, tmp_path, call, when, fate):
+    fill(settings, range(GROUPS))
+    script = str(Path(__file__).with_name("killed_worker.py"))
+    doomed = [script, str(tmp_path / "settings.json"), call, when, "4", fate]
+    with stream_process(settings, tmp_path, command=[script], instance="one", **SMALL) as worker:
+        worker.kill()
+        worker.command = [worker.command[0], *doomed]
+        worker.start()
+        if fate == "kill":
+            wait_until(lambda: not worker.running(), 60, "the worker's own end")
+            assert worker.stop() == -signal.SIGKILL
+            worker.command = [worker.command[0], "-m", "tidemill.streams", str(tmp_path / "settings.json")]
+            worker.start()
+        found = read_all(groups, GROUPS, worker)
+    assert values(found) == expected(settings)
+    if fate == "fail" and (call, when) != ("commit_transaction", "after"):
+        assert "a transaction is aborted" in worker.log.read_text()
+
+
+def test_a_worker_that_was_replaced_while_it_stood_still_writes_nothing_more(settings, groups, tmp_path):
+    fill(settings, range(GROUPS), range(2))
+    fast = {**SMALL, "session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
+    with stream_process(settings, tmp_path / "one", **fast) as one:
+        wait_until(lambda: committed(settings) == 2 * GROUPS, 60, "the first worker's state")
+        assert one.process is not None
+        os.kill(one.process.pid, signal.SIGSTOP)
+        fill(settings, range(GROUPS), range(2, SIZE))
+        with stream_process(settings, tmp_path / "two", **fast) as two:
+            found = read_records(groups, lambda read: len(read) >= GROUPS, 90, two)
+            os.kill(one.process.pid, signal.SIGCONT)
+            time.sleep(3)
+            assert one.running(), one.log.read_text()
+            fill(settings, [GROUPS])
+            found += read_records(groups, lambda read: len(read) >= 1, 60, two)
+            assert one.stop() == 0
+            assert two.stop() == 0
+    found += list(groups.read_to_end())
+    assert values(found) == expected(settings)
+
+
+def committed(settings: KafkaSettings) -> int:
+    """Sum of the offsets that the workers' group has committed for its input."""
+    admin = AdminClient({"bootstrap.servers": settings.address()})
+    name = f"{settings.topic_prefix}group-assembly.{RUN_ID}"
+    (answer,) = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(name)]).values()
+    try:
+        return sum(max(0, tp.offset) for tp in answer.result().topic_partitions)
+    except KafkaException:  # the group is not there yet
+        return 0
+
+
+def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settings, groups, tmp_path):
+    fill(settings, range(GROUPS), range(2))
+    with stream_process(settings, tmp_path / "faust", max_batch=7) as worker:
+        fill(settings, [GROUPS])
+        read_records(groups, lambda read: len(read) >= 1, 60, worker)
+        assert worker.stop() == 0
+    fill(settings, range(GROUPS), range(2, SIZE))
+    with stream_process(settings, tmp_path / "transactional", **SMALL) as worker:
+        found = read_all(groups, GROUPS, worker)
+    assert sorted(group_of(f).group_id for f in found) == sorted(f"g{n}" for n in range(GROUPS))
+    assert all(len(group_of(f).members) == SIZE for f in found)
+    with stream_process(settings, tmp_path / "back", runner="faust") as worker:
+        wait_until(lambda: not worker.running(), 60, "the worker's end")
+        assert worker.stop() == 1
+        assert "was written by the transactional runner" in worker.log.read_text()
+
+
+def test_two_workers_of_one_name_do_not_both_write(settings, groups, tmp_path):
+    with stream_process(settings, tmp_path / "one", instance="same", **SMALL) as one:
+        fill(settings, [0])
+        read_records(groups, lambda read: len(read) >= 1, 60, one)
+        with stream_process(settings, tmp_path / "two", instance="same", **SMALL) as two:
+            fill(settings, range(1, GROUPS))
+            wait_until(lambda: not one.running(), 60, "the end of the worker that was replaced")
+            assert one.stop() == 1
+            found = read_all(groups, GROUPS - 1, two)
+    assert len(found) == GROUPS - 1
+    assert {group_of(f).group_id for f in found} == {f"g{n}" for n in range(1, GROUPS)}
