@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from numbers import Real
+from typing import NamedTuple
 
 from tidemill.producers.feedback.errors import BadFeedback, NotServed
 from tidemill.producers.product.pseudonym import BadUserId, Pseudonyms
@@ -26,8 +26,7 @@ _SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """One signal as the product's backend gives it."""
 
     interaction: str

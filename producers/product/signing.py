@@ -41,7 +41,7 @@ class Signer:
         """
         if not _INTERACTION.fullmatch(interaction_id):
             raise ValueError(f"interaction id {interaction_id!r}: 1 to 64 letters, digits, '-' or '_' are allowed")
-        return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym)}"
+        return f"{interaction_id}.{_signature(self._keys[0], interaction_id, pseudonym).decode()}"
 
     def verify(self, token: str, pseudonym: str) -> str:
         """The interaction id of a token that was issued to this user. Raises BadToken."""
@@ -52,12 +52,12 @@ class Signer:
             raise BadToken("an interaction token is INTERACTION.SIGNATURE, as the serving path answers it")
         # The text is compared, not the bytes it stands for: base64 spells one value in several ways.
         given = signature.encode()
-        matches = [hmac.compare_digest(given, _signature(k, interaction_id, pseudonym).encode()) for k in self._keys]
-        if not any(matches):
-            raise BadToken("this interaction was not served to this user: the token is forged, altered or another's")
-        return interaction_id
+        for key in self._keys:
+            if hmac.compare_digest(given, _signature(key, interaction_id, pseudonym)):
+                return interaction_id
+        raise BadToken("this interaction was not served to this user: the token is forged, altered or another's")
 
 
-def _signature(key: bytes, interaction_id: str, pseudonym: str) -> str:
-    signed = _PURPOSE + interaction_id.encode() + b"\x00" + pseudonym.encode()
-    return base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256")).rstrip(b"=").decode()
+def _signature(key: bytes, interaction_id: str, pseudonym: str) -> bytes:
+    signed = _PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
+    return base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256"))[:_SIGNATURE_LETTERS]

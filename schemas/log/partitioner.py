@@ -6,6 +6,8 @@ Source: `Utils.murmur2` and `BuiltInPartitioner.partitionForKey` of Apache Kafka
 
 from __future__ import annotations
 
+import struct
+
 _SEED = 0x9747B28C
 _MULTIPLIER = 0x5BD1E995
 _MASK = 0xFFFFFFFF
@@ -17,10 +19,9 @@ def murmur2(data: bytes) -> int:
     length = len(data)
     state = _SEED ^ length
     whole = length & ~3
-    for start in range(0, whole, 4):
-        word = int.from_bytes(data[start : start + 4], "little") * _MULTIPLIER & _MASK
-        word = (word ^ (word >> 24)) * _MULTIPLIER & _MASK
-        state = (state * _MULTIPLIER & _MASK) ^ word
+    for (word,) in struct.iter_unpack("<I", data[:whole]):
+        mixed = word * _MULTIPLIER & _MASK
+        state = (state * _MULTIPLIER ^ (mixed ^ mixed >> 24) * _MULTIPLIER) & _MASK
     if length & 3:
         state = (state ^ int.from_bytes(data[whole:], "little")) * _MULTIPLIER & _MASK
     state = (state ^ (state >> 13)) * _MULTIPLIER & _MASK

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -27,7 +26,7 @@ def make(report: Report, now_us: int = NOW) -> Feedback:
 
 
 def test_a_good_report_becomes_the_record_it_means():
-    record = make(replace(REPORT, event_id="e-1", corrects="e-0", observed_at=NOW - 5))
+    record = make(REPORT._replace(event_id="e-1", corrects="e-0", observed_at=NOW - 5))
     assert record == Feedback("e-1", "i-1", pseudonym(), SignalKind.THUMB, 1.0, NOW - 5, "test", "e-0")
     assert isinstance(record.value, float)
     assert make(REPORT).observed_at == NOW
@@ -42,14 +41,14 @@ def test_every_kind_can_be_reported(kind: SignalKind):
     legal = LEGAL[kind]
     value = legal.high if isinstance(legal, Between) else legal.values[0]
     for given_kind in (kind, kind.value):
-        assert make(replace(REPORT, kind=given_kind, value=value)).kind is kind
+        assert make(REPORT._replace(kind=given_kind, value=value)).kind is kind
 
 
 def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
     nobody = Report(token(user=None), "thumb", 1, None)
     assert make(nobody).user_id == ""
     with pytest.raises(NotServed):
-        make(replace(nobody, user="ann"))
+        make(nobody._replace(user="ann"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_who_was_not_named_when_he_was_served_is_not_named_in_feedback():
 )
 def test_what_is_wrong_is_said_with_its_field(field: str, value: object, said: str):
     with pytest.raises(BadFeedback, match=said) as refused:
-        make(replace(REPORT, **{field: value}))
+        make(REPORT._replace(**{field: value}))
     assert refused.value.field == field
     assert len(str(refused.value)) < 400
     assert isinstance(refused.value, ValueError)
@@ -95,15 +94,15 @@ def test_what_is_wrong_is_said_with_its_field(field: str, value: object, said: s
 @pytest.mark.parametrize(
     "report",
     [
-        replace(REPORT, user="bob"),
-        replace(REPORT, user=None),
-        replace(REPORT, interaction=token(product=FORGER)),
-        replace(REPORT, interaction=token("i-2", "bob")),
-        replace(REPORT, interaction="i-2" + token()[3:]),
-        replace(REPORT, interaction="i-1"),
-        replace(REPORT, interaction=""),
-        replace(REPORT, interaction=token() + "x" * 10**6),
-        replace(REPORT, interaction=None),
+        REPORT._replace(user="bob"),
+        REPORT._replace(user=None),
+        REPORT._replace(interaction=token(product=FORGER)),
+        REPORT._replace(interaction=token("i-2", "bob")),
+        REPORT._replace(interaction="i-2" + token()[3:]),
+        REPORT._replace(interaction="i-1"),
+        REPORT._replace(interaction=""),
+        REPORT._replace(interaction=token() + "x" * 10**6),
+        REPORT._replace(interaction=None),
     ],
 )
 def test_nobody_votes_on_what_he_was_not_served(report: Report):
@@ -114,23 +113,23 @@ def test_nobody_votes_on_what_he_was_not_served(report: Report):
 
 def test_an_event_does_not_correct_itself():
     with pytest.raises(BadFeedback, match="cannot correct itself"):
-        make(replace(REPORT, event_id="e", corrects="e"))
+        make(REPORT._replace(event_id="e", corrects="e"))
 
 
 def test_a_withdrawal_has_no_value():
-    record = make(replace(REPORT, value=None, corrects="e-0"))
+    record = make(REPORT._replace(value=None, corrects="e-0"))
     assert record.value is None and record.corrects == "e-0"
 
 
 def test_times_at_the_ends_are_taken():
     for moment in (NOW + 60_000_000, NOW - round(PRODUCT.max_feedback_age_s * 1e6)):
-        assert make(replace(REPORT, observed_at=moment)).observed_at == moment
+        assert make(REPORT._replace(observed_at=moment)).observed_at == moment
 
 
 def test_a_datetime_is_its_moment_in_any_zone():
     moment = datetime(2027, 1, 15, 7, 59, 59, 250_001, tzinfo=UTC)
     elsewhere = moment.astimezone(timezone(timedelta(hours=5, minutes=30)))
-    times = {make(replace(REPORT, observed_at=when)).observed_at for when in (moment, elsewhere)}
+    times = {make(REPORT._replace(observed_at=when)).observed_at for when in (moment, elsewhere)}
     assert times == {1_799_999_999_250_001}
 
 
@@ -138,14 +137,14 @@ def test_a_datetime_is_its_moment_in_any_zone():
 def test_the_same_signal_has_the_same_event_id_and_another_has_another(user: str, value: int, at: int):
     report = Report(token(user=user), "thumb", value, user, observed_at=at)
     first = make(report)
-    assert make(replace(report, kind=SignalKind.THUMB, value=float(value)), NOW + 7) == first
+    assert make(report._replace(kind=SignalKind.THUMB, value=float(value)), NOW + 7) == first
     others = [
-        replace(report, value=-value),
-        replace(report, kind="sentiment"),
-        replace(report, observed_at=at - 1),
-        replace(report, interaction=token("i-2", user)),
-        replace(report, user=None, interaction=token(user=None)),
-        replace(report, corrects="e-0"),
+        report._replace(value=-value),
+        report._replace(kind="sentiment"),
+        report._replace(observed_at=at - 1),
+        report._replace(interaction=token("i-2", user)),
+        report._replace(user=None, interaction=token(user=None)),
+        report._replace(corrects="e-0"),
     ]
     ids = {make(other).event_id for other in others}
     assert len(ids) == len(others) and first.event_id not in ids
