@@ -7,7 +7,7 @@ and below 2**40; 16-bit words go in and out. Decoding ends in the states that en
 both streams: a decoder that arrives anywhere else was given something else.
 
 What comes next is as good as random, so the loops have no branch that depends on it where sums and shifts will do; and
-they multiply by reciprocals where the definition (`kernels.reference`) divides.
+they multiply by reciprocals where the definition (`tests/kernels/reference.py`) divides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ Symbols = npt.NDArray[np.uint8]
 
 LOWEST = 1 << 24
 """Every state begins here."""
-STATE_LIMIT = 1 << 40
 EXCESS_BITS = 5
 """A gap beyond its model's last symbol: how many bits the excess has, then the excess."""
 NO_GAPS = -1

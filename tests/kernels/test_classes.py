@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels.reference import split_classes_reference
 from tidemill.kernels.activity import find_active, read_active, write_active
 from tidemill.kernels.class_table import choose_table, read_table, write_table
 from tidemill.kernels.class_tiles import SEGMENT, TILE
@@ -21,7 +22,6 @@ from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError
 from tidemill.kernels.exponents import count_active_exponents, count_exponents
 from tidemill.kernels.information import BIT, log2
-from tidemill.kernels.reference import split_classes_reference
 from tidemill.kernels.ulp_steps import fold_steps, move
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 

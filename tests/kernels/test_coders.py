@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.reference import rans_reference
 from tidemill.kernels.bounds import delta_bounds
 from tidemill.kernels.classes import ClassStreams
 from tidemill.kernels.coders import CODERS, PCODEC, RANS, encode_streams
@@ -12,7 +13,6 @@ from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, enc
 from tidemill.kernels.elements import ELEMENT_TYPES
 from tidemill.kernels.gap_models import ALL_ZERO, MODELS, TABLES, TOTAL, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.payload import Encoding
-from tidemill.kernels.reference import rans_reference
 from tidemill.kernels.step_tables import TOKENS, StepTable, fit_tables, length_of, low_bits_of, token_of
 from tidemill.kernels.ulp_steps import move
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader

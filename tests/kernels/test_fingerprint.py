@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels.reference import fingerprint_reference
 from tidemill.kernels.fingerprint import (
     ZERO,
     Fingerprint,
@@ -14,7 +15,6 @@ from tidemill.kernels.fingerprint import (
     fingerprint_at,
     fingerprint_change,
 )
-from tidemill.kernels.reference import fingerprint_reference
 
 UNHURRIED = settings(deadline=None)
 """The first call of a compiled loop compiles it."""

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from tests.kernels.reference import fingerprint_reference
 from tidemill.kernels import (
     classes,
     exponents,
@@ -42,7 +43,6 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
-from tidemill.kernels.reference import fingerprint_reference
 
 BF16 = BY_NAME["bfloat16"]
 # The compiler leaves these checks of each addition out, unless it is asked to debug.
