@@ -371,7 +371,9 @@ def test_the_brokers_of_a_stack_are_rows(monkeypatch, tmp_path):
     nodes = (NodeStatus(1, NodeState.READY, 42, "127.0.0.1:9092", "a.log"),
              NodeStatus(2, NodeState.DEAD, None, "127.0.0.1:9094", "b.log"))  # fmt: skip
     found = StackStatus(str(tmp_path), "127.0.0.1:9092", nodes)
-    monkeypatch.setattr("tidemill.compose.stack.commands.LocalStack", lambda _: SimpleNamespace(status=lambda: found))
+    monkeypatch.setattr(
+        "tidemill.compose.cli.stack_commands.LocalStack", lambda _: SimpleNamespace(status=lambda: found)
+    )
     piped = run("stack", "status")
     assert piped.stdout == (
         "broker\tstate\tpid\taddress\tlog\n1\tready\t42\t127.0.0.1:9092\ta.log\n2\tdead\t\\N\t127.0.0.1:9094\tb.log\n"

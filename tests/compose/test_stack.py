@@ -18,8 +18,8 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from typer.testing import CliRunner
 
+from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.stack import LocalStack, StackSettings, StackStatus, local_bootstrap
-from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.stack.config import HOST
 from tidemill.compose.stack.errors import BrokerFailed, BrokerPortTaken
 from tidemill.compose.stack.kafka import NodeState
@@ -94,7 +94,7 @@ def kill(status: StackStatus, node_id: int) -> None:
 
 
 def test_two_starts_at_once_make_one_cluster(one: Path) -> None:
-    program = "from tidemill.compose.stack.commands import stack_app; stack_app()"
+    program = "from tidemill.compose.cli.stack_commands import stack_app; stack_app()"
     command = [sys.executable, "-c", program, "up", "--json", "--heap-mb", "256", "--data-dir", str(one)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0] for process in started]

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.stack.cluster import Cluster, load_cluster, new_cluster, save_cluster
-from tidemill.compose.stack.commands import stack_app
 from tidemill.compose.stack.config import HOST, StackSettings
 from tidemill.compose.stack.errors import BrokerPortTaken, MissingTool, StackBusy, StackError
 from tidemill.compose.stack.jars import POM, jars_dir, report_downloads, resolve_jars
