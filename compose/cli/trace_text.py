@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.trace.history import Made
-    from tidemill.consumers.operate.trace.path import Path, Served
+    from tidemill.consumers.operate.trace.path import InteractionPath, Served
     from tidemill.consumers.operate.trace.rollout import RolloutPath
-    from tidemill.consumers.operate.trace.trained import Ended
     from tidemill.consumers.operate.trace.user import UserPath
+    from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
 
 
-def path_lines(path: Path) -> list[str]:
+def path_lines(path: InteractionPath) -> list[str]:
     """The path of an interaction."""
     return [
         f"interaction {path.interaction_id}",
@@ -72,7 +71,7 @@ def _stage(title: str, lines: Iterator[str]) -> Iterator[str]:
         yield f"{title if n == 0 else '':<9} {line}"
 
 
-def _served(served: Served | None, path: Path) -> Iterator[str]:
+def _served(served: Served | None, path: InteractionPath) -> Iterator[str]:
     if served is not None:
         consent = "consent" if served.consent else "NO consent"
         yield (
@@ -85,7 +84,7 @@ def _served(served: Served | None, path: Path) -> Iterator[str]:
         yield f"erased · {path.erased}"
 
 
-def _feedback(path: Path) -> Iterator[str]:
+def _feedback(path: InteractionPath) -> Iterator[str]:
     for event in path.feedback:
         said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
         corrects = f" correcting {event.corrects}" if event.corrects else ""
@@ -94,20 +93,20 @@ def _feedback(path: Path) -> Iterator[str]:
     yield from (f"refused by {one.found_by}: {one.reason} · {one.place}" for one in path.letters)
 
 
-def _outcomes(path: Path) -> Iterator[str]:
+def _outcomes(path: InteractionPath) -> Iterator[str]:
     for end in path.outcomes:
         what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
         before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
         yield f"{utc(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}"
 
 
-def _batches(path: Path) -> Iterator[str]:
+def _batches(path: InteractionPath) -> Iterator[str]:
     for one in path.batches:
         kind = "correction" if one.correction else "reward"
         yield f"{one.batch_id} of version {one.version}, {kind} {one.reward:+g}, {_ended(one.ended)} · {one.place}"
 
 
-def _versions(versions: list[Made]) -> Iterator[str]:
+def _versions(versions: list[TracedVersion]) -> Iterator[str]:
     for made in versions:
         yield f"{made.version} from {made.parent}, step {made.step} · {made.step_place or 'step no longer kept'}"
         published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"

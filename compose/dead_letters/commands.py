@@ -25,8 +25,7 @@ from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.compose.weights.connect import with_reachable_log
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.letters import Letter
-    from tidemill.consumers.operate.replay.redrive import DeadLetters
+    from tidemill.consumers.operate.replay.dead_letters import DeadLetters, StoredLetter
 
 TopicOption = Annotated[
     list[str] | None, typer.Option("--topic", help="Only letters of this topic (without prefix); may be repeated.")
@@ -84,7 +83,7 @@ def show(
     settings = settings_of({})
     place = _place(name)
     with _dead_letters(settings) as letters:
-        from tidemill.consumers.operate.replay.letters import readable
+        from tidemill.consumers.operate.replay.dead_letters import readable
         from tidemill.schemas.codec import Codec
 
         letter = letters.one(*place)
@@ -155,7 +154,7 @@ def redrive(
 @contextmanager
 def _dead_letters(settings: TidemillSettings) -> Iterator[DeadLetters]:
     kafka = with_reachable_log(settings).kafka
-    from tidemill.consumers.operate.replay.redrive import DeadLetters
+    from tidemill.consumers.operate.replay.dead_letters import DeadLetters
 
     with remaining("reading") as progress:
         letters = DeadLetters(kafka, progress)
@@ -165,7 +164,7 @@ def _dead_letters(settings: TidemillSettings) -> Iterator[DeadLetters]:
             letters.close()
 
 
-def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | None, reason: str) -> list[Letter]:
+def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | None, reason: str) -> list[StoredLetter]:
     if not (names or topic or reason):
         raise typer.BadParameter("say which letters: by their places, --topic or --reason")
     if names and (topic or reason):
@@ -176,13 +175,13 @@ def _chosen(letters: DeadLetters, names: list[str] | None, topic: list[str] | No
 
 
 def _topics(topics: list[str] | None) -> list[str]:
-    from tidemill.consumers.operate.replay.raw import topic_of
+    from tidemill.consumers.operate.replay.records import topic_of
 
     return [topic_of(name).value for name in topics or ()]
 
 
 def _place(name: str) -> tuple[str, int, int]:
-    from tidemill.consumers.operate.replay.raw import RANK
+    from tidemill.consumers.operate.replay.records import RANK
     from tidemill.schemas.catalogue import DEAD_LETTER_SUFFIX
 
     topic, _, rest = name.partition("/")

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.letters import Letter, Sequel, Verdict
+    from tidemill.consumers.operate.replay.dead_letters import Sequel, StoredLetter, Verdict
     from tidemill.schemas.records import Record
 
 SHOWN_BYTES = 256
 SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
 
 
-def summary(letters: Iterable[Letter]) -> list[tuple[object, ...]]:
+def summary(letters: Iterable[StoredLetter]) -> list[tuple[object, ...]]:
     """Rows of SUMMARY, one a topic and reason: how many letters, the oldest and the newest, in UTC."""
     from tidemill.consumers.operate.replay.selection import utc_text
 
-    found: dict[tuple[str, str], list[Letter]] = {}
+    found: dict[tuple[str, str], list[StoredLetter]] = {}
     for letter in letters:
         found.setdefault((letter.source[0], letter.reason), []).append(letter)
     return [
@@ -37,7 +37,9 @@ def summary(letters: Iterable[Letter]) -> list[tuple[object, ...]]:
     ]
 
 
-def letter_document(letter: Letter, sequel: Sequel, record: Record | None, problem: str, whole: bool) -> dict[str, Any]:
+def letter_document(
+    letter: StoredLetter, sequel: Sequel, record: Record | None, problem: str, whole: bool
+) -> dict[str, Any]:
     """Everything about one letter."""
     from tidemill.consumers.operate.replay.selection import utc_text
 

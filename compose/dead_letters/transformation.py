@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.letters import Letter
+    from tidemill.consumers.operate.replay.dead_letters import StoredLetter
 
 
 class TransformError(ValueError):
     """A transformation that cannot be used, or that failed on a letter."""
 
 
-def transformation(text: str) -> Callable[[Letter], bytes | None]:
+def transformation(text: str) -> Callable[[StoredLetter], bytes | None]:
     """The function of `module:function`; modules are found in the current directory too.
 
-    It is called with a `Letter` and returns the bytes that go back, or None to leave the letter where it is.
+    It is called with a `StoredLetter` and returns the bytes that go back, or None to leave the letter where it is.
 
     Raises TransformError, and the function that is returned does where the other fails.
     """
@@ -34,7 +34,7 @@ def transformation(text: str) -> Callable[[Letter], bytes | None]:
     except (ImportError, AttributeError) as error:
         raise TransformError(f"--transform {text!r}: {error}") from error
 
-    def checked(letter: Letter) -> bytes | None:
+    def checked(letter: StoredLetter) -> bytes | None:
         try:
             made: Any = function(letter)
         except Exception as error:  # somebody's own code: the letter that it failed on has to be named

@@ -92,7 +92,7 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.consumers.operate.replay.pace import speed_of
+    from tidemill.consumers.operate.replay.copy import speed_of
     from tidemill.consumers.operate.replay.session import Replay
     from tidemill.consumers.operate.replay.target import check_prefix
 

@@ -72,7 +72,7 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.operate.replay.pace import speed_of
+    from tidemill.consumers.operate.replay.copy import speed_of
     from tidemill.consumers.operate.replay.session import LogOrigin, Replay
     from tidemill.consumers.operate.replay.target import check_prefix
 

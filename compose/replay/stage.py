@@ -17,7 +17,7 @@ from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
-from tidemill.consumers.operate.replay.differences import Comparison, Item, Place, Window, compare
+from tidemill.consumers.operate.replay.differences import Item, OutputComparison, Place, Window, compare
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
@@ -117,7 +117,7 @@ class _Done:
 
     topic: Topic
     replayed: Replayed
-    comparison: Comparison
+    comparison: OutputComparison
 
 
 def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, window: Window, timeout_s: float) -> _Done:

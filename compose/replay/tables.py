@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.manifest import LaneReport, ReplayManifest
+    from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
 
 ERASABLE_NOTE = (
     "holds users' data: an erasure (`tidemill users erase`) does not reach the copies, delete them when you are done"
@@ -37,7 +37,7 @@ def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
 
 def note_lines(made: ReplayManifest) -> list[str]:
     """What there is to know of a selection beside its numbers."""
-    from tidemill.consumers.operate.replay.raw import topic_of
+    from tidemill.consumers.operate.replay.records import topic_of
     from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
 
     lines = []

@@ -1,4 +1,4 @@
-"""`tidemill users erase|opt-out|opt-in|show`: a user's demands about his data, carried out on the log.
+"""`tidemill users erase|opt-out|opt-in|show`: a user's requests about their data, carried out on the log.
 
 The other parts read the demands in their own order: the join excludes their open interactions, the batcher leaves
 them out, the sink deletes their rows.
@@ -92,11 +92,11 @@ def show(
     Example: `tidemill users show 4711`
     """
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.rights.standing import read_standing
+    from tidemill.consumers.operate.rights.erase import read_consent_status
 
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
-        found = read_standing(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+        found = read_consent_status(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
     _print(asdict(found), standing_lines(found), as_json)
 
 
@@ -104,7 +104,7 @@ def _choose(
     settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
 ) -> None:
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.rights.choose import choose
+    from tidemill.consumers.operate.rights.requests import choose
 
     made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
     _print(asdict(made), choice_lines(made), as_json)

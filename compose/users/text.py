@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 from tidemill.compose.moments import utc
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.rights.choose import Choice
-    from tidemill.consumers.operate.rights.erase import Erasure, LettersHeld
-    from tidemill.consumers.operate.rights.standing import Standing
+    from tidemill.consumers.operate.rights.erase import ConsentStatus, Erasure, LettersHeld
+    from tidemill.consumers.operate.rights.requests import RecordedWish
     from tidemill.schemas.records import UserRequest
 
 
@@ -32,13 +31,13 @@ def erasure_lines(done: Erasure) -> list[str]:
     return [*lines, *_letters(done.dead_letters)]
 
 
-def choice_lines(made: Choice) -> list[str]:
+def choice_lines(made: RecordedWish) -> list[str]:
     """A demand that was written."""
     said = "holds already" if made.carried_on else "written"
     return [f"user {made.request.user_id}: {_demand(made.request)} {said}, with {made.copies} copies"]
 
 
-def standing_lines(found: Standing) -> list[str]:
+def standing_lines(found: ConsentStatus) -> list[str]:
     """How a user stands."""
     demands = [f"  {_demand(request)}" for request in found.demands]
     return [

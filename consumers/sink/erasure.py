@@ -1,12 +1,12 @@
 """What the tables must not hold: rows of users who had themselves erased, and rows under keys that the log let go of.
 
 Two things order a deletion. An ERASE request takes every row of its user that dates from before it, and what others
-said about his interactions; a tombstone takes the older rows of its own key. What stays true, in whatever order topics
-are read, and when the log is read again from its beginning: a row that dates from before its user's newest ERASE is not
-written. A row dates from the earlier of its event time and its time in the log.
+said about their interactions; a tombstone takes the older rows of its own key. In whatever order topics are read, and
+when the log is read again from its beginning, this stays true: a row that dates from before its user's newest ERASE is
+not written. A row dates from the earlier of its event time and its time in the log.
 
 Members of online batches are no rows of a user: a pseudonym, a reward and a reference stay there, so that it can be
-told which versions his data touched.
+told which versions learnt from them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Erasures:
             self._before[record.user_id] = max(record.at, self._before.get(record.user_id, record.at))
 
     def hides(self, row: Row) -> bool:
-        """Whether a row is of an erased user and dates from before his request."""
+        """Whether a row is of an erased user and dates from before their request."""
         event_time = EVENT_TIMES.get(type(row.record))
         if event_time is None:
             return False
@@ -65,14 +65,14 @@ def requested(rows: Iterable[Row]) -> list[UserRequest]:
 
 
 def of_user(request: UserRequest, database: str) -> Iterator[Deletion]:
-    """The deletions that an ERASE orders, in order: what hangs on his interactions goes before they do."""
+    """The deletions that an ERASE orders, in order: records about the user's interactions go before these do."""
     parameters = {"user": request.user_id, "at": request.at}
     served = tables()[Interaction].name
-    his = f"SELECT interaction_id FROM `{database}`.`{served}` WHERE {_of_user(Interaction)}"
+    served_to_user = f"SELECT interaction_id FROM `{database}`.`{served}` WHERE {_of_user(Interaction)}"
     for record_type in (Feedback, Outcome):
-        condition = f"({_of_user(record_type)}) OR interaction_id IN ({his})"
+        condition = f"({_of_user(record_type)}) OR interaction_id IN ({served_to_user})"
         yield Deletion(tables()[record_type].name, condition, parameters)
-    yield Deletion(DEAD_LETTERS, f"splitByChar('/', _key)[1] IN ({his})", parameters)
+    yield Deletion(DEAD_LETTERS, f"splitByChar('/', _key)[1] IN ({served_to_user})", parameters)
     yield Deletion(served, _of_user(Interaction), parameters)
 
 

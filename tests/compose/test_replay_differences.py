@@ -13,8 +13,8 @@ from tidemill.compose.replay.difference_text import comparison_document, compari
 from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.replay.steps import step_range
 from tidemill.consumers.operate.replay.differences import (
+    DifferenceKind,
     Item,
-    Kind,
     Place,
     Window,
     compare,
@@ -65,7 +65,7 @@ def test_the_first_difference_is_the_earliest_in_event_time_with_its_fields():
     found = compare(there, here)
     assert [d.name for d in found.differences] == ["early", "late"]
     assert found.first is not None
-    assert (found.first.kind, found.first.there, found.identical) == (Kind.CHANGED, Place("groups", 0, 1), 1)
+    assert (found.first.kind, found.first.there, found.identical) == (DifferenceKind.CHANGED, Place("groups", 0, 1), 1)
     assert field_lines(found.first) == [
         "  members[0].reward: 1.0 -> 3.0",
         "  mean_reward: 1.0 -> 3.0",
@@ -78,7 +78,10 @@ def test_the_first_difference_is_the_earliest_in_event_time_with_its_fields():
 
 def test_a_record_that_one_side_has_alone():
     found = compare(items(group("a"), group("b")), items(group("b"), group("c", 5)))
-    assert [(d.name, d.kind) for d in found.differences] == [("c", Kind.ONLY_HERE), ("a", Kind.ONLY_THERE)]
+    assert [(d.name, d.kind) for d in found.differences] == [
+        ("c", DifferenceKind.ONLY_HERE),
+        ("a", DifferenceKind.ONLY_THERE),
+    ]
     lines = comparison_lines(found, "A", "B", 5)
     assert lines[:2] == ["identical: 1 of 3", "only in A: 1, only in B: 1"]
     assert lines[2] == "first difference: c is only in B, groups[0] offset 1"

@@ -34,7 +34,7 @@ from tidemill.compose.rows import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.compose.weights.tables import print_chain
 from tidemill.consumers.operate.audit.report import AuditReport, CheckResult, Finding
-from tidemill.consumers.operate.replay.manifest import LaneReport, ReplayManifest
+from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer

@@ -19,12 +19,10 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from tidemill.consumers.operate.reading import Progress, no_progress
-from tidemill.consumers.operate.replay.manifest import LaneReport, lane_reports
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan
-from tidemill.consumers.operate.replay.raw import RANK, Lane, RawRecord
-from tidemill.consumers.operate.replay.references import REFERRING, references
+from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, references
 from tidemill.consumers.operate.replay.selection import Selection
-from tidemill.consumers.operate.replay.session import Origin
+from tidemill.consumers.operate.replay.session import LaneReport, ReplayOrigin, lane_reports
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import (
     RECORD_TYPES,
@@ -86,7 +84,7 @@ class ArchiveManifest:
     """Objects beside the log that records refer to, with their sizes in bytes: they are not in the archive."""
 
 
-def export(origin: Origin, file: Path, progress: Progress = no_progress) -> tuple[ArchiveManifest, str]:
+def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -> tuple[ArchiveManifest, str]:
     """Write what an origin selects into a file, which comes to be whole or not at all.
 
     Returns the manifest, and the sha256 of the file. Raises ArchiveError when the log loses records meanwhile, and as
@@ -180,7 +178,7 @@ class ArchiveOrigin:
         return plan
 
 
-def _chosen(origin: Origin, plan: Plan) -> Iterator[RawRecord]:
+def _chosen(origin: ReplayOrigin, plan: Plan) -> Iterator[RawRecord]:
     return (r for _, r in origin.ordered(plan) if plan.rank((*r.lane, r.offset)) is not None)
 
 

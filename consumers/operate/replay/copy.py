@@ -1,7 +1,8 @@
-"""Carries a plan out: every chosen record is written once, at the place that was planned for it.
+"""Carries out a plan: every chosen record is written once, at the place that was planned for it.
 
-Key, partition, time and headers are the original's. The value is too, but for references, which point to the copies.
-What lies in the target already is the beginning of the plan, partition by partition, or nothing is written at all.
+Key, partition, time and headers are those of the original. So is the value, except that references point to the copies.
+The copies that are in the target already must be the beginning of the plan, partition by partition; otherwise nothing
+is written.
 """
 
 from __future__ import annotations
@@ -11,12 +12,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.consumers.operate.reading import Progress, no_progress
-from tidemill.consumers.operate.replay.marks import Beginning, copy_headers
-from tidemill.consumers.operate.replay.pace import Pacer
 from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.raw import Header, Lane, RawRecord
-from tidemill.consumers.operate.replay.references import REFERRING, Place, relocated
-from tidemill.consumers.operate.replay.target import Refused, Standing
+from tidemill.consumers.operate.replay.records import REFERRING, Header, Lane, Place, RawRecord, relocated
+from tidemill.consumers.operate.replay.target import Beginning, TargetRefused, TargetState, copy_headers
 from tidemill.schemas.codec import Codec, DecodeError
 
 GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
@@ -44,15 +42,15 @@ class Copied:
     """Copies of this run whose references were made to point to copies."""
 
 
-def carried_on(plan: Plan, standing: Standing) -> dict[Lane, int]:
+def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
     """How many records of each partition are copied already.
 
-    Raises Refused when what lies there is not the beginning of the plan: the source has changed meanwhile.
+    Raises TargetRefused when what lies there is not the beginning of the plan: the source has changed meanwhile.
     """
     for lane, offsets in standing.copied.items():
         planned = plan.lanes.get(lane)
         if planned is None or list(planned.offsets[: len(offsets)]) != offsets:
-            raise Refused(
+            raise TargetRefused(
                 f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of what is selected: the source "
                 "has lost records since, or the replay's topics were changed. Replay anew under another prefix"
             )
@@ -91,7 +89,7 @@ class Copier:
         """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
         passed over. What was queued is in the log when this returns or is interrupted.
 
-        Raises DeliveryError when the log refuses a copy, Refused when the source no longer holds what was planned.
+        Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
         """
         total = self._plan.records
         try:
@@ -100,14 +98,16 @@ class Copier:
                 if rank is None or rank < self._next[record.lane]:
                     continue
                 if rank > self._next[record.lane]:
-                    raise Refused(GONE.format(what=f"records before {record}"))
+                    raise TargetRefused(GONE.format(what=f"records before {record}"))
                 self._wait(reached_ms)
                 self._write(record, rank)
                 progress(self.copied.there + self.copied.written, total)
         finally:
             self._writer.flush()
         if self.copied.there + self.copied.written != total:
-            raise Refused(GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records"))
+            raise TargetRefused(
+                GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records")
+            )
         return self.copied
 
     def _wait(self, reached_ms: int) -> None:
@@ -141,3 +141,46 @@ class Copier:
     def _copy_of(self, place: Place) -> int | None:
         rank = self._plan.rank(place)
         return None if rank is None else self._base[place[:2]] + rank
+
+
+ORIGINAL = "original"
+FULL = "max"
+
+Clock = Callable[[], float]
+"""Seconds, from any beginning; never goes back."""
+
+
+def speed_of(text: str) -> float | None:
+    """How many seconds of the log pass in one second: `original`, `max` (None) or a number above 0, `10` or `10x`.
+
+    Raises ValueError.
+    """
+    if text == FULL:
+        return None
+    if text == ORIGINAL:
+        return 1.0
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"--speed {text!r}: give `original`, `max`, or a multiple above 0 such as 10 or 0.5")
+    return factor
+
+
+class Pacer:
+    """Says how long a record has to wait. The first record that it is asked of is due at once."""
+
+    def __init__(self, speed: float | None, clock: Clock) -> None:
+        self._speed, self._clock = speed, clock
+        self._origin: tuple[float, int] | None = None
+
+    def wait_s(self, reached_ms: int) -> float:
+        """Seconds, at least 0, until a record written at `reached_ms` is due. Times must not go back."""
+        if self._speed is None:
+            return 0.0
+        if self._origin is None:
+            self._origin = (self._clock(), reached_ms)
+        began, first_ms = self._origin
+        due = began + (reached_ms - first_ms) / 1_000 / self._speed
+        return max(0.0, due - self._clock())

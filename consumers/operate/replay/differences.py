@@ -30,7 +30,7 @@ ABSENT = "nothing"
 SHOWN_BYTES = 16
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     """How two sides differ in one record."""
 
     CHANGED = "changed"
@@ -76,7 +76,7 @@ class Difference:
     """One record in which two sides differ."""
 
     name: str
-    kind: Kind
+    kind: DifferenceKind
     at_us: int
     """Event time: when what it tells of ended, or its timestamp."""
     there: Place | None
@@ -86,7 +86,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class OutputComparison:
     """Two sides, record by record."""
 
     there: int
@@ -109,19 +109,19 @@ class Comparison:
         """The first record that differs."""
         return self.differences[0] if self.differences else None
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: DifferenceKind) -> int:
         """How many records differ in one way."""
         return sum(difference.kind is kind for difference in self.differences)
 
 
-def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None = None) -> Comparison:
+def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None = None) -> OutputComparison:
     """Compare two sides; with a `window`, the records of which either side has one that ended within it."""
     left, repeated_there = named(there)
     right, repeated_here = named(here)
     names = [name for name in dict.fromkeys([*left, *right]) if _within(window, left.get(name), right.get(name))]
     found = [_difference(name, left.get(name), right.get(name)) for name in names]
     differences = sorted((d for d in found if d is not None), key=_order)
-    return Comparison(
+    return OutputComparison(
         there=sum(name in left for name in names),
         here=sum(name in right for name in names),
         identical=len(names) - len(differences),
@@ -263,10 +263,10 @@ def _difference(name: str, there: Item | None, here: Item | None) -> Difference 
     if there is not None and here is not None and there.value == here.value:
         return None
     sides = [item for item in (there, here) if item is not None]
-    kind = Kind.CHANGED
+    kind = DifferenceKind.CHANGED
     fields: list[FieldChange] = []
     if there is None or here is None:
-        kind = Kind.ONLY_HERE if there is None else Kind.ONLY_THERE
+        kind = DifferenceKind.ONLY_HERE if there is None else DifferenceKind.ONLY_THERE
     elif there.record is None or here.record is None:
         fields = list(field_changes(there.value, here.value, "value"))
     else:

@@ -1,8 +1,10 @@
-"""What a replay will copy, settled before anything is written: which offsets of which partitions, and their digests.
+"""The plan of a replay, settled before anything is written: the offsets of each partition, and their digests.
 
-The k-th record chosen of a partition becomes the k-th record of the partition's copy. So the plan says where every copy
-will lie, references can be made to point to copies that are not written yet, and how far an interrupted replay came is
-the length of what lies in its topics.
+The k-th record chosen of a partition becomes the k-th record of the partition's copy. The plan thus gives the place of
+every copy, references can point to copies that are not written yet, and the length of the copies shows how far an
+interrupted replay came. A planner turns a selection into a plan: it fixes the ends, finds the places of named steps,
+versions and groups, and looks at every record. It writes nothing. Where retention has removed records, it names the
+first offset and time that are left.
 """
 
 from __future__ import annotations
@@ -12,9 +14,16 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
-from tidemill.consumers.operate.replay.raw import RANK, Lane, RawRecord
-from tidemill.consumers.operate.replay.references import Place
+from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, Place, RawRecord, references, topic_of
+from tidemill.consumers.operate.replay.selection import Filter, NumberRange, Selection, utc_text
+from tidemill.consumers.operate.replay.source import LogSource, Range
+from tidemill.schemas.catalogue import CATALOGUE, Topic
+from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.records import Record, StepPlan, TrainStep
 
 
 @dataclass(slots=True)
@@ -112,3 +121,223 @@ def hash_record(into: hashlib._Hash, record: RawRecord) -> None:
     into.update(f"{record.offset}/{record.timestamp_ms}/{len(parts)}".encode())
     for part in parts:
         into.update(b"-" if part is None else f"+{len(part)}/".encode() + part)
+
+
+class StepIndex:
+    """The steps of one run: for each the places of its own record, of its inputs, and of what it left out."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._taken: dict[int, set[Place]] = {}
+        self._begun: dict[int, set[Place]] = {}
+        self._made: dict[int, set[Place]] = {}
+
+    def observe(self, place: Place, record: Record | None) -> None:
+        """One record of `train.steps` and where it lies."""
+        if not isinstance(record, TrainStep | StepPlan) or record.run_id != self._run_id:
+            return
+        places = {place, *references(record)}
+        if isinstance(record, StepPlan):
+            self._begun.setdefault(record.step, set()).update(places)
+            return
+        self._taken.setdefault(record.step, set()).update(places)
+        self._made.setdefault(record.version, set()).update(places)
+
+    def of_steps(self, steps: Iterable[NumberRange]) -> set[Place]:
+        """Places of some steps; of one that was begun and not taken, those of its plan.
+
+        Raises LookupError when the run has no such step.
+        """
+        return self._chosen("step", {**self._begun, **self._taken}, steps)
+
+    def of_versions(self, versions: Iterable[NumberRange]) -> set[Place]:
+        """Places of the steps that made some versions. Raises LookupError when no step made them."""
+        return self._chosen("version", self._made, versions)
+
+    def _chosen(self, what: str, known: dict[int, set[Place]], spans: Iterable[NumberRange]) -> set[Place]:
+        chosen: set[Place] = set()
+        for span in spans:
+            found = [number for number in known if number in span]
+            if not {span.first, span.last} <= set(found):
+                there = f"{min(known)} to {max(known)}" if known else "none"
+                raise LookupError(f"train.steps has no {what} {span} of run {self._run_id!r}; there are {there}")
+            chosen |= set().union(*(known[number] for number in found))
+        return chosen
+
+
+OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCHES)
+"""Copied of a step unless topics are chosen. Its own record is not: a trainer would take it for one of its steps."""
+OF_GROUPS = (Topic.ROLLOUTS, Topic.GROUPS)
+
+
+class Retained(LookupError):
+    """What was asked for is older than the log; the message says what can be had."""
+
+
+class Planner:
+    """Makes plans over one log.
+
+    Args:
+        ends: where partitions end for an interrupted replay that goes on, by (topic, partition).
+    """
+
+    def __init__(
+        self,
+        source: LogSource,
+        codec: Codec,
+        progress: Progress = no_progress,
+        ends: Mapping[Lane, int] | None = None,
+    ) -> None:
+        self._source, self._codec, self._progress = source, codec, progress
+        self._ends = ends
+
+    def plan(self, selection: Selection) -> Plan:
+        """What a selection comes to.
+
+        Raises:
+            FilterError: its expression cannot be used.
+            LookupError: a topic, step or version does not exist, or the log no longer holds what was asked for.
+            TimeoutError: the broker falls silent.
+        """
+        places = self._named_places(selection)
+        topics = self._topics(selection, places)
+        where = Filter(selection.where, topics) if selection.where else None
+        partitions = {topic: self._partitions(topic) for topic in topics}
+        ranges = {
+            (topic, partition): found
+            for topic in topics
+            for partition in range(partitions[topic])
+            if (found := self._range(selection, places, (topic, partition), partitions[topic])) is not None
+        }
+        plan = Plan((LanePlan(*lane, r.start, r.end) for lane, r in ranges.items()), partitions)
+        self._look(selection, places, where, plan, ranges)
+        return plan
+
+    def _look(
+        self,
+        selection: Selection,
+        places: set[Place],
+        where: Filter | None,
+        plan: Plan,
+        ranges: Mapping[Lane, Range],
+    ) -> None:
+        total = sum(r.end - r.start for r in ranges.values())
+        reads_all = where is not None or bool(selection.groups)
+        plan.missing = {place for place in places if place[:2] in ranges}
+        for n, raw in enumerate(self._source.scan(ranges)):
+            if n % 500 == 0:
+                self._progress(n, total)
+            plan.missing.discard((*raw.lane, raw.offset))
+            if not _within(selection, raw):
+                continue
+            record = self._decoded(raw) if reads_all or raw.topic in REFERRING else None
+            plan.undecodable += reads_all and record is None
+            named = (*raw.lane, raw.offset) in places or getattr(record, "group_id", None) in selection.groups
+            if (selection.names_records and not named) or (where is not None and not where.keeps(raw, record)):
+                continue
+            plan.lanes[raw.lane].add(raw)
+            if record is not None and raw.topic in REFERRING:
+                plan.referred.update(references(record))
+        self._progress(total, total)
+
+    def _topics(self, selection: Selection, places: set[Place]) -> list[str]:
+        chosen = {*selection.topics, *(r.topic for r in selection.offsets)}
+        if not chosen:
+            chosen = {topic for topic, _, _ in places if topic in OF_STEPS}
+            chosen |= {topic.value for topic in OF_GROUPS if selection.groups}
+        return sorted(chosen, key=RANK.__getitem__)
+
+    def _partitions(self, topic: str) -> int:
+        found = self._source.partitions(topic)
+        if not found:
+            raise LookupError(f"topic {topic} does not exist under this prefix: check --topic-prefix")
+        return found
+
+    def _range(self, selection: Selection, places: set[Place], lane: Lane, partitions: int) -> Range | None:
+        """The offsets of a partition that have to be looked at; None when it is out of question."""
+        ranges = selection.ranges_of(*lane)
+        if selection.limits(lane[0]) and not ranges:
+            return None
+        bounds = self._source.bounds(lane)
+        start, end = bounds.start, min(bounds.end, self._end_of(lane, bounds.end))
+        if ranges:
+            start = min(bounds.start if r.start is None else r.start for r in ranges)
+            end = min(end, max(end if r.end is None else r.end for r in ranges))
+        if selection.names_records and not self._may_hold_group(selection, lane, partitions):
+            offsets = [offset for topic, partition, offset in places if (topic, partition) == lane]
+            if not offsets:
+                return None
+            start, end = max(start, min(offsets)), min(end, max(offsets) + 1)
+        if start < bounds.start:
+            raise Retained(f"{_named(lane)}: offset {start} is no longer kept; {self._first_text(lane)}")
+        if selection.from_ms is not None:
+            start = max(start, self._first_since(lane, selection.from_ms, bounds))
+        return Range(start, max(start, end))
+
+    def _end_of(self, lane: Lane, now: int) -> int:
+        """A partition that an interrupted replay did not know of has nothing for it."""
+        return now if self._ends is None else self._ends.get(lane, 0)
+
+    def _may_hold_group(self, selection: Selection, lane: Lane, partitions: int) -> bool:
+        topic, partition = lane
+        if CATALOGUE[topic_of(topic)].key != "group_id":
+            return bool(selection.groups)
+        return any(partition_of(group, partitions) == partition for group in selection.groups)
+
+    def _first_since(self, lane: Lane, from_ms: int, bounds: Range) -> int:
+        first = self._source.first(lane) if bounds.start > 0 else None
+        if first is not None and first.timestamp_ms > from_ms:
+            raise Retained(
+                f"{_named(lane)}: what was written from {utc_text(from_ms)} on is not all kept; "
+                f"{self._first_text(lane)}"
+            )
+        found = self._source.first_since(lane, from_ms)
+        return bounds.end if found is None else found
+
+    def _first_text(self, lane: Lane) -> str:
+        first = self._source.first(lane)
+        if first is None:
+            return "the log holds nothing of it"
+        return f"the log begins at offset {first.offset}, written {utc_text(first.timestamp_ms)}"
+
+    def _named_places(self, selection: Selection) -> set[Place]:
+        """The records of the steps and versions that are named: what steps read, and what that refers to."""
+        if not (selection.steps or selection.versions):
+            return set()
+        index = StepIndex(selection.run_id)
+        lane = (Topic.STEPS.value, 0)
+        self._partitions(lane[0])
+        for raw in self._source.scan({lane: self._source.bounds(lane)}):
+            index.observe((*lane, raw.offset), self._decoded(raw))
+        read = index.of_steps(selection.steps) | index.of_versions(selection.versions)
+        return read | set(chain.from_iterable(references(record) for record in self._records(read)))
+
+    def _records(self, places: Iterable[Place]) -> list[Record]:
+        """The records at some places. Raises Retained when the log no longer holds one."""
+        by_lane: dict[Lane, set[int]] = {}
+        for topic, partition, offset in places:
+            by_lane.setdefault((topic, partition), set()).add(offset)
+        ranges = {lane: Range(min(offsets), max(offsets) + 1) for lane, offsets in by_lane.items()}
+        for lane, wanted in ranges.items():
+            if wanted.start < self._source.bounds(lane).start:
+                raise Retained(f"{_named(lane)}: offset {wanted.start} is no longer kept; {self._first_text(lane)}")
+        found = (raw for raw in self._source.scan(ranges) if raw.offset in by_lane[raw.lane])
+        return [record for raw in found if (record := self._decoded(raw)) is not None]
+
+    def _decoded(self, raw: RawRecord) -> Record | None:
+        try:
+            return self._codec.decode(raw.value)
+        except DecodeError:
+            return None
+
+
+def _within(selection: Selection, raw: RawRecord) -> bool:
+    ranges = selection.ranges_of(*raw.lane)
+    in_range = not ranges or any(
+        (r.start is None or raw.offset >= r.start) and (r.end is None or raw.offset < r.end) for r in ranges
+    )
+    return in_range and selection.in_times(raw.timestamp_ms)
+
+
+def _named(lane: Lane) -> str:
+    return f"{lane[0]}[{lane[1]}]"

@@ -1,6 +1,7 @@
-"""A replay from end to end: what is selected is planned, the target checked, and then, where it is wanted, copied.
+"""A replay from start to end: the selection is planned, the target checked, and then, unless it is a dry run, copied.
 
-`prepare` writes nothing, so that a dry run tells what a run would do, refusals included.
+`prepare` writes nothing, so that a dry run shows what a run would do, refusals included. The manifest of a replay holds
+its ranges, counts and digests.
 """
 
 from __future__ import annotations
@@ -8,26 +9,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from tidemill.consumers.operate.reading import Progress, no_progress
-from tidemill.consumers.operate.replay.copy import Copied, Copier, carried_on
-from tidemill.consumers.operate.replay.manifest import ReplayManifest, manifest
-from tidemill.consumers.operate.replay.marks import Beginning
-from tidemill.consumers.operate.replay.pace import Clock, Pacer
-from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.planner import Planner
-from tidemill.consumers.operate.replay.raw import Lane, RawRecord
-from tidemill.consumers.operate.replay.selection import Selection
+from tidemill.consumers.operate.replay.copy import Clock, Copied, Copier, Pacer, carried_on
+from tidemill.consumers.operate.replay.plan import Plan, Planner
+from tidemill.consumers.operate.replay.records import Lane, RawRecord
+from tidemill.consumers.operate.replay.selection import Selection, utc_text
 from tidemill.consumers.operate.replay.source import LogSource, Range
-from tidemill.consumers.operate.replay.target import Refused, Standing, Target, Writer
+from tidemill.consumers.operate.replay.target import Beginning, CopyWriter, Target, TargetRefused, TargetState
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 
 
-class Origin(Protocol):
+class ReplayOrigin(Protocol):
     """Where the records of a replay come from: a log, or an archive."""
 
     prefix: str
@@ -38,7 +36,7 @@ class Origin(Protocol):
         """What there is to copy; `ends` as in `Planner`."""
 
     def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
-        """The records of a plan, and perhaps others, in the order of `Merge`, with the time reached."""
+        """The records of a plan, and perhaps others, in the order of `OrderedMerge`, with the time reached."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -78,27 +76,27 @@ class Replay:
         resume: id of the interrupted replay that goes on; None for one that begins.
     """
 
-    def __init__(self, kafka: KafkaSettings, origin: Origin, into: str, *, resume: str | None = None) -> None:
+    def __init__(self, kafka: KafkaSettings, origin: ReplayOrigin, into: str, *, resume: str | None = None) -> None:
         self._kafka, self._origin, self._into, self._resume = kafka, origin, into, resume
         self._target = Target(kafka, into)
         self.plan: Plan
         self.begun: Beginning
-        self._standing: Standing
+        self._standing: TargetState
 
     def prepare(self, progress: Progress = no_progress) -> ReplayManifest:
         """Plan, and check that the target is this replay's; nothing is written.
 
         Raises:
-            Refused: the target is somebody else's, or the replay that goes on was another one.
+            TargetRefused: the target is somebody else's, or the replay that goes on was another one.
             LookupError: the log does not hold what is selected.
         """
         self._standing = self._target.check(self._resume)
         old = self._standing.begun
         if old is None and self._standing.records:
-            raise Refused(f"the first copy of replay {self._resume} is gone from {self._into!r}: replay anew")
+            raise TargetRefused(f"the first copy of replay {self._resume} is gone from {self._into!r}: replay anew")
         selected = self._origin.selection.digest(self._origin.prefix)
         if old is not None and old.selected != selected:
-            raise Refused(
+            raise TargetRefused(
                 f"replay {self._resume} was begun with another selection: give the same options with --resume"
             )
         self.plan = self._origin.plan(None if old is None else old.ends, progress)
@@ -130,7 +128,7 @@ class Replay:
         Args:
             speed: seconds of the log in a second; None for as fast as it goes.
 
-        Raises like `Copier.run`, and Refused when the topics cannot be those of the plan.
+        Raises like `Copier.run`, and TargetRefused when the topics cannot be those of the plan.
         """
         self._target.prepare(self.plan)
         ends = self._target.ends(self.plan)
@@ -142,7 +140,7 @@ class Replay:
             carried_on(self.plan, self._standing),
             base,
             Codec(self._kafka.registry_url),
-            Writer(self._kafka, self._into),
+            CopyWriter(self._kafka, self._into),
             pacer=Pacer(speed, clock),
             pause=pause,
         )
@@ -164,3 +162,82 @@ class Replay:
 def new_replay_id() -> str:
     """A name for a replay: when it began (UTC), and four digits against chance."""
     return f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    """What was chosen of one partition."""
+
+    topic: str
+    """Full name."""
+    partition: int
+    start: int
+    end: int
+    """Offsets [start, end) were looked at."""
+    records: int
+    n_bytes: int
+    first: str | None
+    last: str | None
+    """Oldest and newest record time, UTC."""
+    sha256: str
+    """Of the chosen records as they lie in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayManifest:
+    """What a replay is made of."""
+
+    replay_id: str
+    began_at: int
+    """Microseconds since the Unix epoch."""
+    source_prefix: str
+    into: str
+    """Prefix of the copies' topics."""
+    selection: dict[str, object]
+    lanes: list[LaneReport]
+    records: int
+    n_bytes: int
+    sha256: str
+    """Of everything chosen: two replays of the same records have the same."""
+    undecodable: int
+    """Records that were left out because they cannot be read, and so cannot be chosen by what they say."""
+    missing: int
+    """Records that a step names and that the log no longer holds."""
+    references_outside: int
+    """Places that copies refer to and that are not copied."""
+
+
+def manifest(plan: Plan, selection: Selection, begun: Beginning, source_prefix: str, into: str) -> ReplayManifest:
+    """The manifest of a plan."""
+    return ReplayManifest(
+        replay_id=begun.replay_id,
+        began_at=begun.began_at,
+        source_prefix=source_prefix,
+        into=into,
+        selection=asdict(selection),
+        lanes=lane_reports(plan, source_prefix),
+        records=plan.records,
+        n_bytes=plan.n_bytes,
+        sha256=plan.sha256(),
+        undecodable=plan.undecodable,
+        missing=len(plan.missing),
+        references_outside=sum(1 for _ in plan.outside()),
+    )
+
+
+def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
+    """What is chosen of each partition."""
+    return [
+        LaneReport(
+            topic=source_prefix + lane.topic,
+            partition=lane.partition,
+            start=lane.start,
+            end=lane.end,
+            records=len(lane.offsets),
+            n_bytes=lane.n_bytes,
+            first=None if lane.first_ms is None else utc_text(lane.first_ms),
+            last=None if lane.last_ms is None else utc_text(lane.last_ms),
+            sha256=lane.sha256,
+        )
+        for lane in plan.lanes.values()
+    ]

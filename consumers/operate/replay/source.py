@@ -1,11 +1,16 @@
-"""Reading ranges of the log without a group: nobody's committed offsets move, and nothing is written.
+"""Reads ranges of the log without a consumer group: no committed offsets move, and nothing is written.
 
-The end of every range is fixed before reading begins.
+The end of every range is fixed before reading begins. The order of a replay merges the records of many partitions by
+(timestamp, topic, partition, offset). The order within a partition never changes: a record with an earlier timestamp
+than the record before it counts as if it had the later time, so that the merged times never go back. The order depends
+on the records alone, not on how they arrive from the broker.
 """
 
 from __future__ import annotations
 
+import heapq
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,8 +19,7 @@ from typing import Any, Self
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from tidemill.consumers.operate.reading import SILENCE_S
-from tidemill.consumers.operate.replay.merge import Merge
-from tidemill.consumers.operate.replay.raw import Lane, RawRecord, raw_record
+from tidemill.consumers.operate.replay.records import RANK, Lane, RawRecord, raw_record
 from tidemill.consumers.operate.replay.selection import READ_COMMITTED
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, groupless_settings, raise_lasting
@@ -73,11 +77,11 @@ class LogSource:
                 yield from reading.poll()
 
     def ordered(self, ranges: Mapping[Lane, Range]) -> Iterator[tuple[int, RawRecord]]:
-        """Every record of some ranges in the order of `Merge`, with the time that the merge has reached.
+        """Every record of some ranges in the order of `OrderedMerge`, with the time that the merge has reached.
 
         Raises like `scan`.
         """
-        merge = Merge(ranges)
+        merge = OrderedMerge(ranges)
         with _Reading(self._settings, self._prefix, ranges) as reading:
             open_lanes = set(ranges)
             while open_lanes:
@@ -177,3 +181,55 @@ class _Reading:
 
 def _named(lanes: Iterable[Lane]) -> str:
     return ", ".join(f"{topic}[{partition}]" for topic, partition in sorted(lanes))
+
+
+Order = tuple[int, int, int, int]
+"""Time reached in the partition, rank of the topic, partition, offset."""
+
+OVERHEAD_BYTES = 500
+"""Memory of a record beside its bytes."""
+
+
+class OrderedMerge:
+    """Merges partitions: records go in with `add`, in offset order within each partition, and come out of `take`."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self._held: dict[Lane, deque[tuple[Order, RawRecord]]] = {lane: deque() for lane in lanes}
+        self._bytes = dict.fromkeys(self._held, 0)
+        self._reached: dict[Lane, int] = {}
+        self._heads: list[tuple[Order, Lane]] = []
+        self._open = set(self._held)
+        self._awaited = set(self._held)
+
+    def add(self, record: RawRecord) -> None:
+        """The next record of its partition."""
+        lane = record.lane
+        self._reached[lane] = max(record.timestamp_ms, self._reached.get(lane, record.timestamp_ms))
+        order = (self._reached[lane], RANK[record.topic], record.partition, record.offset)
+        self._held[lane].append((order, record))
+        self._bytes[lane] += record.n_bytes + OVERHEAD_BYTES
+        if len(self._held[lane]) == 1:
+            self._awaited.discard(lane)
+            heapq.heappush(self._heads, (order, lane))
+
+    def end(self, lane: Lane) -> None:
+        """Nothing more comes of this partition."""
+        self._open.discard(lane)
+        self._awaited.discard(lane)
+
+    def held_bytes(self, lane: Lane) -> int:
+        """Size of the records of a partition that wait for those of others."""
+        return self._bytes[lane]
+
+    def take(self) -> Iterator[tuple[int, RawRecord]]:
+        """Every record whose turn is certain, with the time that the merge has reached."""
+        while self._heads and not self._awaited:
+            order, lane = heapq.heappop(self._heads)
+            held = self._held[lane]
+            _, record = held.popleft()
+            self._bytes[lane] -= record.n_bytes + OVERHEAD_BYTES
+            if held:
+                heapq.heappush(self._heads, (held[0][0], lane))
+            elif lane in self._open:
+                self._awaited.add(lane)
+            yield order[0], record

@@ -1,10 +1,14 @@
-"""Where a replay writes: topics under a prefix of its own, which nobody reads in a group and nobody else writes into.
+"""The topics that a replay writes: under a prefix of its own, with no consumer group and no other writer.
 
-`check_prefix` is asked before anything is read, `Target.check` before anything is written. Both hold for a dry run too.
+`check_prefix` is called before anything is read, `Target.check` before anything is written; both also in a dry run. The
+headers of a copy name its replay and its original. The first copy carries the beginning of the replay as well: where
+each partition of the source ended, and the selection. An interrupted replay is thus continued from its own topics
+alone.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -16,42 +20,41 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
     ResourceType,
 )
 
-from tidemill.consumers.operate.replay.marks import HEADER_REPLAY_BEGAN, Beginning, beginning, copied_offset, header
 from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.raw import RANK, Header, Lane, RawRecord
+from tidemill.consumers.operate.replay.records import RANK, Header, Lane, RawRecord
 from tidemill.consumers.operate.replay.source import CLIENT_ID, LogSource
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
 from tidemill.schemas.log.producer import DeliveryError
-from tidemill.schemas.log.replayed import replay_id_of
+from tidemill.schemas.log.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
 
 DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
 MARKS_BYTES = 65_536
 """Room for the headers that a copy has and its original has not."""
 
 
-class Refused(ValueError):
+class TargetRefused(ValueError):
     """A replay must not write there; the message says why and what to do."""
 
 
 def check_prefix(source: str, into: str) -> None:
-    """Raise Refused when a replay of the topics under `source` must not write under `into`, whatever lies there."""
+    """Raise TargetRefused when a replay of the topics under `source` must not write under `into`, empty or not."""
     if not into:
-        raise Refused("--into is empty: give a prefix of the replay's own, for instance replay-1.")
+        raise TargetRefused("--into is empty: give a prefix of the replay's own, for instance replay-1.")
     for live in (source, DEFAULT_PREFIX):
         hit = {into + name for name in RANK} & {live + name for name in RANK}
         if hit:
-            raise Refused(
+            raise TargetRefused(
                 f"--into {into!r} would write into the live topic {min(hit)}: give a prefix of the replay's own, for "
                 "instance replay-1."
             )
     if KafkaSettings(topic_prefix=into).topic_prefix != into:
-        raise Refused(f"--into {into!r} is no topic prefix")
+        raise TargetRefused(f"--into {into!r} is no topic prefix")
 
 
 @dataclass(slots=True)
-class Standing:
+class TargetState:
     """What lies in the topics of a replay."""
 
     begun: Beginning | None = None
@@ -77,18 +80,18 @@ class Target:
         self.prefix = into
         self._admin: AdminClient = admin_client(kafka)
 
-    def check(self, replay_id: str | None) -> Standing:
+    def check(self, replay_id: str | None) -> TargetState:
         """What lies under the prefix, once it is certain that nobody else's records do.
 
         Args:
             replay_id: the replay that may have written there; None for one that begins.
 
         Raises:
-            Refused: a consumer group reads there, or records lie there that this replay did not write.
+            TargetRefused: a consumer group reads there, or records lie there that this replay did not write.
             TimeoutError: the broker falls silent.
         """
         self._refuse_groups()
-        standing = Standing()
+        standing = TargetState()
         for record in self._existing():
             self._take_note(standing, record, replay_id)
         return standing
@@ -98,13 +101,15 @@ class Target:
             lanes = [(name, p) for name in self._topics() for p in range(reader.partitions(name))]
             yield from reader.scan({lane: reader.bounds(lane) for lane in lanes})
 
-    def _take_note(self, standing: Standing, record: RawRecord, replay_id: str | None) -> None:
+    def _take_note(self, standing: TargetState, record: RawRecord, replay_id: str | None) -> None:
         of = replay_id_of(record.headers)
         full = f"{self.prefix}{record}"
         if not of:
-            raise Refused(f"{full} was written by no replay: --into {self.prefix!r} is somebody's, give another prefix")
+            raise TargetRefused(
+                f"{full} was written by no replay: --into {self.prefix!r} is somebody's, give another prefix"
+            )
         if replay_id is None or of != replay_id:
-            raise Refused(
+            raise TargetRefused(
                 f"{full} was written by replay {of}: carry that one on with --resume {of}, or give another prefix"
             )
         offset = copied_offset(record, replay_id)
@@ -128,7 +133,7 @@ class Target:
             for member in future.result().members:
                 read = {place.topic for place in member.assignment.topic_partitions} & own
                 if read:
-                    raise Refused(
+                    raise TargetRefused(
                         f"consumer group {group_id} reads {min(read)}: a replay would feed it. Stop it, or give "
                         "another prefix"
                     )
@@ -137,7 +142,7 @@ class Target:
         """Create the topics of a plan that do not exist; their full names.
 
         They keep everything for ever, since what is replayed may be older than the live topics' retention, and are as
-        partitioned as their originals. Raises Refused when one exists that is partitioned otherwise.
+        partitioned as their originals. Raises TargetRefused when one exists that is partitioned otherwise.
         """
         existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         self.check_partitions(plan, {name: len(existing[name].partitions) for name in existing})
@@ -162,14 +167,14 @@ class Target:
         return [topic.topic for topic in new]
 
     def check_partitions(self, plan: Plan, existing: Mapping[str, int] | None = None) -> None:
-        """Raise Refused when a topic exists that is partitioned otherwise than its original."""
+        """Raise TargetRefused when a topic exists that is partitioned otherwise than its original."""
         if existing is None:
             found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
             existing = {name: len(found[name].partitions) for name in found}
         for topic, wanted in plan.partitions.items():
             actual = existing.get(self.prefix + topic, wanted)
             if actual != wanted:
-                raise Refused(
+                raise TargetRefused(
                     f"{self.prefix}{topic} exists with {actual} partitions, and its original has {wanted}: give "
                     "another prefix"
                 )
@@ -190,7 +195,7 @@ class Target:
             return {lane: reader.bounds(lane).end for lane in plan.lanes}
 
 
-class Writer:
+class CopyWriter:
     """Writes copies and holds the log to the place that was planned for each."""
 
     def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
@@ -240,3 +245,72 @@ class Writer:
     def _raise_failure(self) -> None:
         if self._failure:
             raise DeliveryError(self._failure)
+
+
+HEADER_REPLAY_AT = "tidemill-replay-at"
+"""When the replay began, microseconds since the Unix epoch."""
+HEADER_REPLAY_BEGAN = "tidemill-replay-began"
+"""On the first copy of a replay: its `Beginning`, as JSON."""
+OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
+
+
+class MarkError(ValueError):
+    """Headers that no replay of this version wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What was settled when a replay began, and holds when it is carried on."""
+
+    replay_id: str
+    began_at: int
+    """Microseconds since the Unix epoch."""
+    selected: str
+    """Digest of what was selected."""
+    ends: dict[Lane, int]
+    """Where each partition of the source ended."""
+
+    def to_json(self) -> str:
+        """As it stands in a header."""
+        ends = {f"{topic}/{partition}": end for (topic, partition), end in sorted(self.ends.items())}
+        return json.dumps(
+            {"replay_id": self.replay_id, "began_at": self.began_at, "selected": self.selected, "ends": ends}
+        )
+
+
+def beginning(text: bytes) -> Beginning:
+    """The beginning of its JSON. Raises MarkError."""
+    try:
+        tree = json.loads(text)
+        ends = {(place.rsplit("/", 1)[0], int(place.rsplit("/", 1)[1])): end for place, end in tree["ends"].items()}
+        return Beginning(tree["replay_id"], tree["began_at"], tree["selected"], ends)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise MarkError(f"header {HEADER_REPLAY_BEGAN} cannot be read: {error}") from error
+
+
+def copy_headers(record: RawRecord, source_prefix: str, begun: Beginning, first: bool) -> list[Header]:
+    """Headers of a copy: those of the original, and whose copy it is. A copy of a copy is the last replay's."""
+    kept = [(name, value) for name, value in record.headers if name not in OWN]
+    marks: dict[str, bytes] = {
+        **replay_headers(begun.replay_id, source_prefix + record.topic, record.partition, record.offset),
+        HEADER_REPLAY_AT: str(begun.began_at).encode(),
+    }
+    if first:
+        marks[HEADER_REPLAY_BEGAN] = begun.to_json().encode()
+    return [*kept, *marks.items()]
+
+
+def copied_offset(record: RawRecord, replay_id: str) -> int | None:
+    """The offset of the original of a copy; None when this replay did not write it. Raises MarkError."""
+    if replay_id_of(record.headers) != replay_id:
+        return None
+    source = header(record, HEADER_REPLAY_SOURCE) or b""
+    try:
+        return int(source.rsplit(b"/", 1)[1])
+    except (IndexError, ValueError) as error:
+        raise MarkError(f"{record}: header {HEADER_REPLAY_SOURCE} is {source!r}") from error
+
+
+def header(record: RawRecord, name: str) -> bytes | None:
+    """The value of a header; None without one."""
+    return next((value for found, value in record.headers if found == name), None)

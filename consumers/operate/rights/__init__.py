@@ -1,1 +1,1 @@
-"""Data rights: what the log holds of a user, and his demands about it carried out."""
+"""Data rights: the records of a user in the log, and the user's requests about them."""

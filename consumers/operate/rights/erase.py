@@ -1,11 +1,13 @@
-"""Erases a user from the log. Every step can be repeated, so that a killed erasure is finished by running it again.
+"""Erases a user from the log, and shows a user's requests and records. Every step can be repeated, so that an erasure
+that was killed is finished by running it again.
 
-The order is what makes that true. The demand is in the log before anything is deleted, and a later run carries it on
-instead of making another. Interactions get their tombstones last, after the feedback, the outcomes and the claimed
-bytes that only they lead to: as long as an interaction is there, nothing that hangs on it can be forgotten.
+This depends on the order. The request is in the log before anything is deleted, and a later run continues it instead of
+making another. Interactions get their tombstones last, after the feedback, the outcomes and the claimed bytes that only
+they lead to: while an interaction is there, none of its records can be missed.
 
-A tombstone takes the record from every reader that reads on from it; the broker removes the bytes when it compacts the
-partition, within `max.compaction.lag.ms` of the topic.
+A reader that comes to a tombstone drops the record; the broker removes the bytes when it compacts the partition, within
+`max.compaction.lag.ms` of the topic. A claim is a field of a record, and records come from processes that may be broken
+or hostile: of the object store, only objects below the configured root are deleted.
 """
 
 from __future__ import annotations
@@ -14,12 +16,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import fsspec
+
 from tidemill.consumers.operate.reading import Progress, no_progress
-from tidemill.consumers.operate.rights.announce import COPIED, copy_request, record_request
-from tidemill.consumers.operate.rights.holdings import SWEPT, Held, Holdings, user_of
-from tidemill.consumers.operate.rights.requests import BadUser, Demands, new_request
-from tidemill.consumers.operate.rights.stored import Cleared, delete_claims
-from tidemill.consumers.operate.rights.survey import CLIENT_ID, Survey, demands_of
+from tidemill.consumers.operate.rights.records import (
+    SWEPT,
+    Survey,
+    UserRecord,
+    UserRecords,
+    user_of,
+)
+from tidemill.consumers.operate.rights.requests import (
+    CLIENT_ID,
+    COPIED,
+    BadUser,
+    UserRequests,
+    copy_request,
+    new_request,
+    record_request,
+    requests_of,
+)
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import DEAD_LETTER_RETENTION_MS, Names, Topic
@@ -27,14 +43,55 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.records import UserRequest, UserWish
+from tidemill.schemas.records import Claim, UserRequest, UserWish
 
 SWEEPS = 5
-"""Times that the log is read on for what came in meanwhile: the last words of the join about his open interactions."""
+"""Times that the log is read on for what came in meanwhile: the last outcomes of the user's open interactions."""
+
+
+class StoreRefused(ConnectionError):
+    """The store did not delete an object; the erasure can be run again."""
+
+
+@dataclass(slots=True)
+class Cleared:
+    """What became of claimed bytes."""
+
+    deleted: int = 0
+    absent: int = 0
+    """Were gone already."""
+    foreign: list[str] = field(default_factory=list)
+    """Lie outside the store's root: left alone, to be looked at by a person."""
+
+
+def delete_claims(root: str, claims: Iterable[Claim]) -> Cleared:
+    """Delete what claims point to below `root` (a directory or an fsspec URL). Raises StoreRefused."""
+    cleared = Cleared()
+    for claim in claims:
+        _delete(root, claim.uri, cleared)
+    return cleared
+
+
+def _delete(root: str, uri: str, cleared: Cleared) -> None:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        home, folder = fsspec.core.url_to_fs(root)
+        inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
+        if type(filesystem) is not type(home) or not inside:
+            cleared.foreign.append(uri)
+            return
+        filesystem.rm_file(path)
+        cleared.deleted += 1
+    except FileNotFoundError:
+        cleared.absent += 1
+    except (OSError, ValueError, ImportError) as error:
+        raise StoreRefused(
+            f"the claimed bytes at {uri} could not be deleted: {error}; run the erasure again"
+        ) from error
 
 
 class UnknownUser(BadUser):
-    """The log holds nothing of a user and he never demanded anything: most likely he was mistyped."""
+    """The log holds no record and no request of a user: most likely the id was mistyped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +122,7 @@ class Erasure:
     """Records by topic that came in to the last: a later run takes them."""
     claims: Cleared = field(default_factory=Cleared)
     unreadable: dict[str, int] = field(default_factory=dict)
-    """Records by topic that nobody can read: whether they are his is not known."""
+    """Records by topic that cannot be decoded: whether they belong to the user is not known."""
     dead_letters: LettersHeld = field(default_factory=lambda: LettersHeld({}, None))
 
 
@@ -90,19 +147,19 @@ class Eraser:
         """Erase a user, or say what would be erased.
 
         Raises:
-            UnknownUser: the log holds nothing of him, and nothing is written.
+            UnknownUser: the log holds nothing of the user, and nothing is written.
             BadUser: no user can be called that.
             LookupError: a topic does not exist.
             StoreRefused, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
         """
         new = new_request(user_id, UserWish.ERASE, requested_by, self._clock())
-        demands, holdings = demands_of(self._kafka, user_id), Holdings(user_id)
+        demands, holdings = requests_of(self._kafka, user_id), UserRecords(user_id)
         with Survey(self._kafka, self._progress) as survey:
             survey.read_on(holdings)
             _require_known(user_id, demands, holdings)
             done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
             standing = demands.standing(UserWish.ERASE)
-            # What he did after an earlier demand is not covered by it.
+            # An earlier request does not cover what the user did after it.
             done.carried_on = standing is not None and holdings.newest_at <= standing.at
             if not dry_run:
                 done.request = standing if done.carried_on and standing is not None else new
@@ -111,7 +168,7 @@ class Eraser:
         done.dead_letters = letters_of(self._kafka, holdings)
         return done
 
-    def _carry_out(self, request: UserRequest, survey: Survey, holdings: Holdings, done: Erasure) -> None:
+    def _carry_out(self, request: UserRequest, survey: Survey, holdings: UserRecords, done: Erasure) -> None:
         with RecordProducer(self._kafka, CLIENT_ID) as producer:
             if not done.carried_on:
                 record_request(producer, request)
@@ -124,7 +181,7 @@ class Eraser:
                 survey.read_on(holdings)
         done.left = holdings.counts
 
-    def _sweep(self, producer: RecordProducer, held: list[Held], done: Erasure) -> None:
+    def _sweep(self, producer: RecordProducer, held: list[UserRecord], done: Erasure) -> None:
         self._bury(producer, (one for one in held if one.topic is not Topic.INTERACTIONS), done)
         cleared = delete_claims(self._store.root, (claim for one in held for claim in one.claims))
         done.claims.deleted += cleared.deleted
@@ -132,7 +189,7 @@ class Eraser:
         done.claims.foreign += cleared.foreign
         self._bury(producer, (one for one in held if one.topic is Topic.INTERACTIONS), done)
 
-    def _bury(self, producer: RecordProducer, held: Iterable[Held], done: Erasure) -> None:
+    def _bury(self, producer: RecordProducer, held: Iterable[UserRecord], done: Erasure) -> None:
         """Write a tombstone for each record, and wait for the log."""
         for one in held:
             producer.send_bytes(self._names.of(one.topic), None, key=one.key, partition=one.partition)
@@ -140,16 +197,16 @@ class Eraser:
         producer.flush()
 
 
-def _require_known(user_id: str, demands: Demands, holdings: Holdings) -> None:
+def _require_known(user_id: str, demands: UserRequests, holdings: UserRecords) -> None:
     if not holdings.slots and not demands.made:
         raise UnknownUser(
-            f"the log holds no interaction, outcome or feedback of {user_id} and no demand of his: nothing was "
+            f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing was "
             "written. Check the id, whether it is the product's or (--pseudonym) the log's, and product.pseudonym_key"
         )
 
 
-def letters_of(kafka: KafkaSettings, holdings: Holdings) -> LettersHeld:
-    """Dead letters about a user: under a key of his, or with a readable value of his."""
+def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
+    """Dead letters about a user: under a key of theirs, or with a readable value of theirs."""
     codec, counts, newest = Codec(kafka.registry_url), Counter[str](), -1
     with DeadLetterReader(kafka, {}, SWEPT) as letters:
         for row in letters.read_to_end():
@@ -166,3 +223,23 @@ def _named_user(codec: Codec, value: bytes) -> str | None:
     except DecodeError:
         # Most dead letters are dead for just this reason; their key may still say whose they are.
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsentStatus:
+    """A user's requests, and their records in the log."""
+
+    user_id: str
+    demands: list[UserRequest]
+    """In order; the last one holds."""
+    held: dict[str, int]
+    """Records by topic."""
+    dead_letters: LettersHeld
+
+
+def read_consent_status(kafka: KafkaSettings, user_id: str, progress: Progress = no_progress) -> ConsentStatus:
+    """Read it from the log. Raises LookupError when a topic does not exist, TimeoutError for a silent broker."""
+    holdings = UserRecords(user_id)
+    with Survey(kafka, progress) as survey:
+        survey.read_on(holdings)
+    return ConsentStatus(user_id, requests_of(kafka, user_id).made, holdings.counts, letters_of(kafka, holdings))

@@ -1,21 +1,32 @@
-"""A user's demands about his data, as `user.requests` tells them."""
+"""A user's requests about their data: opting out of training and in again, and erasure, as `user.requests` holds them.
+
+A request is written once into `user.requests`, then copied into every partition whose readers must know of it. The
+copies carry the request's own id and time, so that writing them again changes nothing: a command that was stopped
+between the two starts again with the copies.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tidemill.schemas.catalogue import Topic, user_request_key
 from tidemill.schemas.claim import digest
+from tidemill.schemas.clock import now_us, to_ms
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import UserRequest, UserWish
 
 LONGEST_NAME = 200
 
 
 class BadUser(ValueError):
-    """A user that no demand can be about; the message says why."""
+    """A user that no request can be about; the message says why."""
 
 
 def checked_pseudonym(text: str) -> str:
-    """A pseudonym as it was given. Raises BadUser for what the log can hold of nobody."""
+    """A pseudonym as it was given. Raises BadUser for a text that names no user of the log."""
     if not text:
         raise BadUser("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
     if len(text) > LONGEST_NAME or not text.isprintable():
@@ -24,7 +35,7 @@ def checked_pseudonym(text: str) -> str:
 
 
 def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> UserRequest:
-    """A demand made now. Raises BadUser."""
+    """A request made now. Raises BadUser."""
     checked_pseudonym(user_id)
     if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
         raise BadUser(f"who demands it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
@@ -33,7 +44,7 @@ def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> Use
 
 
 @dataclass(slots=True)
-class Demands:
+class UserRequests:
     """The demands of one user in the order of the log; a repeated record counts once."""
 
     user_id: str
@@ -52,3 +63,59 @@ class Demands:
     def standing(self, wish: UserWish) -> UserRequest | None:
         """The newest demand, where it is this wish: to be carried on, not made again."""
         return self.newest if self.newest is not None and self.newest.wish is wish else None
+
+
+CLIENT_ID = "tidemill-rights"
+COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)
+
+
+def requests_of(kafka: KafkaSettings, user_id: str) -> UserRequests:
+    """The requests of a user so far."""
+    requests = UserRequests(user_id)
+    with LogReader(kafka, [Topic.USER_REQUESTS], client_id=CLIENT_ID) as reader:
+        for located in reader.read_to_end():
+            requests.observe(located.record)
+    return requests
+
+
+def record_request(producer: RecordProducer, request: UserRequest) -> None:
+    """Write a demand that is made for the first time, and wait for the log. Raises DeliveryError."""
+    producer.send_acked(Topic.USER_REQUESTS, [(request.user_id, request)])
+
+
+def copy_request(producer: RecordProducer, request: UserRequest, partitions: Mapping[Topic, Sequence[int]]) -> int:
+    """Write its copy into every partition, and wait for the log; the number of copies. Raises DeliveryError."""
+    places = [(topic, partition) for topic in COPIED for partition in partitions[topic]]
+    for topic, partition in places:
+        key = user_request_key(request.user_id, partition)
+        producer.send(topic, request, key=key, partition=partition, timestamp_ms=to_ms(request.at))
+    producer.flush()
+    return len(places)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWish:
+    """A demand and how many partitions have it."""
+
+    request: UserRequest
+    carried_on: bool
+    """It holds since an earlier run; its copies were written again."""
+    copies: int
+
+
+def choose(
+    kafka: KafkaSettings, user_id: str, wish: UserWish, requested_by: str, at: int | None = None
+) -> RecordedWish:
+    """Write a user's wish and its copies, unless it is their wish already. A user may choose before the first answer.
+
+    Raises BadUser, LookupError for a topic that does not exist, DeliveryError.
+    """
+    new = new_request(user_id, wish, requested_by, now_us() if at is None else at)
+    standing = requests_of(kafka, user_id).standing(wish)
+    request = standing or new
+    with LogReader(kafka, COPIED, start="end", client_id=CLIENT_ID) as reader:
+        partitions = {topic: reader.partitions(topic) for topic in COPIED}
+    with RecordProducer(kafka, CLIENT_ID) as producer:
+        if standing is None:
+            record_request(producer, request)
+        return RecordedWish(request, standing is not None, copy_request(producer, request, partitions))

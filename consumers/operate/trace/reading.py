@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tidemill.consumers.operate.reading import Progress, no_progress, read_whole
-from tidemill.consumers.operate.trace.history import History
-from tidemill.consumers.operate.trace.path import Path
+from tidemill.consumers.operate.trace.interaction import InteractionTrace
+from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.rollout import RolloutPath, RolloutTrace
-from tidemill.consumers.operate.trace.trace import Trace
 from tidemill.consumers.operate.trace.user import UserPath, UserTrace
+from tidemill.consumers.operate.trace.versions import VersionHistory
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -45,7 +45,7 @@ class TraceReader:
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._progress = kafka, progress
 
-    def trace(self, text: str) -> Path | RolloutPath:
+    def trace(self, text: str) -> InteractionPath | RolloutPath:
         """The path of an interaction, of the one that an event is about, or of a rollout.
 
         Args:
@@ -68,7 +68,7 @@ class TraceReader:
         return found
 
     def user(self, user_id: str) -> UserPath:
-        """The path of a user's data. Raises NotTraceable when the log says nothing of him."""
+        """The path of a user's data. Raises NotTraceable when the log holds nothing of the user."""
         traced = UserTrace(user_id)
         self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
         if not traced.found:
@@ -78,8 +78,8 @@ class TraceReader:
             )
         return traced.path({run_id: self._history(run_id) for run_id in traced.runs})
 
-    def _interaction(self, name: str) -> Path | None:
-        traced = Trace(name)
+    def _interaction(self, name: str) -> InteractionPath | None:
+        traced = InteractionTrace(name)
         for topic in PRODUCT:
             self._read((topic,), traced.observe, of=name)
         self._read((Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
@@ -110,8 +110,8 @@ class TraceReader:
         self._read((Topic.ROLLOUTS, Topic.GROUPS), traced.observe)
         return None if traced.run_id is None else traced.path(self._history(traced.run_id))
 
-    def _history(self, run_id: str) -> History:
-        history = History(run_id)
+    def _history(self, run_id: str) -> VersionHistory:
+        history = VersionHistory(run_id)
         self._read(MODEL, history.observe)
         return history
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidemill.consumers.operate.reading import RecordPlace, place_of
-from tidemill.consumers.operate.trace.history import History, Made
-from tidemill.consumers.operate.trace.trained import Ended, ended
+from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ended
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Group, Rollout, RolloutStatus
@@ -40,7 +39,7 @@ class RolloutPath:
     version_max: int
     reward: float | None
     groups: list[InGroup]
-    versions: list[Made]
+    versions: list[TracedVersion]
     end: str
     """Where the path ends, and why."""
 
@@ -66,7 +65,7 @@ class RolloutTrace:
         elif isinstance(record, Group) and any(member.rollout_id == self._id for member in record.members):
             self._groups.append((place_of(located), record))
 
-    def path(self, history: History) -> RolloutPath:
+    def path(self, history: VersionHistory) -> RolloutPath:
         """Everything observed so far. Raises LookupError while the rollout was not."""
         if self._rollout is None:
             raise LookupError(f"the log holds no rollout {self._id}")
@@ -90,7 +89,7 @@ class RolloutTrace:
             end=_explain(rollout, groups, versions),
         )
 
-    def _in_group(self, place: RecordPlace, group: Group, history: History) -> InGroup:
+    def _in_group(self, place: RecordPlace, group: Group, history: VersionHistory) -> InGroup:
         member = next(member for member in group.members if member.rollout_id == self._id)
         return InGroup(
             place=place,

@@ -1,7 +1,7 @@
-"""Which weight versions a user's data touched: a pure fold over outcomes, online batches and his demands.
+"""The weight versions that learnt from a user: a pure fold over outcomes, online batches and the user's requests.
 
 Closed batches keep the pseudonym of each member, also after an erasure: what was learnt can then still be told, and is
-told here. What his versions are is the word of the steps, since a batch may have left him out.
+told here. The steps name the versions, since a step may have left members of its batch out.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tidemill.consumers.operate.reading import RecordPlace, place_of
-from tidemill.consumers.operate.rights.requests import Demands
-from tidemill.consumers.operate.trace.history import History, Made, ranges
-from tidemill.consumers.operate.trace.trained import Ended, ended_in_batch
+from tidemill.consumers.operate.rights.requests import UserRequests
+from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ended_in_batch, ranges
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserRequest
 
 
 @dataclass(frozen=True, slots=True)
 class UserBatch:
-    """A batch that has interactions of his."""
+    """A batch that has interactions of the user."""
 
     place: RecordPlace
     batch_id: str
@@ -29,20 +28,20 @@ class UserBatch:
     sequence: int
     interactions: int
     reward: float
-    """Sum over his members."""
+    """Sum over the user's members."""
     trained: int
-    """Of his members."""
+    """Of the user's members."""
     ended: list[Ended]
-    """The different endings of his members."""
+    """The different endings of the user's members."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunTouched:
-    """The versions of one run that contain what was learnt from him."""
+    """The versions of one run that learnt from the user, or descend from one that did."""
 
     run_id: str
-    trained: list[Made]
-    """Versions whose step trained on interactions of his."""
+    trained: list[TracedVersion]
+    """Versions whose step trained on interactions of the user."""
     contained_in: str
     """These and every version that descends from one of them, as ranges."""
     served_by: dict[str, int]
@@ -56,7 +55,7 @@ class UserPath:
     user_id: str
     demands: list[UserRequest]
     outcomes: dict[str, int]
-    """Interactions of his that ended, by ending; erased ones are gone from the log and are not counted."""
+    """The user's interactions that ended, by ending; erased ones are gone from the log and are not counted."""
     batches: list[UserBatch]
     runs: list[RunTouched]
 
@@ -66,58 +65,58 @@ class UserTrace:
 
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
-        self._demands = Demands(user_id)
+        self._demands = UserRequests(user_id)
         self._endings: dict[str, str] = {}
         self._batches: dict[str, tuple[RecordPlace, OnlineBatch]] = {}
 
     @property
     def runs(self) -> set[str]:
-        """The runs whose batches he is in."""
+        """The runs whose batches hold interactions of the user."""
         return {batch.run_id for _, batch in self._batches.values()}
 
     @property
     def found(self) -> bool:
-        """Whether the log says anything of him."""
+        """Whether the log holds anything of the user."""
         return bool(self._demands.made or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in; what is not about him is let pass."""
+        """Take a record in; records that are not about the user change nothing."""
         match located.record:
             case UserRequest():
                 self._demands.observe(located.record)
             case Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
-            case OnlineBatch() if self._his(located.record):
+            case OnlineBatch() if self._members(located.record):
                 self._batches.setdefault(located.record.batch_id, (place_of(located), located.record))
             case None if located.value is None:
                 self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
 
-    def path(self, histories: Mapping[str, History]) -> UserPath:
+    def path(self, histories: Mapping[str, VersionHistory]) -> UserPath:
         """Everything observed so far, with the versions of each run of `runs`."""
         batches = [self._batch(place, batch, histories[batch.run_id]) for place, batch in self._batches.values()]
         touched = [_touched(run, histories[run], [b for b in batches if b.run_id == run]) for run in sorted(self.runs)]
         return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
 
-    def _his(self, batch: OnlineBatch) -> list[OnlineMember]:
+    def _members(self, batch: OnlineBatch) -> list[OnlineMember]:
         return [member for member in batch.members if member.user_id == self._user_id]
 
-    def _batch(self, place: RecordPlace, batch: OnlineBatch, history: History) -> UserBatch:
-        his = self._his(batch)
-        endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in his]
+    def _batch(self, place: RecordPlace, batch: OnlineBatch, history: VersionHistory) -> UserBatch:
+        members = self._members(batch)
+        endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in members]
         return UserBatch(
             place=place,
             batch_id=batch.batch_id,
             run_id=batch.run_id,
             branch=batch.branch,
             sequence=batch.sequence,
-            interactions=len({member.interaction_id for member in his}),
-            reward=sum(member.reward for member in his),
+            interactions=len({member.interaction_id for member in members}),
+            reward=sum(member.reward for member in members),
             trained=sum(ending.version is not None for ending in endings),
             ended=list(dict.fromkeys(endings)),
         )
 
 
-def _touched(run_id: str, history: History, batches: list[UserBatch]) -> RunTouched:
+def _touched(run_id: str, history: VersionHistory, batches: list[UserBatch]) -> RunTouched:
     trained = {ending.version for batch in batches for ending in batch.ended if ending.version is not None}
     containing = history.containing(trained)
     made = [history.made(version) for version in sorted(trained)]

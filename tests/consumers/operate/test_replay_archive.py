@@ -15,7 +15,7 @@ from tests.consumers.operate.test_replay_log import records_of, under, without_m
 from tests.consumers.operate.test_replay_parts import ordered_by_sorting, plan_of
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.replay.archive import MANIFEST, ArchiveError, ArchiveOrigin, export
-from tidemill.consumers.operate.replay.raw import RawRecord
+from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.consumers.operate.replay.selection import Selection
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.admin import admin_client

@@ -13,8 +13,14 @@ from tests.consumers.operate.replay_support import rollout
 from tests.consumers.operate.test_replay_log import records_of
 from tidemill.compose.cli import app
 from tidemill.compose.dead_letters.transformation import TransformError, transformation
-from tidemill.consumers.operate.replay.letters import HEADER_ATTEMPTS, HEADER_REDRIVE_OF, Sequel, judge, letter_of
-from tidemill.consumers.operate.replay.raw import RawRecord
+from tidemill.consumers.operate.replay.dead_letters import (
+    HEADER_ATTEMPTS,
+    HEADER_REDRIVE_OF,
+    Sequel,
+    judge,
+    letter_of,
+)
+from tidemill.consumers.operate.replay.records import RawRecord
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.replay.planner import Retained
-from tidemill.consumers.operate.replay.selection import OffsetRange, Selection, Span
+from tidemill.consumers.operate.replay.plan import Retained
+from tidemill.consumers.operate.replay.selection import NumberRange, OffsetRange, Selection
 from tidemill.consumers.operate.replay.session import LogOrigin, Replay
 from tidemill.consumers.operate.replay.source import LogSource
-from tidemill.consumers.operate.replay.target import Refused
+from tidemill.consumers.operate.replay.target import TargetRefused
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
@@ -144,7 +144,7 @@ def test_live_topics_and_groups_are_left_alone(live, into):
     groups_before = group_names(live)
     replay(live, into, topics=("rollouts", "groups", "train.steps"))
     for refused in (live.topic_prefix, "tidemill."):
-        with pytest.raises(Refused, match="live topic"):
+        with pytest.raises(TargetRefused, match="live topic"):
             replay(live, refused, topics=("rollouts",))
     assert standing(live, consumer, rollouts) == before
     assert group_names(live) == groups_before, "a replay is in no consumer group"
@@ -178,7 +178,7 @@ def test_a_prefix_that_somebody_reads_is_refused(live, into):
         assert time.monotonic() < deadline
         consumer.poll(0.2)
     try:
-        with pytest.raises(Refused, match=rf"consumer group {into}reader reads {into}groups"):
+        with pytest.raises(TargetRefused, match=rf"consumer group {into}reader reads {into}groups"):
             replay(live, into, topics=("rollouts",))
     finally:
         consumer.close()
@@ -189,19 +189,19 @@ def test_a_prefix_that_is_somebodys_is_refused(live, into):
     create_topics(own)
     with RecordProducer(own, "test") as producer:
         producer.send(Topic.GROUPS, group("x", []), key="x")
-    with pytest.raises(Refused, match=f"{into}groups.* was written by no replay"):
+    with pytest.raises(TargetRefused, match=f"{into}groups.* was written by no replay"):
         replay(live, into, topics=("rollouts",))
     another = f"another-{into}"
     report, _ = replay(live, another, topics=("groups",))
-    with pytest.raises(Refused, match=f"--resume {report.replay_id}"):
+    with pytest.raises(TargetRefused, match=f"--resume {report.replay_id}"):
         replay(live, another, topics=("rollouts",))
-    with pytest.raises(Refused, match="another selection"):
+    with pytest.raises(TargetRefused, match="another selection"):
         replay(live, another, topics=("rollouts",), resume=report.replay_id)
 
 
 def test_a_prefix_with_other_partitions_is_refused(live, into):
     create_topics(under(live, into).model_copy(update={"partitions": PARTITIONS + 1}))
-    with pytest.raises(Refused, match="exists with 3 partitions"):
+    with pytest.raises(TargetRefused, match="exists with 3 partitions"):
         replay(live, into, topics=("rollouts",))
 
 
@@ -230,7 +230,7 @@ def test_a_filter_and_a_group(live, into):
 
 
 def test_a_trainer_resolves_the_groups_of_a_copied_step(live, into):
-    report, copied = replay(live, into, steps=(Span(2, 2),))
+    report, copied = replay(live, into, steps=(NumberRange(2, 2),))
     assert report.records == 4 * 3, "three groups that it trained on, one that it left out, and their rollouts"
     assert copied.relocated > 0
     copy, codec, seen = under(live, into), Codec(), []
@@ -270,7 +270,7 @@ def test_what_retention_removed_is_said_with_what_can_be_had(live, into):
 
 def test_what_does_not_exist_is_said(live, into):
     with pytest.raises(LookupError, match="no step 7 of run 'run'; there are 1 to 2"):
-        replay(live, into, steps=(Span(7, 7),))
+        replay(live, into, steps=(NumberRange(7, 7),))
     with pytest.raises(LookupError, match="topic rollouts does not exist"):
         replay(under(live, "nobody."), into, topics=("rollouts",))
 

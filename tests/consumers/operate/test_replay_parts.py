@@ -10,17 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.consumers.operate.replay_support import group, manifest_of, rollout, step
-from tidemill.consumers.operate.replay.copy import Copier, carried_on
-from tidemill.consumers.operate.replay.marks import HEADER_REPLAY_BEGAN, Beginning, MarkError, beginning, copied_offset
-from tidemill.consumers.operate.replay.merge import Merge
-from tidemill.consumers.operate.replay.pace import Pacer, speed_of
-from tidemill.consumers.operate.replay.plan import LanePlan, Plan
-from tidemill.consumers.operate.replay.predicate import Filter, FilterError
-from tidemill.consumers.operate.replay.raw import RANK, RawRecord
-from tidemill.consumers.operate.replay.references import references, relocated
-from tidemill.consumers.operate.replay.selection import OffsetRange, Selection, Span, offset_range, span
-from tidemill.consumers.operate.replay.steps import StepIndex
-from tidemill.consumers.operate.replay.target import Refused, Standing, check_prefix
+from tidemill.consumers.operate.replay.copy import Copier, Pacer, carried_on, speed_of
+from tidemill.consumers.operate.replay.plan import LanePlan, Plan, StepIndex
+from tidemill.consumers.operate.replay.records import RANK, RawRecord, references, relocated
+from tidemill.consumers.operate.replay.selection import (
+    Filter,
+    FilterError,
+    NumberRange,
+    OffsetRange,
+    Selection,
+    offset_range,
+    span,
+)
+from tidemill.consumers.operate.replay.source import OrderedMerge
+from tidemill.consumers.operate.replay.target import (
+    HEADER_REPLAY_BEGAN,
+    Beginning,
+    MarkError,
+    TargetRefused,
+    TargetState,
+    beginning,
+    check_prefix,
+    copied_offset,
+)
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.replayed import replay_id_of
 from tidemill.schemas.records import RolloutStatus, ShardPosition, Tick
@@ -65,7 +77,7 @@ def plan_of(lanes):
 
 @given(partitions(), st.randoms())
 def test_the_order_depends_on_the_records_and_not_on_how_they_arrive(lanes, random):
-    merge, left = Merge(lanes), {lane: list(records) for lane, records in lanes.items()}
+    merge, left = OrderedMerge(lanes), {lane: list(records) for lane, records in lanes.items()}
     out = []
     while left:
         lane = random.choice(sorted(left))
@@ -117,8 +129,8 @@ def test_ranges_and_spans_are_read():
     assert offset_range("rollouts/3=100:200") == OffsetRange("rollouts", 3, 100, 200)
     assert offset_range("weights.deltas=:5") == OffsetRange("weights.deltas", None, None, 5)
     assert offset_range("rollouts.dlq/0=7:") == OffsetRange("rollouts.dlq", 0, 7, None)
-    assert span("7") == Span(7, 7)
-    assert span("v7..v9") == Span(7, 9)
+    assert span("7") == NumberRange(7, 7)
+    assert span("v7..v9") == NumberRange(7, 9)
 
 
 @pytest.mark.parametrize("text", ["rollouts", "rollouts=5", "nothing=1:2", "rollouts/x=1:2", "rollouts=2:2", "=1:2"])
@@ -220,10 +232,10 @@ def test_steps_name_their_records_and_versions_their_steps():
     index.observe(("train.steps", 0, 0), step(1, [("groups", 0, 1)], []))
     index.observe(("train.steps", 0, 1), step(2, [("groups", 0, 2)], [("groups", 1, 7)]))
     index.observe(("train.steps", 0, 2), replace(step(9, [("groups", 0, 3)], []), run_id="another"))
-    assert index.of_steps([Span(2, 2)]) == {("train.steps", 0, 1), ("groups", 0, 2), ("groups", 1, 7)}
-    assert index.of_versions([Span(1, 2)]) == index.of_steps([Span(1, 1), Span(2, 2)])
+    assert index.of_steps([NumberRange(2, 2)]) == {("train.steps", 0, 1), ("groups", 0, 2), ("groups", 1, 7)}
+    assert index.of_versions([NumberRange(1, 2)]) == index.of_steps([NumberRange(1, 1), NumberRange(2, 2)])
     with pytest.raises(LookupError, match=r"no step 2..3 of run 'run'; there are 1 to 2"):
-        index.of_steps([Span(2, 3)])
+        index.of_steps([NumberRange(2, 3)])
 
 
 class Log:
@@ -244,7 +256,7 @@ class Log:
 
 
 def standing_of(log, replay_id):
-    standing = Standing()
+    standing = TargetState()
     for lane, records in log.lanes.items():
         standing.copied[lane] = [copied_offset(record, replay_id) for record in records]
         for record in records:
@@ -286,8 +298,8 @@ def test_an_interrupted_copy_goes_on_without_a_gap_and_without_a_second_copy(lan
 
 def test_a_source_that_changed_is_not_carried_on():
     lanes = {("rollouts", 0): [RawRecord("rollouts", 0, n, n, b"k", b"v") for n in (3, 5)]}
-    standing = Standing(copied={("rollouts", 0): [2]})
-    with pytest.raises(Refused, match="no longer the beginning"):
+    standing = TargetState(copied={("rollouts", 0): [2]})
+    with pytest.raises(TargetRefused, match="no longer the beginning"):
         carried_on(plan_of(lanes), standing)
 
 
@@ -296,8 +308,8 @@ def test_a_record_that_goes_while_it_is_copied_is_said():
     plan = plan_of({("rollouts", 0): records})
     begun = Beginning("one", 7, "what", {})
     for kept in ([records[0], records[2]], records[:2]):
-        with pytest.raises(Refused, match="went from the source"):
-            run(plan, {("rollouts", 0): kept}, Log(), begun, Standing())
+        with pytest.raises(TargetRefused, match="went from the source"):
+            run(plan, {("rollouts", 0): kept}, Log(), begun, TargetState())
 
 
 def test_copies_of_groups_refer_to_copies_of_rollouts():
@@ -310,7 +322,7 @@ def test_copies_of_groups_refer_to_copies_of_rollouts():
         ],
     }
     log = Log()
-    copied = run(plan_of(lanes), lanes, log, Beginning("one", 7, "what", {}), Standing())
+    copied = run(plan_of(lanes), lanes, log, Beginning("one", 7, "what", {}), TargetState())
     assert copied.relocated == 1
     made = Codec().decode(log.lanes["groups", 0][0].value)
     for member in made.members:
@@ -325,7 +337,7 @@ def test_headers_of_a_copy_are_the_originals_and_whose_copy_it_is():
         {("rollouts", 0): [original]},
         log,
         Beginning("new", 7, "w", {}),
-        Standing(),
+        TargetState(),
     )
     (copy,) = log.lanes["rollouts", 0]
     assert copy.headers[:2] == (("a", b"1"), ("a", None))
@@ -351,7 +363,7 @@ def test_a_prefix_that_is_live_or_none_is_refused(into):
 def test_a_prefix_below_the_live_one_is_its_own():
     check_prefix("tidemill.", "tidemill.replay-1.")
     check_prefix("live.", "other.")
-    with pytest.raises(Refused, match=r"live topic live\.documents"):
+    with pytest.raises(TargetRefused, match=r"live topic live\.documents"):
         check_prefix("live.", "live.")
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.consumers.product_support import feedback, interaction, outcome, request
 from tests.consumers.sink_support import START_US
-from tidemill.consumers.operate.rights.holdings import SWEPT, Holdings
-from tidemill.consumers.operate.rights.requests import BadUser, Demands, checked_pseudonym, new_request
-from tidemill.consumers.operate.rights.stored import StoreRefused, delete_claims
+from tidemill.consumers.operate.rights.erase import StoreRefused, delete_claims
+from tidemill.consumers.operate.rights.records import SWEPT, UserRecords
+from tidemill.consumers.operate.rights.requests import BadUser, UserRequests, checked_pseudonym, new_request
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -31,8 +31,8 @@ def tombstone(topic: Topic, key: str, partition: int = 0) -> ConsumedRecord:
     return ConsumedRecord(topic, partition, 9, 0, key.encode(), None, None, "a tombstone")
 
 
-def observed(*records: ConsumedRecord) -> Holdings:
-    holdings = Holdings("ann")
+def observed(*records: ConsumedRecord) -> UserRecords:
+    holdings = UserRecords("ann")
     for located in records:
         holdings.observe(located)
     return holdings
@@ -79,7 +79,7 @@ def test_unreadable_records_are_counted_and_other_kinds_pass():
 
 @given(st.lists(st.tuples(NAMES, USERS, st.booleans()), max_size=20))
 def test_what_is_held_is_what_a_reader_of_the_compacted_log_gets(writes: list[tuple[str, str, bool]]):
-    holdings, live = Holdings("ann"), {}
+    holdings, live = UserRecords("ann"), {}
     owner = dict.fromkeys(["i0", "i2"], "ann") | dict.fromkeys(["i1", "i3"], "bob")
     for name, _user, alive in writes:
         record = placed(interaction(name, owner[name]), name) if alive else tombstone(Topic.INTERACTIONS, name)
@@ -106,13 +106,13 @@ def test_dead_letters_are_his_by_key_or_by_name():
 
 def test_demands_are_his_alone_in_order_and_count_once():
     out, back = request("ann", UserWish.OPT_OUT, 1), request("ann", UserWish.OPT_IN, 2)
-    demands = Demands("ann")
+    demands = UserRequests("ann")
     for record in (out, request("bob", UserWish.ERASE, 1), back, out, back):
         demands.observe(record)
     assert demands.made == [out, back]
     assert demands.standing(UserWish.OPT_IN) == back
     assert demands.standing(UserWish.OPT_OUT) is None
-    assert Demands("bob").standing(UserWish.ERASE) is None
+    assert UserRequests("bob").standing(UserWish.ERASE) is None
 
 
 @pytest.mark.parametrize("user", ["", "x" * 201, "a\x00b", "a\nb"], ids=["empty", "huge", "nul", "newline"])

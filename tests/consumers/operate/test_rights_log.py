@@ -24,10 +24,9 @@ from typer.testing import CliRunner
 from tests.consumers.product_support import SECOND, ProductLog, feedback, interaction, outcome, use
 from tests.consumers.sink_support import START_US
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.rights.choose import choose
-from tidemill.consumers.operate.rights.erase import Eraser, UnknownUser
-from tidemill.consumers.operate.rights.holdings import SWEPT
-from tidemill.consumers.operate.rights.standing import read_standing
+from tidemill.consumers.operate.rights.erase import Eraser, UnknownUser, read_consent_status
+from tidemill.consumers.operate.rights.records import SWEPT
+from tidemill.consumers.operate.rights.requests import choose
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
@@ -182,7 +181,7 @@ def test_dead_letters_of_his_are_told_with_the_time_of_their_end(settings: Kafka
         for key, value in ((b"dead-0/e9", b"broken"), (b"elsewhere", b"broken"), (b"\xff\xfe", b"broken")):
             letter = ConsumedRecord(Topic.FEEDBACK, 0, 0, START_US // 1000, key, value, None, "unknown framing")
             send_dead_letter(producer, names, letter, "unknown framing", "test")
-    found = read_standing(settings, "dead")
+    found = read_consent_status(settings, "dead")
     assert found.dead_letters.counts == {names.of(Topic.FEEDBACK): 1}
     assert found.dead_letters.gone_at_ms is not None
     # Kept from their own writing on, however old the record is.

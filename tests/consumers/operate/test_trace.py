@@ -22,12 +22,12 @@ from tests.consumers.product_support import (
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
 from tidemill.consumers.operate.reading import RecordPlace
-from tidemill.consumers.operate.trace.history import History, ranges
-from tidemill.consumers.operate.trace.path import Path
+from tidemill.consumers.operate.trace.interaction import InteractionTrace
+from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.reading import checked_name
 from tidemill.consumers.operate.trace.rollout import RolloutTrace
-from tidemill.consumers.operate.trace.trace import Trace
 from tidemill.consumers.operate.trace.user import UserTrace
+from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Topic
@@ -67,8 +67,8 @@ def tombstone(topic: Topic, key: str) -> ConsumedRecord:
     return ConsumedRecord(topic, 0, 99, 0, key.encode(), None, None, "a tombstone")
 
 
-def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> Path:
-    trace = Trace("i0", History("run"))
+def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> InteractionPath:
+    trace = InteractionTrace("i0", VersionHistory("run"))
     for one in records:
         trace.observe(one)
         assert trace.history is not None
@@ -217,7 +217,7 @@ def test_a_users_versions_are_those_whose_steps_trained_on_him():
         [r.StepExclusion("i1", "interactions", 0, 0, "erased", 1)],
     )
     demand = request("ann", r.UserWish.ERASE, START_US)
-    history, trace = History("run"), UserTrace("ann")
+    history, trace = VersionHistory("run"), UserTrace("ann")
     for one in located([*WHOLE, outcome(two, None, "bot"), left_out, second, demand]):
         history.observe(one)
         trace.observe(one)
@@ -231,7 +231,7 @@ def test_a_users_versions_are_those_whose_steps_trained_on_him():
 
 
 def test_an_erased_user_keeps_his_versions_and_loses_his_outcomes():
-    history, trace = History("run"), UserTrace("ann")
+    history, trace = VersionHistory("run"), UserTrace("ann")
     gone = ConsumedRecord(Topic.OUTCOMES, 0, 9, 0, b"i0", None, None, "a tombstone")
     for one in [*located(WHOLE), gone]:
         history.observe(one)
@@ -252,7 +252,7 @@ def test_an_erased_user_keeps_his_versions_and_loses_his_outcomes():
 )
 def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclusion], end: str):
     members = [rollout("a", "g0"), rollout("b", "g0")]
-    history, trace = History("run"), RolloutTrace("b")
+    history, trace = VersionHistory("run"), RolloutTrace("b")
     for one in located([*members, group("g0", members), step(1, inputs, exclusions)]):
         history.observe(one)
         trace.observe(one)

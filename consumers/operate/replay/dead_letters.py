@@ -1,20 +1,23 @@
-"""Dead letters, and which of them may be sent back: decisions over what the log says, nothing else.
+"""Dead letters: which of them may be sent back, and sending them.
 
-What could not be used goes back once, however many applications wrote a letter of it. Its copy in the source topic
-names the record that it was, and that is the only memory of it: a copy that fails again is another letter, one attempt
-further. Where the source no longer shows everything that came after a letter, whether it went back cannot be known, and
-it stays where it is.
+A record that could not be used goes back once, however many applications wrote a dead letter about it. Its copy in the
+source topic names the record, and nothing else remembers it: a copy that fails again is another dead letter, one
+attempt further. Where the source topic no longer shows everything after a dead letter's record, nobody can know whether
+it went back, and it is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate.replay.marks import header
-from tidemill.consumers.operate.replay.raw import Lane, RawRecord, topic_of
+from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate.replay.records import RANK, Lane, RawRecord, topic_of
+from tidemill.consumers.operate.replay.source import LogSource, Range
+from tidemill.consumers.operate.replay.target import header
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.dead_letter import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
@@ -23,6 +26,7 @@ from tidemill.schemas.log.dead_letter import (
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"
@@ -30,12 +34,12 @@ HEADER_REDRIVE_OF = "tidemill-redrive-of"
 HEADER_ATTEMPTS = "tidemill-attempts"
 """On a record that was sent back: how many times its content has been."""
 
-Transform = Callable[["Letter"], bytes | None]
+Transform = Callable[["StoredLetter"], bytes | None]
 """Makes the value that goes back; None leaves the letter where it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class StoredLetter:
     """One dead letter."""
 
     raw: RawRecord
@@ -70,12 +74,12 @@ class Letter:
         return self.raw.key
 
 
-def letter_of(raw: RawRecord, prefix: str) -> Letter:
+def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
     """A record of a dead-letter topic as a letter, whatever its headers are."""
     topic = raw.topic.removesuffix(DEAD_LETTER_SUFFIX)
     partition, offset = _number(raw, HEADER_PARTITION), _number(raw, HEADER_OFFSET)
     own = _text(raw, HEADER_TOPIC, "") == prefix + topic and partition is not None
-    return Letter(
+    return StoredLetter(
         raw=raw,
         source=(topic, raw.partition if partition is None else partition),
         source_offset=offset if own else None,
@@ -114,15 +118,15 @@ class Sequel:
         if record.key is not None:
             self._newest[record.lane, record.key] = record.offset
 
-    def sent_back(self, letter: Letter) -> None:
+    def sent_back(self, letter: StoredLetter) -> None:
         """What a letter holds goes back now."""
         self._sent_back.add(letter.origin)
 
-    def attempts(self, letter: Letter) -> int:
+    def attempts(self, letter: StoredLetter) -> int:
         """How many times what the letter holds was sent back before it failed there."""
         return self._attempts.get((*letter.source, letter.source_offset or 0), 0)
 
-    def why_not(self, letter: Letter, limit: int) -> str:
+    def why_not(self, letter: StoredLetter, limit: int) -> str:
         """Why a letter must not go back; empty when it may."""
         if letter.source_offset is None:
             return "its headers do not say where it came from"
@@ -142,7 +146,7 @@ class Sequel:
 class Verdict:
     """What becomes of one letter."""
 
-    letter: Letter
+    letter: StoredLetter
     value: bytes | None
     """What goes back; None when nothing does."""
     record: Record | None
@@ -152,7 +156,7 @@ class Verdict:
     why_not: str
 
 
-def judge(letter: Letter, sequel: Sequel, codec: Codec, limit: int, transform: Transform | None) -> Verdict:
+def judge(letter: StoredLetter, sequel: Sequel, codec: Codec, limit: int, transform: Transform | None) -> Verdict:
     """Whether and as what a letter goes back: only what its readers can read now does.
 
     Raises whatever the transformation raises.
@@ -185,3 +189,92 @@ def headers_of(verdict: Verdict, prefix: str) -> Mapping[str, bytes]:
         HEADER_REDRIVE_OF: f"{prefix}{verdict.letter.origin}".encode(),
         HEADER_ATTEMPTS: str(verdict.attempts).encode(),
     }
+
+
+CLIENT_ID = "tidemill-redrive"
+
+
+class DeadLetters:
+    """The dead letters under one prefix."""
+
+    def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
+        self._kafka, self._prefix, self._progress = kafka, kafka.topic_prefix, progress
+        self._source = LogSource(kafka)
+        self._codec = Codec(kafka.registry_url)
+
+    def read(self, topics: Iterable[str] = ()) -> Iterator[StoredLetter]:
+        """Every letter of some topics, of all where none is named, in order of topic, partition and offset."""
+        wanted = list(topics) or [topic.value for topic in CATALOGUE]
+        lanes = [
+            (topic + DEAD_LETTER_SUFFIX, partition)
+            for topic in wanted
+            for partition in range(self._source.partitions(topic + DEAD_LETTER_SUFFIX))
+        ]
+        found = list(self._source.scan({lane: self._source.bounds(lane) for lane in lanes}))
+        for raw in sorted(found, key=lambda record: (RANK[record.topic], record.partition, record.offset)):
+            yield letter_of(raw, self._prefix)
+
+    def one(self, topic: str, partition: int, offset: int) -> StoredLetter:
+        """The letter at a place of a dead-letter topic. Raises LookupError when none lies there."""
+        lane = (topic, partition)
+        if partition < self._source.partitions(topic):
+            bounds = self._source.bounds(lane)
+            if bounds.start <= offset < bounds.end:
+                raw = next(self._source.scan({lane: Range(offset, offset + 1)}), None)
+                if raw is not None:
+                    return letter_of(raw, self._prefix)
+        raise LookupError(
+            f"no dead letter lies at {topic}/{partition}/{offset}: `tidemill dead-letters list` shows all"
+        )
+
+    def judge(self, letters: Sequence[StoredLetter], limit: int, transform: Transform | None = None) -> list[Verdict]:
+        """Which letters may go back, and as what, in the order in which they came. Nothing is written."""
+        sequel = self.sequel(letters)
+        ordered = sorted(letters, key=lambda one: (RANK[one.source[0]], one.source[1], one.source_offset or 0))
+        verdicts = []
+        for letter in ordered:
+            verdicts.append(judge(letter, sequel, self._codec, limit, transform))
+            if not verdicts[-1].why_not:
+                sequel.sent_back(letter)
+        return verdicts
+
+    def sequel(self, letters: Iterable[StoredLetter]) -> Sequel:
+        """What came of letters: their source partitions, read from the oldest letter's place on."""
+        oldest: dict[Lane, int] = {}
+        for letter in letters:
+            if letter.source_offset is not None and letter.source[1] < self._source.partitions(letter.source[0]):
+                oldest[letter.source] = min(letter.source_offset, oldest.get(letter.source, letter.source_offset))
+        bounds = {lane: self._source.bounds(lane) for lane in oldest}
+        sequel = Sequel({lane: bound.start for lane, bound in bounds.items()})
+        ranges = {lane: Range(max(oldest[lane], bound.start), bound.end) for lane, bound in bounds.items()}
+        total = sum(max(0, r.end - r.start) for r in ranges.values())
+        for n, record in enumerate(self._source.scan(ranges)):
+            sequel.observe(record, self._prefix)
+            self._progress(n, total)
+        return sequel
+
+    def send_back(self, verdicts: Iterable[Verdict]) -> int:
+        """Write the letters that may go back to where they came from, under their key, partition and time; how many.
+
+        Raises DeliveryError when the log refuses one.
+        """
+        sent = 0
+        with RecordProducer(self._kafka, CLIENT_ID, self._codec) as producer:
+            for verdict in verdicts:
+                if verdict.why_not:
+                    continue
+                topic, partition = verdict.letter.source
+                producer.send_bytes(
+                    self._prefix + topic,
+                    verdict.value,
+                    key=verdict.letter.key,
+                    partition=partition,
+                    timestamp_ms=verdict.letter.source_timestamp_ms,
+                    headers=headers_of(verdict, self._prefix),
+                )
+                sent += 1
+        return sent
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._source.close()

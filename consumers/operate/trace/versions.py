@@ -1,7 +1,7 @@
-"""What became of weight versions: steps, manifests, decisions and who serves what. A pure fold over the model's topics.
+"""The weight versions of a run, and how the trainer used each group and batch. A pure fold over the model's topics.
 
-A version contains what its ancestors were trained on: lineage goes by parents, since after a roll-back a later number
-need not descend from an earlier one.
+A version contains the training of its ancestors. Ancestors are followed by parent, since after a roll-back a later
+number need not descend from an earlier one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class VersionDecision:
     """A decision about a version."""
 
     place: RecordPlace
@@ -28,7 +28,7 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class TracedVersion:
     """A weight version, and what became of it."""
 
     version: int
@@ -39,7 +39,7 @@ class Made:
     manifest_place: RecordPlace | None
     """None where the version is not published yet."""
     learning_rate: float | None
-    decisions: list[Decided]
+    decisions: list[VersionDecision]
     proved_by: list[str]
     """Replicas that proved it from their live tensors at some time."""
     served_first_at: int | None
@@ -59,13 +59,13 @@ class _Version:
     manifest_place: RecordPlace | None = None
 
 
-class History:
+class VersionHistory:
     """The versions of every branch of one run. Take the topics in any order, each in its own."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._versions: dict[int, _Version] = {}
-        self._decisions: dict[int, list[Decided]] = {}
+        self._decisions: dict[int, list[VersionDecision]] = {}
         self._proved: dict[int, set[str]] = {}
         self._acks: dict[str, WeightAck] = {}
         self._served_at: dict[int, int] = {}
@@ -102,12 +102,12 @@ class History:
             self._proved.setdefault(ack.version, set()).add(ack.replica_id)
             self._served_at.setdefault(ack.serving_version, ack.at)
 
-    def made(self, version: int) -> Made:
+    def made(self, version: int) -> TracedVersion:
         """What became of a version."""
         known = self._versions.get(version, _Version())
         containing = self.containing([version])
         step = known.step
-        return Made(
+        return TracedVersion(
             version=version,
             parent=known.parent,
             step=known.step_number,
@@ -149,8 +149,8 @@ class History:
                     yield place, excluded.reason
 
 
-def _decided(located: ConsumedRecord, decision: GateDecision) -> Decided:
-    return Decided(
+def _decided(located: ConsumedRecord, decision: GateDecision) -> VersionDecision:
+    return VersionDecision(
         place=place_of(located),
         verdict=decision.verdict.value,
         by=decision.decided_by,
@@ -169,3 +169,39 @@ def ranges(versions: Iterable[int]) -> str:
         else:
             parts.append([version, version])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What the trainer did with something that it read."""
+
+    step: RecordPlace | None
+    """The step that trained on it, or that says why it was left out; None while it waits."""
+    version: int | None
+    """The version that the step made with it; None where it was left out or waits."""
+    reason: str
+    """Why it was left out; empty otherwise."""
+
+
+WAITING = Ended(None, None, "")
+
+
+def ended(history: VersionHistory, topic: Topic, name: str) -> Ended:
+    """The ending of a batch or group."""
+    for place, step in history.steps:
+        if any((read.topic, read.group_id) == (topic.value, name) for read in step.inputs):
+            return Ended(place, step.version, "")
+    for place, reason in history.ending(topic, name):
+        return Ended(place, None, reason)
+    return WAITING
+
+
+def ended_in_batch(history: VersionHistory, batch_id: str, interaction_id: str) -> Ended:
+    """The ending of one interaction of a batch: a trained batch may have left it out."""
+    of_batch = ended(history, Topic.ONLINE_BATCHES, batch_id)
+    if of_batch.version is None:
+        return of_batch
+    for place, reason in history.ending(Topic.INTERACTIONS, interaction_id):
+        if place == of_batch.step:
+            return Ended(place, None, reason)
+    return of_batch

@@ -1,7 +1,7 @@
 """Follows one interaction through the log: a pure fold, and the path that it makes.
 
-Every topic may be observed in any order relative to the others, each in its own order. Nothing is looked up anywhere
-else, so that a trace of a replayed or copied log says the same.
+Every topic may be observed in any order relative to the others, each in its own order. Nothing but the log is asked, so
+that a trace of a replayed or copied log says the same.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidemill.consumers.operate.reading import RecordPlace, place_of
-from tidemill.consumers.operate.trace.ending import Dropped, explain
-from tidemill.consumers.operate.trace.history import History
 from tidemill.consumers.operate.trace.path import (
+    Dropped,
     Event,
     InBatch,
-    Letter,
-    Path,
+    InteractionPath,
+    RefusedRecord,
     end_of,
+    explain,
     member_of,
     served_of,
 )
-from tidemill.consumers.operate.trace.trained import ended_in_batch
+from tidemill.consumers.operate.trace.versions import VersionHistory, ended_in_batch
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -33,14 +33,14 @@ class _Said:
     record: Feedback
 
 
-class Trace:
+class InteractionTrace:
     """What the log says of one interaction.
 
     Args:
         history: the versions of its run; observed by whoever reads the model's topics.
     """
 
-    def __init__(self, interaction_id: str, history: History | None = None) -> None:
+    def __init__(self, interaction_id: str, history: VersionHistory | None = None) -> None:
         self._id = interaction_id
         self.history = history
         self._served: Interaction | None = None
@@ -48,7 +48,7 @@ class Trace:
         self._erased: RecordPlace | None = None
         self._feedback: dict[str, _Said] = {}
         self._repeated: list[tuple[RecordPlace, str]] = []
-        self._letters: list[Letter] = []
+        self._letters: list[RefusedRecord] = []
         self._outcomes: list[tuple[RecordPlace, Outcome]] = []
         self._batches: list[tuple[RecordPlace, OnlineBatch]] = []
         self._dropped: list[Dropped] = []
@@ -85,17 +85,17 @@ class Trace:
         if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
             topic = letter.source_topic.rpartition(".")[2]
             place = RecordPlace(topic, letter.source_partition, letter.source_offset)
-            self._letters.append(Letter(place, letter.reason, letter.found_by))
+            self._letters.append(RefusedRecord(place, letter.reason, letter.found_by))
 
-    def path(self) -> Path:
+    def path(self) -> InteractionPath:
         """Everything observed so far."""
-        history = self.history or History(self.run_id or "")
+        history = self.history or VersionHistory(self.run_id or "")
         ends = [end_of(record, place) for place, record in sorted(self._outcomes, key=lambda one: one[1].revision)]
         batches = self._in_batches(history)
         versions = sorted({one.ended.version for one in batches if one.ended.version is not None})
         served = served_of(self._served, self._places) if self._served else None
         made = [history.made(version) for version in versions]
-        return Path(
+        return InteractionPath(
             interaction_id=self._id,
             served=served,
             erased=self._erased,
@@ -138,7 +138,7 @@ class Trace:
         elif batch.dropped:
             self._dropped.append(Dropped(place, batch.run_id, batch.branch, batch.closed_at, batch.dropped))
 
-    def _in_batches(self, history: History) -> list[InBatch]:
+    def _in_batches(self, history: VersionHistory) -> list[InBatch]:
         return [
             InBatch(
                 place=place,
