@@ -65,6 +65,18 @@ class GateVerdict(StrEnum):
     """This version and its descendants may learn from users: it passed the floor. Changes nothing that is served."""
 
 
+class Arm(StrEnum):
+    """An arm of the experiment, which is a pool of replicas; and the users who are in none."""
+
+    STABLE = "stable"
+    """Served the version that was promoted or rolled back to last."""
+    CANARY = "canary"
+    """Served the version under trial."""
+    FALLBACK = "fallback"
+    """Drawn for the canary arm and answered by the stable pool, since no canary replica answered: no answer of either
+    arm. Counted as the stable arm's, it would take its user from the canary arm for the whole of a comparison."""
+
+
 class SignalKind(StrEnum):
     """What a user did, or what the product saw, about one interaction. `Feedback.value` is read by kind."""
 
@@ -601,8 +613,7 @@ class Interaction:
     session_id: str
     """Conversation that the answer belongs to; empty when the product names none."""
     arm: str
-    """Experiment arm that the user was in: the pool of replicas that answered. "fallback": drawn for the canary pool,
-    and answered by the stable one in its place."""
+    """An `Arm`: the pool of replicas that answered, or `fallback`."""
     propensity: float
     """Probability with which the arm was chosen, when it was."""
     consent: bool

@@ -26,10 +26,7 @@ CIRCLES: Set[tuple[str, ...]] = {
 
 TWICE: Set[str] = {
     "Answer",
-    "Arm",
-    "Comparison",
     "Decided",
-    "Gate",
     "Head",
     "Held",
     "Letter",

@@ -21,6 +21,7 @@ from tidemill.compose.demo.config import Act
 from tidemill.compose.stack.ports import pick_ports
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.settings import ProductSettings
+from tidemill.schemas.records import Arm
 
 CONFIG_NAME = "settings.toml"
 ONLINE_CONFIG_NAME = "settings-online.toml"
@@ -159,8 +160,8 @@ class DemoPlan:
         last = str(self.simulated_steps + self.settings.demo.online_batches)
         return [
             ("train-online", [*self._online("train"), "--max-steps", last]),
-            (STABLE, self._replica(STABLE, "stable", self.ports.stable)),
-            (CANARY, self._replica(CANARY, "canary", self.ports.canary)),
+            (STABLE, self._replica(STABLE, Arm.STABLE, self.ports.stable)),
+            (CANARY, self._replica(CANARY, Arm.CANARY, self.ports.canary)),
             ("join", self._online("stream", "join")),
             ("batches", self._online("stream", "batches")),
             ("gate", self._online("gate", "run")),

@@ -9,6 +9,7 @@ import typer
 
 from tidemill.compose.moments import utc
 from tidemill.compose.rows import print_rows
+from tidemill.schemas.records import Arm
 
 if TYPE_CHECKING:
     from tidemill.schemas.records import GateDecision
@@ -49,8 +50,9 @@ def _stage(found: Snapshot) -> str:
 
 def _print_numbers(numbers: dict[str, float]) -> None:
     """Measures that both arms have side by side, and the rest below."""
-    arms = ("canary", "stable")
-    shared = sorted({key.split("/", 1)[1] for key in numbers if key.startswith(("canary/", "stable/"))})
+    arms = (Arm.CANARY.value, Arm.STABLE.value)
+    prefixes = tuple(f"{arm}/" for arm in arms)
+    shared = sorted({key.split("/", 1)[1] for key in numbers if key.startswith(prefixes)})
     rows = [(name, *(numbers.get(f"{arm}/{name}") for arm in arms)) for name in shared]
-    rows += [(name, value, None) for name, value in numbers.items() if not name.startswith(("canary/", "stable/"))]
+    rows += [(name, value, None) for name, value in numbers.items() if not name.startswith(prefixes)]
     print_rows(("measure", *arms), rows, formats=dict.fromkeys(arms, ".4g"))

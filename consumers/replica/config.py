@@ -13,6 +13,7 @@ from pydantic import Field, field_validator
 
 from tidemill.consumers.replica.vllm_args import refusal
 from tidemill.schemas.config import HttpSettings, Section
+from tidemill.schemas.records import Arm
 
 FETCH_BYTES = 4 << 20
 """Bytes that an answer of the log carries by default: four chunks."""
@@ -35,13 +36,13 @@ class EngineDtype(StrEnum):
 
 
 class Pool(StrEnum):
-    """Which versions a replica goes to."""
+    """The arm whose versions a replica goes to, or none."""
 
     ALL = ""
     """Every version that is published, as far as the gate's limits let it."""
-    STABLE = "stable"
+    STABLE = Arm.STABLE.value
     """Versions that were promoted, or rolled back to; before the first of them the oldest that can be reached."""
-    CANARY = "canary"
+    CANARY = Arm.CANARY.value
     """The version under trial while there is one, else as the stable pool."""
 
 

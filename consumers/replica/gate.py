@@ -12,7 +12,7 @@ from tidemill.schemas.gate_decisions import LIMITS, NAMES, BranchDecisions
 from tidemill.schemas.records import GateDecision, GateVerdict
 
 
-class Gate(BranchDecisions):
+class PoolGate(BranchDecisions):
     """What the decisions of one branch amount to for one pool. Without a decision and a pool, every version may be
     served."""
 

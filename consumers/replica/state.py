@@ -9,7 +9,7 @@ asks it where to go (`plan`), does that and reports: `proved`, `delta_refused`, 
 - every version that it sees and does not go to is refused once, with the reason;
 - while nothing can be reached, the last proved version goes on being served.
 
-In a pool (`gate.Gate`) the gate names what is served, and these replace the first, second and fourth:
+In a pool (`gate.PoolGate`) the gate names what is served, and these replace the first, second and fourth:
 
 - it goes to the best version that the gate names and that can be reached, forwards or back; while that one has not
   been seen in the log, it stays;
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.gate import Gate
+from tidemill.consumers.replica.gate import PoolGate
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
@@ -57,7 +57,7 @@ class ReplicaState:
     def __init__(self, run_id: str, branch: str, pool: Pool = Pool.ALL) -> None:
         self._run_id, self._branch, self._pool = run_id, branch, pool
         self._graph = VersionGraph(run_id, branch)
-        self._gate = Gate(pool)
+        self._gate = PoolGate(pool)
         self._answered: set[int] = set()
         self._notice = ""
         self._serving: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidemill.consumers.replica.gate import Gate
+from tidemill.consumers.replica.gate import PoolGate
 from tidemill.kernels.weights.graph import UnknownVersion, VersionGraph
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, Record, WeightAck
 
@@ -14,7 +14,7 @@ class Chain(VersionGraph):
 
     def __init__(self, run_id: str, branch: str, kept_from: Mapping[int, int] | None = None) -> None:
         super().__init__(run_id, branch, kept_from)
-        self.gate = Gate()
+        self.gate = PoolGate()
         self.decisions: list[GateDecision] = []
         self.proofs: dict[int, set[str]] = {}
         """Replicas that proved a version from their live tensors."""

@@ -9,20 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tidemill.schemas.gate_decisions import BranchDecisions, canary_share
-from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict
-
-
-class Arm(StrEnum):
-    """An arm of the experiment, which is a pool of replicas; and who is in none."""
-
-    STABLE = "stable"
-    CANARY = "canary"
-    FALLBACK = "fallback"
-    """Drawn for the canary arm and answered by the stable pool, since no canary replica answered: no answer of either
-    arm. Counted as the stable arm's, it would take its user from the canary arm for the whole of a comparison."""
+from tidemill.schemas.records import CANARY_SHARE, Arm, GateDecision, GateVerdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
 from tidemill.producers.router.answer import Collected, shown
 from tidemill.producers.router.ask import Ask, Refusal, bad_request, unavailable
-from tidemill.producers.router.canary import Arm, CanaryShare, Lot
+from tidemill.producers.router.canary import CanaryShare, Lot
 from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
 from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import LogUnavailable, Recorder
@@ -37,7 +37,7 @@ from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.serving import ChatServer, ChatTurn
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import Interaction
+from tidemill.schemas.records import Arm, Interaction
 
 LOG = logging.getLogger(__name__)
 INTERACTION_HEADER = "x-tidemill-interaction"

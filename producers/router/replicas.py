@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 
 from tidemill.producers.router.ask import Refusal
-from tidemill.producers.router.canary import Arm
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.replicas import (
@@ -29,6 +28,7 @@ from tidemill.producers.sampling.replicas import (
     ReplicaUnavailable,
     connections,
 )
+from tidemill.schemas.records import Arm
 
 LARGEST_EVENT = 64 * 2**20
 """Bytes of one event or body; a longer one is refused before it fills the memory."""

@@ -13,6 +13,7 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import NAMES, CanaryTrial, by_gate
 from tidemill.schemas.records import (
     AckStatus,
+    Arm,
     GateDecision,
     GateVerdict,
     Group,
@@ -25,8 +26,8 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.gate.bench import Bench
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.standing import Standing
-from tidemill.streams.gate.trial import Arm, Comparison, Watch
+from tidemill.streams.gate.trial import ArmComparison, Watch
+from tidemill.streams.gate.versions import BranchVersions
 
 REMEMBERED = 20
 """Decisions that are shown."""
@@ -38,7 +39,7 @@ class Trial:
 
     canary: CanaryTrial
     baseline: int
-    comparison: Comparison | None = None
+    comparison: ArmComparison | None = None
     """None while the bench measures."""
 
     @property
@@ -52,7 +53,7 @@ class Branch:
 
     def __init__(self, run: RunSettings, gate: GateSettings) -> None:
         self.run, self._gate = run, gate
-        self.standing = Standing()
+        self.standing = BranchVersions()
         self.bench = Bench(gate.bench_rollouts)
         self.trial: Trial | None = None
         self.watch: Watch | None = None
@@ -117,7 +118,7 @@ class Branch:
             if result.lower(self._gate.bench_alpha) >= self._gate.floor:
                 self.admissible.add(version)
 
-    def _parties(self) -> Iterator[Comparison | Watch]:
+    def _parties(self) -> Iterator[ArmComparison | Watch]:
         if self.trial is not None and self.trial.comparison is not None:
             yield self.trial.comparison
         if self.watch is not None:
@@ -159,7 +160,7 @@ class Branch:
             self.trial = Trial(canary, self.standing.baseline)
         trial = self.trial
         if 0.0 < canary.share < 1.0 and trial.comparison is None:
-            trial.comparison = Comparison(
+            trial.comparison = ArmComparison(
                 self._gate, canary.version, trial.baseline, canary.share, decision.at, self._origin
             )
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tidemill.schemas.clock import to_us
-from tidemill.schemas.records import GateVerdict, Outcome
+from tidemill.schemas.records import Arm, GateVerdict, Outcome
 from tidemill.streams.gate.config import GateSettings, OnAlert
 from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, difference
 from tidemill.streams.gate.guardrails import Alert, ArmGuards, FrozenGuards, Tolerance, names
@@ -22,15 +21,8 @@ from tidemill.streams.gate.measures import REWARD, measures
 from tidemill.streams.gate.sequential import Capital, Side
 from tidemill.streams.gate.units import Settled, Users
 
-
-class Arm(StrEnum):
-    """Experiment arms, as outcomes name them: the pools of replicas."""
-
-    CANARY = "canary"
-    STABLE = "stable"
-
-
 _NUMBER = {Arm.CANARY: CANDIDATE, Arm.STABLE: BASELINE}
+"""The arms that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class Conclusion:
     """False where time or traffic ran out first."""
 
 
-class Comparison:
+class ArmComparison:
     """The candidate against the baseline among users.
 
     Args:
@@ -75,7 +67,7 @@ class Comparison:
         self._guards = ArmGuards(share, tolerance(gate))
         self._drift = FrozenGuards(origin, drift_tolerance(gate), gate.reward_width, None)
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
-        self._interactions: dict[Arm, set[str]] = {arm: set() for arm in Arm}
+        self._interactions: dict[Arm, set[str]] = {arm: set() for arm in _NUMBER}
         self.conclusion: Conclusion | None = None
 
     @property
@@ -128,7 +120,7 @@ class Comparison:
         return found | {f"p_alert/{alert.name}": alert.p_value for alert in self.alerts}
 
     def _arm(self, outcome: Outcome) -> Arm | None:
-        if outcome.served_at < self.started_at or outcome.arm not in list(Arm):
+        if outcome.served_at < self.started_at or outcome.arm not in _NUMBER:
             return None
         arm = Arm(outcome.arm)
         return arm if outcome.version_min == outcome.version_max == self._version_of[arm] else None

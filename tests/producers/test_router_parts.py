@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from tests.producers.router_support import decision, interaction_of
 from tidemill.producers.router.answer import Collected
 from tidemill.producers.router.ask import Refusal, RequestKind, parse
-from tidemill.producers.router.canary import Arm, CanaryShare
+from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.claim import claimed_interaction
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import GateVerdict, VersionSpan
+from tidemill.schemas.records import Arm, GateVerdict, VersionSpan
 
 
 def after(*decisions) -> CanaryShare:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.streams.gate.gate_support import manifest
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.gate import Gate
+from tidemill.consumers.replica.gate import PoolGate
 from tidemill.consumers.weights.chain import Chain
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.schemas.config import RunSettings
@@ -106,7 +106,7 @@ def test_every_reader_agrees_with_the_fold(log):
     branch = folded(log)
     tried = None if branch.trial is None else branch.trial.version
     router = CanaryShare("r", "main")
-    pools = {pool: Gate(pool) for pool in Pool}
+    pools = {pool: PoolGate(pool) for pool in Pool}
     chain = Chain("r", "main")
     line = WeightLine("r", "main")
     demo = OnlineState("r", frozenset({"stable"}), frozenset({"canary"}))

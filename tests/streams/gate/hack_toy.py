@@ -17,7 +17,7 @@ from tests.streams.gate.gate_support import outcome
 from tidemill.schemas.records import Outcome, SignalKind
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import Alert
-from tidemill.streams.gate.trial import Comparison
+from tidemill.streams.gate.trial import ArmComparison
 from tidemill.streams.join.config import RewardMap, SignalRule, default_rules
 from tidemill.streams.join.reward_map import RewardResult, Signal, reward_of
 
@@ -99,7 +99,7 @@ def answers(reward_map: RewardMap, chances: np.ndarray, arm: str, version: int, 
 
 def alerts(reward_map: RewardMap, before: Checkpoint, now: Checkpoint, origin: dict[str, float]) -> list[Alert]:
     """What the gate's guardrails say of two checkpoints that are served side by side."""
-    comparison = Comparison(GATE, 1, 0, 0.5, 0, origin)
+    comparison = ArmComparison(GATE, 1, 0, 0.5, 0, origin)
     candidate = answers(reward_map, now.chances, "canary", 1, 0, now.step)
     baseline = answers(reward_map, before.chances, "stable", 0, USERS, now.step + 1)
     for pair in zip(candidate, baseline, strict=True):

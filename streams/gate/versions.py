@@ -8,7 +8,7 @@ from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.records import Manifest
 
 
-class Standing(BranchDecisions):
+class BranchVersions(BranchDecisions):
     """Versions of a branch and what was decided of them."""
 
     def __init__(self) -> None:
