@@ -65,8 +65,8 @@ def log_command(
     Example: `tidemill weights log --branch main --last 10`
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
+    from tidemill.consumers.weights.chain import read_chain
     from tidemill.consumers.weights.listing import describe, rows
-    from tidemill.consumers.weights.reading import read_chain
 
     chain = read_chain(settings.kafka, settings.run)
     found, limit = rows(chain, last), chain.limit
@@ -107,7 +107,7 @@ def verify(
     """
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.reading import read_chain
+    from tidemill.consumers.weights.chain import read_chain
     from tidemill.consumers.weights.verify import Verifier, default_start
 
     chain = read_chain(settings.kafka, settings.run)
@@ -142,8 +142,8 @@ def checkout(
     settings = with_reachable_log(settings_of(given(run__branch=branch)))
     from tidemill.compose.weights.operands import version_number
     from tidemill.consumers.weights.builder import open_builder
+    from tidemill.consumers.weights.chain import read_chain
     from tidemill.consumers.weights.checkout import checkout as write_checkout
-    from tidemill.consumers.weights.reading import read_chain
 
     number = version_number(version)
     chain = read_chain(settings.kafka, settings.run)

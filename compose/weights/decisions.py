@@ -113,8 +113,8 @@ def decide(
     Raises VersionError when it cannot be carried out.
     """
     from tidemill.consumers.weights.builder import anchor_exists
+    from tidemill.consumers.weights.chain import read_chain
     from tidemill.consumers.weights.decide import Following, Proposal, decision
-    from tidemill.consumers.weights.reading import read_chain
     from tidemill.schemas.clock import now_us, to_us
 
     chain = read_chain(settings.kafka, settings.run)

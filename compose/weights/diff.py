@@ -97,9 +97,8 @@ def _load(operands: Sequence[Operand], settings: Callable[[], TidemillSettings],
 
 
 def _build(versions: Sequence[VersionOperand], settings: TidemillSettings, timeout_s: float) -> list[_Weights]:
-    from tidemill.consumers.weights.builder import open_builder
-    from tidemill.consumers.weights.reading import read_chain
-    from tidemill.consumers.weights.sources import version_tensors
+    from tidemill.consumers.weights.builder import open_builder, version_tensors
+    from tidemill.consumers.weights.chain import read_chain
 
     branches = {chosen.branch or settings.run.branch for chosen in versions}
     chains = {

@@ -15,8 +15,7 @@ from pathlib import Path
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState
-from tidemill.kernels.weights.connections import open_fetcher
-from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, open_fetcher
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings

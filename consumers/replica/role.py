@@ -25,7 +25,7 @@ from tidemill.consumers.replica.join import FOLLOWED, Joined, join
 from tidemill.consumers.replica.server import server_arguments
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
-from tidemill.kernels.weights.connections import open_fetcher
+from tidemill.kernels.weights.delta_fetch import open_fetcher
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings

@@ -16,14 +16,14 @@ from pathlib import Path
 import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
+from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.connections import SharedFetcher, open_fetcher
 from tidemill.kernels.weights.decode import Decoder
-from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
+from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError, SharedFetcher, open_fetcher
 from tidemill.kernels.weights.graph import Delta, Unreachable, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.kernels.weights.tensor_table import with_tensors
@@ -212,3 +212,10 @@ def _as_unusable() -> Iterator[None]:
         raise Unusable(str(error)) from error
     except (StoreUnavailableError, FetchTimeoutError) as error:
         raise Unusable(f"it cannot be read now: {error}") from error
+
+
+def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
+    """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
+    mirror = builder.build(chain, version).mirror
+    listed = builder.with_tensors(chain.manifest(version)).tensors
+    return {info.name: Weight(info.dtype, mirror.bits(info.name).reshape(info.shape)) for info in listed}

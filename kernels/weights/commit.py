@@ -13,8 +13,9 @@ from functools import partial
 from math import prod
 
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
-from tidemill.kernels.weights.shard_report import ShardReport
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.delta_shard import ShardReport
+from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.tensor_table import fit_record
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
@@ -174,3 +175,13 @@ class VersionLog:
     def _first_incarnation(self, fingerprint: str, published_at: int) -> str:
         said = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
         return self._incarnation or hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def anchor_due(since: SinceAnchor, delta_bytes: int, settings: PublishSettings) -> bool:
+    """Whether the next version, with a delta of `delta_bytes`, gets an anchor: by count or by bytes, what comes first.
+
+    The bytes are those that a reader who starts at the last anchor would read beside it to reach the next version.
+    """
+    if since.versions + 1 >= settings.anchor_every:
+        return True
+    return since.delta_bytes + delta_bytes > settings.anchor_bytes_ratio * since.anchor_bytes

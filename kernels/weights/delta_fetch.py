@@ -6,20 +6,27 @@ it goes back where they are not, and ahead over chunks that nobody asks for. Wha
 - what is read to its end is every byte of a shard, in order, and of no other version;
 - the chunks held at once stay below a limit, however large the delta: they are given away one by one;
 - several shards may be read at once, each by its own thread.
+
+`open_fetcher` reads over several connections, each for its share of the partitions: a client keeps one connection to a
+broker, whose window grows with every round trip and shrinks with every loss, so that one alone is slow over a long or
+lossy link. A connection is idle for a round trip between two answers of the log: an answer should carry several chunks.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import Condition
 from typing import Protocol
 
 import xxhash
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.log.retention import RetentionGap
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
 from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
@@ -207,3 +214,47 @@ def _payload(manifest: Manifest, shard: ShardPosition, sequence: int, located: C
     if xxhash.xxh3_128_hexdigest(chunk.payload) != chunk.digest:
         raise CorruptDeltaError(f"{where} does not have the digest that it states")
     return chunk.payload
+
+
+class SharedFetcher:
+    """The fetchers of all connections as one; a partition is always read over the same one.
+
+    Args:
+        fetchers: the n-th of them reads the partitions of number n modulo their count.
+    """
+
+    def __init__(self, fetchers: Sequence[ChunkFetcher]) -> None:
+        self._fetchers = fetchers
+
+    def pieces(self, manifest: Manifest, shard: ShardPosition) -> Generator[bytes, None, None]:
+        """The bytes of one shard, as `ChunkFetcher.pieces`."""
+        return self._fetchers[shard.partition % len(self._fetchers)].pieces(manifest, shard)
+
+
+@contextmanager
+def open_fetcher(
+    kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int
+) -> Iterator[SharedFetcher]:
+    """A fetcher of deltas over so many connections, following the log from its end on.
+
+    Args:
+        timeout_s: how long a chunk may take after the last one that came.
+        fetch_bytes: the most that one answer of the log carries over a connection.
+
+    Raises LookupError when the topic does not exist.
+    """
+    with ExitStack() as stack:
+        readers = [
+            LogReader(
+                kafka,
+                [Topic.DELTAS],
+                start="end",
+                client_id=f"{client_id}-{n}",
+                share=(n, connections),
+                fetch_bytes=fetch_bytes,
+            )
+            for n in range(connections)
+        ]
+        for reader in readers:
+            stack.enter_context(reader)
+        yield SharedFetcher([ChunkFetcher(reader, timeout_s) for reader in readers])

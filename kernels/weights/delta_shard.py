@@ -1,7 +1,8 @@
 """One shard of a delta on its way to its readers: encoded once, kept aside, sent to the log or, where large, stored.
 
 A chunk names how many there are, so the shard is encoded in full before the first chunk leaves. What is encoded waits
-in memory, and above a limit in a temporary file.
+in memory, and above a limit in a temporary file. A version is committed from the reports of all of its shards alone:
+changes are linear fingerprints, so those of the shards add up to the tensor's wherever the tensor was cut.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import xxhash
 
 from tidemill.kernels.delta import CodecSettings, DeltaEncoder, StreamWriter, TensorChange
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint
-from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.consumed import Position
@@ -32,6 +32,19 @@ MEMORY_BYTES = 64 << 20
 
 CHUNKS_IN_FLIGHT = 32
 """Chunks handed to the producer before their acknowledgements are awaited."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """One shard of a version, acknowledged by the log or whole in the store."""
+
+    position: ShardPosition
+    n_bytes: int
+    """Encoded bytes."""
+    n_changed: int
+    """Changed elements."""
+    tensor_changes: Mapping[str, Fingerprint]
+    """What the shard adds to the fingerprint of each tensor that it changes, by name."""
 
 
 class PartChange(NamedTuple):

@@ -25,15 +25,13 @@ from typing import Self
 
 from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
-from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, tensor_info, total_fingerprint
-from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_versions, weights_folder
+from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims, ShardReport
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
 from tidemill.kernels.weights.held import HeldVersion, Tensors, named
 from tidemill.kernels.weights.rebuild import rebuild
-from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.skips import SkipPublisher
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.clock import now_us

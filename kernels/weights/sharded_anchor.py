@@ -17,8 +17,7 @@ from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.anchor import AnchorFile, begin_anchor, compute_type, finish_anchor, put_file
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import INDEX, PIECE_BYTES, WEIGHTS, file_header, index_of
-from tidemill.kernels.weights.sharded_deal import deal
-from tidemill.kernels.weights.sharded_parts import Parts, TensorPart
+from tidemill.kernels.weights.sharded_parts import Parts, TensorPart, deal
 from tidemill.kernels.weights.sharded_ranks import Ranks
 from tidemill.schemas.records import Anchor
 

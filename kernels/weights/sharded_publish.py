@@ -24,18 +24,14 @@ from pathlib import Path
 from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import anchor_uri
-from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import total_fingerprint
-from tidemill.kernels.weights.commit import VersionLog, VersionMark, read_versions, weights_folder
+from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims, ShardReport
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
-from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
-from tidemill.kernels.weights.sharded_deal import deal
-from tidemill.kernels.weights.sharded_parts import Parts, TensorPart
+from tidemill.kernels.weights.sharded_parts import Parts, RankReport, TensorPart, deal, merged_tensors, part_infos
 from tidemill.kernels.weights.sharded_ranks import Ranks
-from tidemill.kernels.weights.sharded_report import RankReport, merged_tensors, part_infos
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo

@@ -46,7 +46,7 @@ from tidemill.consumers.replica.join import FOLLOWED  # noqa: E402
 from tidemill.consumers.replica.staging import Staging  # noqa: E402
 from tidemill.consumers.replica.state import ReplicaState  # noqa: E402
 from tidemill.kernels.weights.config import PublishSettings  # noqa: E402
-from tidemill.kernels.weights.connections import open_fetcher  # noqa: E402
+from tidemill.kernels.weights.delta_fetch import open_fetcher  # noqa: E402
 from tidemill.kernels.weights.mirror import Mirror  # noqa: E402
 from tidemill.kernels.weights.publish import WeightPublisher  # noqa: E402
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings  # noqa: E402

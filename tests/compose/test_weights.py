@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
 from tidemill.compose.weights.operands import CheckpointOperand, OperandError, VersionOperand, operand, version_number
-from tidemill.consumers.weights.reading import read_chain
+from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
 from tidemill.schemas.clock import now_us
@@ -241,7 +241,7 @@ def test_nothing_of_it_needs_an_engine():
     program = """
 import sys
 sys.modules["vllm"] = None
-import tidemill.consumers.weights.verify, tidemill.consumers.weights.checkout, tidemill.consumers.weights.sources
+import tidemill.consumers.weights.verify, tidemill.consumers.weights.checkout, tidemill.consumers.weights.builder
 import tidemill.consumers.weights.decide, tidemill.consumers.weights.listing, tidemill.compose.weights
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -14,8 +14,8 @@ from confluent_kafka import TopicPartition
 from safetensors import safe_open
 
 from tidemill.consumers.weights.builder import Unusable, open_builder
+from tidemill.consumers.weights.chain import read_chain
 from tidemill.consumers.weights.checkout import CheckoutError, checkout
-from tidemill.consumers.weights.reading import read_chain
 from tidemill.consumers.weights.verify import Verifier, default_start
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 from tidemill.kernels.weights.graph import Unreachable, VersionError

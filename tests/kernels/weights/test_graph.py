@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.weights.anchor_rule import anchor_due
 from tidemill.kernels.weights.bits import changed
-from tidemill.kernels.weights.commit import VersionLog, observe_published
+from tidemill.kernels.weights.commit import VersionLog, anchor_due, observe_published
 from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.delta_shard import ShardReport
 from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph
-from tidemill.kernels.weights.shard_report import ShardReport
 from tidemill.kernels.weights.skips import bases_due, skips_due
 from tidemill.schemas.config import RunSettings, StoreSettings
 from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo

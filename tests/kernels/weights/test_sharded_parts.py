@@ -19,11 +19,16 @@ from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.anchor import AnchorError, read_anchor
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
-from tidemill.kernels.weights.sharded_deal import deal
-from tidemill.kernels.weights.sharded_parts import TensorPart
+from tidemill.kernels.weights.sharded_parts import (
+    CoverageError,
+    RankReport,
+    TensorPart,
+    deal,
+    merged_tensors,
+    part_infos,
+)
 from tidemill.kernels.weights.sharded_publish import ShardedPublisher
 from tidemill.kernels.weights.sharded_ranks import RankFailedError, Ranks, open_ranks
-from tidemill.kernels.weights.sharded_report import CoverageError, RankReport, merged_tensors, part_infos
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer.serving_view import serving_view, tensor_infos
 from tidemill.trainer.sharded_view import PlacementError, local_parts
