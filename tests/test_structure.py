@@ -26,21 +26,13 @@ CIRCLES: Set[tuple[str, ...]] = {
 
 TWICE: Set[str] = {
     "Answer",
-    "Decided",
     "Head",
-    "Held",
-    "Letter",
     "Mark",
-    "Merge",
-    "Origin",
     "Progress",
-    "Refused",
     "Span",
     "Stall",
-    "Standing",
     "Tombstone",
     "Write",
-    "Writer",
     "_Found",
     "_Held",
 }
