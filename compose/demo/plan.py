@@ -109,9 +109,10 @@ class DemoPlan:
         return Path(given).absolute() if given else self.directory / "model"
 
     @property
-    def simulated_steps(self) -> int:
-        """Optimizer steps before users arrive."""
-        return self.settings.run.max_steps if Act.ONE in self.acts else 0
+    def online_steps(self) -> int:
+        """The last optimizer step of the second act: those before users arrive count."""
+        simulated = self.settings.run.max_steps if Act.ONE in self.acts else 0
+        return simulated + self.settings.demo.online_batches
 
     @property
     def router_address(self) -> str:
@@ -157,16 +158,17 @@ class DemoPlan:
 
     def online_roles(self) -> list[RoleArguments]:
         """Every role of learning from users, but for the users, the product in front of them, and group assembly."""
-        last = str(self.simulated_steps + self.settings.demo.online_batches)
+        # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
+        feed = [*self._online("feed"), "--set", f"run.max_steps={self.online_steps + 1}"]
         return [
-            ("train-online", [*self._online("train"), "--max-steps", last]),
+            ("train-online", self._online("train")),
             (STABLE, self._replica(STABLE, Arm.STABLE, self.ports.stable)),
             (CANARY, self._replica(CANARY, Arm.CANARY, self.ports.canary)),
             ("join", self._online("stream", "join")),
             ("batches", self._online("stream", "batches")),
             ("gate", self._online("gate", "run")),
             ("rollout-online", [*self._online("rollout"), "--worker-id", "rollout-online"]),
-            ("feed-online", self._online("feed")),
+            ("feed-online", feed),
         ]
 
     def router_role(self) -> RoleArguments:
@@ -202,9 +204,7 @@ class DemoPlan:
 
     def _online_tree(self) -> dict[str, Any]:
         tree = self._tree()
-        demo = self.settings.demo
-        # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
-        tree["run"]["max_steps"] = self.simulated_steps + demo.online_batches + 1
+        tree["run"]["max_steps"] = self.online_steps
         tree["trainer"]["online"]["enabled"] = True
         # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
         tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}

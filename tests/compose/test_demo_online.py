@@ -302,7 +302,8 @@ def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_seco
     assert not simulated.trainer.online.enabled and online.trainer.online.enabled
     assert online.rollout.replicas == online.router.pools.canary != online.router.pools.stable
     assert online.users.router.endswith(str(online.router.port))
-    assert online.run.max_steps == simulated.run.max_steps + 3 + 1
+    assert online.run.max_steps == simulated.run.max_steps + 3, "the last step, as `audit --complete` takes it"
+    assert f"run.max_steps={online.run.max_steps + 1}" in dict(plan.online_roles())["feed-online"]
     assert plan.acts == (Act.ONE, Act.TWO)
     assert not repr(plan).count(plan.api_key)
 
