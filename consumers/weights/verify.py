@@ -51,7 +51,7 @@ class Verification:
     offender: Offender | None = None
 
 
-class _Found(Exception):
+class _OffenderFound(Exception):
     """Carries an offender out."""
 
     def __init__(self, version: int, part: str, reason: object) -> None:
@@ -92,7 +92,7 @@ class Verifier:
         report = Verification(start, start, expired_before=before)
         try:
             self._verify(first, report)
-        except _Found as found:
+        except _OffenderFound as found:
             report.offender = found.offender
         return report
 
@@ -100,7 +100,7 @@ class Verifier:
         try:
             self._mirror = self._builder.from_anchor(first)
         except Unusable as error:
-            raise _Found(first.version, "anchor", error) from error
+            raise _OffenderFound(first.version, "anchor", error) from error
         for version in sorted(version for version in self._chain.manifests if version >= first.version):
             self._progress(report.versions, f"version {version}")
             self._require_one_content(version)
@@ -113,7 +113,7 @@ class Verifier:
 
     def _require_one_content(self, version: int) -> None:
         if version in self._chain.forks:
-            raise _Found(version, "manifest", self._chain.forks[version])
+            raise _OffenderFound(version, "manifest", self._chain.forks[version])
 
     def _make(self, version: int, report: Verification) -> None:
         """Bring the mirror to a version by its own delta; one without a parent begins again from its anchor."""
@@ -127,28 +127,28 @@ class Verifier:
                 self._mirror = self._builder.build(self._chain, delta.base).mirror
             self._builder.apply(delta, self._mirror)
         except (Unusable, VersionError) as error:
-            raise _Found(version, "delta", error) from error
+            raise _OffenderFound(version, "delta", error) from error
         report.n_bytes += delta.n_bytes
 
     def _begin_again(self, manifest: Manifest) -> None:
         if manifest.anchor is None:
-            raise _Found(manifest.version, "manifest", "it has neither a parent nor an anchor")
+            raise _OffenderFound(manifest.version, "manifest", "it has neither a parent nor an anchor")
         try:
             self._mirror = self._builder.from_anchor(manifest)
         except Unusable as error:
-            raise _Found(manifest.version, "anchor", error) from error
+            raise _OffenderFound(manifest.version, "anchor", error) from error
 
     def _require_kept(self, delta: Delta) -> None:
         expired = self._chain.expired(delta.shards)
         if expired is not None:
-            raise _Found(delta.version, "delta", f"{expired}; verify from {default_start(self._chain)} instead")
+            raise _OffenderFound(delta.version, "delta", f"{expired}; verify from {default_start(self._chain)} instead")
 
     def _check_anchor(self, version: int, report: Verification) -> None:
         self._progress(report.versions, f"anchor {version}")
         try:
             self._builder.check_anchor(self._chain.manifests[version])
         except Unusable as error:
-            raise _Found(version, "anchor", error) from error
+            raise _OffenderFound(version, "anchor", error) from error
         report.anchors += 1
 
     def _check_skips(self, base: int, report: Verification) -> None:
@@ -162,6 +162,6 @@ class Verifier:
             try:
                 self._builder.check(delta, self._mirror)
             except Unusable as error:
-                raise _Found(delta.version, f"skip-delta from {base}", error) from error
+                raise _OffenderFound(delta.version, f"skip-delta from {base}", error) from error
             report.skip_deltas += 1
             report.n_bytes += delta.n_bytes

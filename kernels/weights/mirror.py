@@ -96,7 +96,7 @@ class Mirror:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Overwritten:
     """What elements of a tensor were before a step: all of them where `indices` is None."""
 
     name: str
@@ -112,7 +112,7 @@ class Draft:
         self.fresh = not mirror._specs
         """Whether the mirror was empty before it."""
         self._before = (mirror.version, dict(mirror._specs), dict(mirror._fingerprints))
-        self._held: list[_Held] = []
+        self._held: list[_Overwritten] = []
         self._steps = 0
 
     def load(self, directory: Path, manifest: Manifest) -> None:
@@ -160,7 +160,7 @@ class Draft:
         """What leads from the version before the draft to the mirror as it is now: each element at most once."""
         if self._steps == 1 and all(held.indices is not None for held in self._held):
             return tuple(self._element_change(held.name, held.indices) for held in self._held)
-        by_name: dict[str, list[_Held]] = {}
+        by_name: dict[str, list[_Overwritten]] = {}
         for held in self._held:
             by_name.setdefault(held.name, []).append(held)
         merged = (self._element_change(name, self._differences(name, parts)) for name, parts in by_name.items())
@@ -202,18 +202,18 @@ class Draft:
         if SPARSE * differing.size < bits.size:
             self._write(name, differing, held[differing], bits[differing])
         else:
-            self._held.append(_Held(name, None, held))
+            self._held.append(_Overwritten(name, None, held))
             self._mirror._tensors[name] = bits
 
     def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:
-        self._held.append(_Held(name, indices, old))
+        self._held.append(_Overwritten(name, indices, old))
         self._mirror._tensors[name][indices] = new
 
     def _step(self, manifest: Manifest) -> None:
         self._mirror.version = manifest.version
         self._steps += 1
 
-    def _differences(self, name: str, parts: Sequence[_Held]) -> Indices:
+    def _differences(self, name: str, parts: Sequence[_Overwritten]) -> Indices:
         now = self._mirror._tensors[name]
         # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
         if parts[0].indices is None:

@@ -38,7 +38,7 @@ from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldParts:
     """The version that this rank's next delta starts from."""
 
     version: int
@@ -93,7 +93,7 @@ class ShardedPublisher:
         self._shards_per_rank = shards_per_rank
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
-        self._held: _Held | None = None
+        self._held: _HeldParts | None = None
         self._in_doubt = False
         # The versions are the committer's: on the other ranks it stays empty.
         graph = ranks.on_first(lambda: read_versions(kafka, run))
@@ -115,7 +115,7 @@ class ShardedPublisher:
         due = self._ranks.from_first(lambda: sent is not None and sent.anchor_due)
         anchor = write_sharded_anchor(self._anchor_uri(mark), self._base_model, parts, self._ranks) if due else None
         manifest = published or self._ranks.from_first(lambda: self._commit(mark, sent, anchor))
-        self._held, self._in_doubt = _Held(mark.version, parts), False
+        self._held, self._in_doubt = _HeldParts(mark.version, parts), False
         return manifest
 
     def _published(self, mark: VersionMark) -> Manifest | None:
