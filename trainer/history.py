@@ -8,6 +8,7 @@ from typing import Self
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
@@ -86,7 +87,7 @@ class RecordedInputs:
         batch = self._batches.at(place)
         members = repeated(batch, record)
         found = self._interactions.fetch(members)
-        interactions = [found[member.partition, member.offset] for member in members]
+        interactions = [found[Position.of(member)] for member in members]
         whole = tuple(interaction for interaction in interactions if isinstance(interaction, Interaction))
         if len(whole) < len(members):
             raise NotRepeatableError(

@@ -17,7 +17,7 @@ from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.dead_letter import send_dead_letter
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
@@ -25,7 +25,7 @@ from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
 from tidemill.trainer.groups import TrainableGroup, completed
-from tidemill.trainer.rollout_log import CLIENT, FETCH_DEADLINE_S, MissingRolloutError, RolloutLog
+from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog
 from tidemill.trainer.undefined_lag import Reminder
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class ReferenceLog(Generic[R]):
         found = []
         for located in self._reader.poll(timeout_s):
             if isinstance(located.record, self._kind):
-                place = self._place(located, located.record)
+                name = self._name(located.record)
+                place = StepInput(name, located.topic.value, located.partition, located.offset)
                 found.append(Reference(place, located.record, located.replay_id))
             else:
                 reason = located.error or f"{type(located.record).__name__} is no record of this topic"
@@ -89,29 +90,15 @@ class ReferenceLog(Generic[R]):
 
     def at(self, place: StepInput) -> R:
         """The record at a recorded place. Raises LookupError when something else, or nothing, lies there."""
-        where = f"{self._topic}[{place.partition}]"
-        self._reader.seek(self._topic, place.partition, place.offset)
-        deadline = time.monotonic() + FETCH_DEADLINE_S
-        while time.monotonic() < deadline:
-            for located in self._reader.poll(0.1, max_records=1):
-                if (located.partition, located.offset) == (place.partition, place.offset):
-                    return self._expected(located, place)
-                if located.partition == place.partition and located.offset > place.offset:
-                    raise LookupError(f"{where} no longer holds offset {place.offset}")
-        raise TimeoutError(f"{where} offset {place.offset} not delivered in {FETCH_DEADLINE_S:g} s")
+        found = self._reader.at(Position(self._topic.value, place.partition, place.offset)).record
+        if isinstance(found, self._kind) and self._name(found) == place.group_id:
+            return found
+        where = f"{self._topic}[{place.partition}] offset {place.offset}"
+        raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
 
     def close(self) -> None:
         """Give the connections back."""
         self._reader.close()
-
-    def _place(self, located: ConsumedRecord, record: R) -> StepInput:
-        return StepInput(self._name(record), located.topic.value, located.partition, located.offset)
-
-    def _expected(self, located: ConsumedRecord, place: StepInput) -> R:
-        if isinstance(located.record, self._kind) and self._name(located.record) == place.group_id:
-            return located.record
-        where = f"{self._topic}[{place.partition}] offset {place.offset}"
-        raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
 
 
 def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> ReferenceLog[Group]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.reader import LogReader, MissingRecordError
 from tidemill.schemas.records import GroupMember, Rollout
 from tidemill.trainer.batch import InvalidRolloutError
 
 CLIENT = "tidemill-trainer"
-FETCH_DEADLINE_S = 60.0
-"""Longest wait for a record that the log holds."""
 
 
 class MissingRolloutError(LookupError):
@@ -69,7 +66,7 @@ class RolloutLog:
             InvalidRolloutError: what lies there is something else.
             TimeoutError: the broker did not deliver it in time.
         """
-        located = self._held.take(member.partition, member.offset) or self._fetch(member.partition, member.offset)
+        located = self._held.take(member.partition, member.offset) or self._fetch(member)
         record = located.record
         if not isinstance(record, Rollout) or record.rollout_id != member.rollout_id:
             raise InvalidRolloutError(
@@ -81,30 +78,12 @@ class RolloutLog:
         """Give the connections back."""
         self._reader.close()
 
-    def _fetch(self, partition: int, offset: int) -> ConsumedRecord:
-        if offset >= self._reader.end_offsets().get((Topic.ROLLOUTS, partition), 0):
-            raise MissingRolloutError(f"rollouts[{partition}] ends before offset {offset}")
-        if self._next_offset(partition) > offset:
-            self._reader.seek(Topic.ROLLOUTS, partition, offset)
-        deadline = time.monotonic() + FETCH_DEADLINE_S
-        found = None
-        # The wanted record is kept aside: reading on may push it out of memory before it is used.
-        while found is None and self._next_offset(partition) <= offset:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rollouts[{partition}] offset {offset} not delivered in {FETCH_DEADLINE_S:g} s")
-            for located in self._reader.poll(0.1):
-                if (located.partition, located.offset) == (partition, offset):
-                    found = located
-                else:
-                    self._held.put(located)
-        if found is None:
-            raise MissingRolloutError(
-                f"rollouts[{partition}] no longer holds offset {offset}: its retention has passed"
-            )
-        return found
-
-    def _next_offset(self, partition: int) -> int:
-        return self._reader.next_offsets()[Topic.ROLLOUTS, partition]
+    def _fetch(self, member: GroupMember) -> ConsumedRecord:
+        """The record itself is not held: reading on to it may push it out of memory before it is used."""
+        try:
+            return self._reader.at(Position(Topic.ROLLOUTS.value, member.partition, member.offset), self._held.put)
+        except MissingRecordError as error:
+            raise MissingRolloutError(str(error)) from error
 
     def _with_segments(self, rollout: Rollout) -> Rollout:
         try:

@@ -16,9 +16,9 @@ from tidemill.consumers.operate.replay.target import Target
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.replayed import replay_headers
 from tidemill.streams.offline_log import CLIENT, Emitted
 
 KEPT = {"cleanup.policy": "delete", "retention.ms": "-1"}
@@ -42,7 +42,7 @@ def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted]
                 key=one.emit.key,
                 partition=one.emit.partition,
                 timestamp_ms=one.at_ms,
-                headers=replay_headers(replay_id, names.of(cause.topic), cause.partition, cause.offset),
+                headers=replay_headers(replay_id, names.of(Topic(cause.topic)), cause.partition, cause.offset),
             )
     return replay_id
 

@@ -184,7 +184,7 @@ def located_item(names: Names, located: ConsumedRecord) -> Item:
 
 def _emitted_item(names: Names, codec: Codec, emitted: Emitted) -> Item:
     emit, cause = emitted.emit, emitted.cause
-    place = Place(names.of(cause.topic), cause.partition, cause.offset)
+    place = Place(names.of(Topic(cause.topic)), cause.partition, cause.offset)
     return Item(emit.key.encode(), codec.encode(emit.record), emit.record, place, emitted.at_ms)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.rows import Place, Row
+from tidemill.consumers.sink.rows import Row
+from tidemill.schemas.log.consumed import Partition
 
 
 def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
@@ -46,7 +47,7 @@ class Batch:
         full = len(self.rows) >= self.settings.flush_rows or self.n_bytes >= self.settings.flush_bytes
         return full or now - self.opened_at >= self.settings.flush_seconds
 
-    def next_offsets(self) -> dict[Place, int]:
+    def next_offsets(self) -> dict[Partition, int]:
         """One past the last row of each partition."""
         return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self, cast
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Message
 
-from tidemill.consumers.sink.rows import DeadLetter, Place, Row
+from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, groupless_settings
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
+from tidemill.schemas.log.consumed import Partition
 from tidemill.schemas.log.dead_letter import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
@@ -21,8 +21,7 @@ from tidemill.schemas.log.dead_letter import (
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
 )
-from tidemill.schemas.log.guard import ReadingGuard
-from tidemill.schemas.log.partitions import watermarks
+from tidemill.schemas.log.reader import PartitionReader
 
 CLIENT_ID = "tidemill-sink-dlq"
 
@@ -58,62 +57,27 @@ class DeadLetterReader:
     """
 
     def __init__(
-        self, kafka: KafkaSettings, start: Mapping[Place, int], topics: Iterable[Topic] = tuple(CATALOGUE)
+        self, kafka: KafkaSettings, start: Mapping[Partition, int], topics: Iterable[Topic] = tuple(CATALOGUE)
     ) -> None:
-        self._consumer = Consumer(groupless_settings(kafka, CLIENT_ID) | {"auto.offset.reset": "error"})
-        self._guard = ReadingGuard(self._consumer, CLIENT_ID, kafka)
+        self._log = PartitionReader(kafka, CLIENT_ID)
         names = Names(kafka.topic_prefix)
         wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
-        known = self._consumer.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        self._assignment = [
-            TopicPartition(topic, partition, start.get((topic, partition), OFFSET_BEGINNING))
-            for topic in sorted(wanted & set(known))
-            for partition in known[topic].partitions
-        ]
-        self._next = {(tp.topic, tp.partition): tp.offset for tp in self._assignment if tp.offset != OFFSET_BEGINNING}
-        self._consumer.assign(self._assignment)
+        known = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+        partitions = [(topic, number) for topic in sorted(wanted & set(known)) for number in known[topic].partitions]
+        self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions})
 
     def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
         """The next dead letters, in offset order within each partition. Raises as `LogReader.poll`."""
-        self._guard.check()
-        found = (self._row(message) for message in self._consumer.consume(max_records, timeout_s))
-        rows = [row for row in found if row is not None]
-        if not rows:
-            self._guard.check()
-        self._guard.look(self._next, set())
-        return rows
+        return [dead_letter_row(message) for message in self._log.poll(timeout_s, max_records)]
 
-    def _row(self, message: Message) -> Row | None:
-        place = (message.topic() or "", message.partition() or 0)
-        error = message.error()
-        if error is None:
-            self._next[place] = (message.offset() or 0) + 1
-            return dead_letter_row(message)
-        onward = self._guard.take(error, place, self._next.get(place))
-        if onward is not None:
-            self._next[place] = onward
-        return None
+    def read_to_end(self) -> Iterator[Row]:
+        """Every dead letter up to the end of each topic as it is now. Raises as `LogReader.read_to_end`."""
+        for messages in self._log.read_until(self._log.ends()):
+            yield from map(dead_letter_row, messages)
 
     def close(self) -> None:
         """Give the connections back."""
-        self._guard.close()
-        self._consumer.close()
-
-    def read_to_end(self, deadline_s: float = 60.0) -> Iterator[Row]:
-        """Every dead letter up to the end of each topic as it is now. Raises TimeoutError past the deadline."""
-        deadline = time.monotonic() + deadline_s
-        places = [(tp.topic, tp.partition) for tp in self._assignment]
-        bounds = {place: watermarks(self._consumer, place) for place in places}
-        left = {place: high for place, (low, high) in bounds.items() if high > low}
-        while left:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the end of {sorted(topic for topic, _ in left)} was not reached in {deadline_s:g} s"
-                )
-            yield from self.poll(0.1)
-            for tp in self._consumer.position(self._assignment):
-                if tp.offset >= left.get((tp.topic, tp.partition), tp.offset + 1):
-                    del left[tp.topic, tp.partition]
+        self._log.close()
 
     def __enter__(self) -> Self:
         return self

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.consumers.sink.rows import Place, Row, Tombstone
+from tidemill.consumers.sink.rows import Row, Tombstone
 from tidemill.consumers.sink.tables import tables
 from tidemill.schemas.catalogue import CATALOGUE, Topic
+from tidemill.schemas.log.consumed import Partition
 from tidemill.schemas.records import Feedback, Interaction, Outcome, UserRequest, UserWish
 
 EVENT_TIMES: Mapping[type, str] = {Interaction: "served_at", Feedback: "observed_at", Outcome: "served_at"}
@@ -83,7 +84,7 @@ def _of_user(record_type: type) -> str:
 
 def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
     """The deletions that tombstones order: older rows of the same key in the same partition."""
-    newest: dict[tuple[Topic, Place], dict[str, int]] = defaultdict(dict)
+    newest: dict[tuple[Topic, Partition], dict[str, int]] = defaultdict(dict)
     for row in rows:
         if isinstance(row.record, Tombstone):
             # Keys are bytes of anybody's making; as hexadecimal digits they pass through SQL unharmed.

@@ -11,9 +11,6 @@ from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
 
-Place = tuple[str, int]
-"""Full topic name and partition."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:

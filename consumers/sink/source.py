@@ -11,12 +11,13 @@ from collections.abc import Mapping
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
-from tidemill.consumers.sink.rows import Place, Row, row_of
+from tidemill.consumers.sink.rows import Row, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.retention import RetentionGap
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +60,11 @@ class Source:
             self._pass(gap)
         return rows
 
-    def next_offsets(self) -> dict[Place, int]:
+    def next_offsets(self) -> dict[Partition, int]:
         """Where to go on, for every partition of the catalogue from which something was read or passed over."""
         return {place: offset for place, offset in self._at().items() if offset != self._begun[place]}
 
-    def moved(self, known: Mapping[Place, int]) -> bool:
+    def moved(self, known: Mapping[Partition, int]) -> bool:
         """Whether something was passed over, such as the end of a transaction, that `known` does not say."""
         return any(known.get(place) != offset for place, offset in self.next_offsets().items())
 
@@ -72,7 +73,7 @@ class Source:
         self._records.close()
         self._letters.close()
 
-    def _at(self) -> dict[Place, int]:
+    def _at(self) -> dict[Partition, int]:
         return {(self._names.of(topic), p): offset for (topic, p), offset in self._records.next_offsets().items()}
 
     def _pass(self, gap: RetentionGap) -> None:

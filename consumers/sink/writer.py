@@ -23,7 +23,7 @@ from tidemill.consumers.sink.batch import cut
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
 from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
-from tidemill.consumers.sink.rows import Place, Row, Tombstone
+from tidemill.consumers.sink.rows import Row, Tombstone
 from tidemill.consumers.sink.tables import (
     GAPS,
     WATERMARKS,
@@ -33,7 +33,8 @@ from tidemill.consumers.sink.tables import (
     table_settings,
     tables,
 )
-from tidemill.schemas.log.retention import RetentionGap
+from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.guard import RetentionGap
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -51,9 +52,9 @@ class TableMismatch(RuntimeError):
 class Progress:
     """How far each table and each partition got: decides what is still to be written."""
 
-    highest: dict[tuple[str, Place], int] = field(default_factory=dict)
+    highest: dict[tuple[str, Partition], int] = field(default_factory=dict)
     """Highest offset in a table, by table and place."""
-    next_offsets: dict[Place, int] = field(default_factory=dict)
+    next_offsets: dict[Partition, int] = field(default_factory=dict)
     """Where reading starts again."""
 
     def missing(self, table: str, rows: Iterable[Row]) -> list[Row]:
@@ -71,7 +72,7 @@ class Progress:
 
 def insert_token(rows: Sequence[Row]) -> str:
     """Names a block by what it holds, `topic:partition:first-last`, so that its retry is recognised."""
-    ranges: dict[Place, list[int]] = defaultdict(list)
+    ranges: dict[Partition, list[int]] = defaultdict(list)
     for row in rows:
         ranges[row.topic, row.partition].append(row.offset)
     return ";".join(f"{topic}:{p}:{min(o)}-{max(o)}" for (topic, p), o in sorted(ranges.items()))
@@ -105,11 +106,11 @@ class Writer:
         self._progress = self._read_progress()
 
     @property
-    def next_offsets(self) -> Mapping[Place, int]:
+    def next_offsets(self) -> Mapping[Partition, int]:
         """Where each partition is to be read from; partitions not named, from their beginning."""
         return self._progress.next_offsets
 
-    def write(self, rows: Sequence[Row], next_offsets: Mapping[Place, int]) -> int:
+    def write(self, rows: Sequence[Row], next_offsets: Mapping[Partition, int]) -> int:
         """Insert what the tables lack of `rows`, delete what these order, then move the restart points.
 
         Returns the number of rows inserted.
@@ -167,7 +168,7 @@ class Writer:
             settings["insert_deduplication_token"] = token
         self._client.insert_arrow(table, data.combine_chunks(), database=self._database, settings=settings)
 
-    def _mark(self, next_offsets: Mapping[Place, int]) -> None:
+    def _mark(self, next_offsets: Mapping[Partition, int]) -> None:
         moved = {p: o for p, o in next_offsets.items() if self._progress.next_offsets.get(p) != o}
         if not moved:
             return

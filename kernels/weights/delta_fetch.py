@@ -26,8 +26,8 @@ import xxhash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.retention import RetentionGap
 from tidemill.schemas.records import DeltaChunk, Manifest, ShardPosition
 from tidemill.schemas.stored_object import StoredObject, StoredObjectError, StoreUnavailableError, object_pieces
 

@@ -17,7 +17,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.range_reader import Lookback
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Dispatch, Record, Rollout, Task, Turn
 
 LOG = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ class BegunTasks:
 class _PartitionHistory:
     """The log's record of one partition's tasks when it was assigned."""
 
-    def __init__(self, lookback: Lookback, run_id: str) -> None:
-        self._lookback = lookback
+    def __init__(self, log: LogReader, run_id: str) -> None:
+        self._log = log
         self._run_id = run_id
         self._begun: BegunTasks | None = None
         self._rollouts_read = False
@@ -103,7 +103,7 @@ class _PartitionHistory:
         if self._begun is None:
             self._read_at = now_us()
             self._begun = BegunTasks(self._run_id)
-            for located in self._lookback.read(Topic.PROGRESS, partition, to_ms(task.issued_at - SKEW_US)):
+            for located in self._log.read_since(Topic.PROGRESS, partition, to_ms(task.issued_at - SKEW_US)):
                 self._begun.observe(located.record)
         if task.issued_at > self._read_at + SKEW_US:
             self._begun = BegunTasks(self._run_id)  # tasks from now on were issued after it was read
@@ -115,17 +115,17 @@ class _PartitionHistory:
         return self._begun.progress(task)
 
     def _read_rollouts(self, begun: BegunTasks) -> None:
-        count = self._lookback.partitions(Topic.ROLLOUTS)
+        count = len(self._log.partitions(Topic.ROLLOUTS))
         for partition in sorted({partition_of(group, count) for group in begun.groups}):
-            for located in self._lookback.read(Topic.ROLLOUTS, partition, to_ms(begun.first_at - SKEW_US)):
+            for located in self._log.read_since(Topic.ROLLOUTS, partition, to_ms(begun.first_at - SKEW_US)):
                 begun.observe(located.record)
 
 
 class TaskRecovery:
     """Finds the recorded part of the tasks in the partitions of one worker."""
 
-    def __init__(self, lookback: Lookback, run_id: str) -> None:
-        self._lookback = lookback
+    def __init__(self, log: LogReader, run_id: str) -> None:
+        self._log = log
         self._run_id = run_id
         self._histories: dict[Partition, _PartitionHistory] = {}
 
@@ -138,7 +138,7 @@ class TaskRecovery:
         if not isinstance(task, Task) or task.run_id != self._run_id:
             return NOTHING
         place = (located.topic, located.partition)
-        history = self._histories.setdefault(place, _PartitionHistory(self._lookback, self._run_id))
+        history = self._histories.setdefault(place, _PartitionHistory(self._log, self._run_id))
         progress = history.progress(task, located.partition)
         if progress is not NOTHING:
             turns = sum(map(progress.resumable, progress.turns))
@@ -153,4 +153,4 @@ class TaskRecovery:
 
     def close(self) -> None:
         """Give the connections back."""
-        self._lookback.close()
+        self._log.close()

@@ -44,7 +44,7 @@ from tidemill.schemas.log.dead_letter import send_dead_letter
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.schemas.log.range_reader import Lookback
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Turn
 from tidemill.schemas.shutdown import stop_on_signals
 
@@ -248,7 +248,7 @@ def run(
         claims = SegmentClaims(store.root, run.run_id, rollout.claim_check_bytes, Codec(kafka.registry_url))
         outbox = Outbox(producer, Topic.ROLLOUTS, claims.checked)
         cleanup.callback(outbox.close)
-        recovery = TaskRecovery(Lookback(kafka, client_id=APPLICATION), run.run_id)
+        recovery = TaskRecovery(LogReader(kafka, client_id=APPLICATION), run.run_id)
         cleanup.callback(recovery.close)
         member = _member(kafka, run, rollout)
         cleanup.callback(member.close)

@@ -24,10 +24,10 @@ from tidemill.schemas.clock import now_us, to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import LOG_WAIT_S
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.guard import Stillness
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.stall import Stillness
 from tidemill.schemas.records import Task
 from tidemill.schemas.shutdown import stop_on_signals
 

@@ -1,34 +1,68 @@
-"""A consumed record with its place in the log.
+"""A consumed record with its position in the log.
 
 A value that cannot be decoded arrives as a `ConsumedRecord` whose `record` is None and whose `error` says why: the
-caller decides where it goes, and the stream goes on.
+caller decides where it goes, and the stream goes on. A record that a replay wrote carries the id of the replay in its
+headers: a consumer that acts on records, the trainer above all, refuses it unless it was told of that replay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
-from tidemill.schemas.log.replayed import Headers, replay_id_of
 from tidemill.schemas.records import Record
+
+HEADER_REPLAY_ID = "tidemill-replay-id"
+HEADER_REPLAY_SOURCE = "tidemill-replay-source"
+"""`topic/partition/offset` of the record that was copied, under its full name."""
+
+Headers = Iterable[tuple[str, bytes | None]]
+Partition = tuple[str, int]
+"""Full name of a topic, and a partition of it."""
+
+
+class LogReference(Protocol):
+    """A part of a record that refers to another record by its position."""
+
+    @property
+    def topic(self) -> str:
+        """Without its prefix."""
+
+    @property
+    def partition(self) -> int:
+        """Number of the partition."""
+
+    @property
+    def offset(self) -> int:
+        """In the partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
     """Where a record lies in the log."""
 
-    topic: Topic
+    topic: str
+    """Without its prefix, unless said otherwise."""
     partition: int
     offset: int
+
+    @classmethod
+    def of(cls, reference: LogReference) -> Position:
+        """The position that a reference names."""
+        return cls(reference.topic, reference.partition, reference.offset)
+
+    def __str__(self) -> str:
+        return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumedRecord:
-    """A record with its place in the log."""
+    """A record with its position in the log."""
 
     topic: Topic
     partition: int
@@ -45,11 +79,11 @@ class ConsumedRecord:
     @property
     def position(self) -> Position:
         """Topic, partition and offset."""
-        return Position(self.topic, self.partition, self.offset)
+        return Position(self.topic.value, self.partition, self.offset)
 
 
-def locate(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
-    """A consumed message as a `ConsumedRecord`, decoded where it can be."""
+def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
+    """A message of the log, decoded where it can be."""
     record, error = None, ""
     try:
         record = codec.decode(message.value())
@@ -66,3 +100,17 @@ def locate(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
         error=error,
         replay_id=replay_id_of(cast("Headers | None", message.headers())),
     )
+
+
+def replay_id_of(headers: Headers | None) -> str:
+    """The id of the replay that wrote a record; empty for a record that no replay wrote."""
+    found = (value or b"" for name, value in headers or () if name == HEADER_REPLAY_ID)
+    return next(found, b"").decode("utf-8", "replace")
+
+
+def replay_headers(replay_id: str, full_topic: str, partition: int, offset: int) -> dict[str, bytes]:
+    """What a replay adds to the headers of a record that it copies."""
+    return {
+        HEADER_REPLAY_ID: replay_id.encode(),
+        HEADER_REPLAY_SOURCE: f"{full_topic}/{partition}/{offset}".encode(),
+    }

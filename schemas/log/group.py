@@ -16,9 +16,8 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.consumed import ConsumedRecord, Partition, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
-from tidemill.schemas.log.stall import Place
 
 
 class GroupConsumer:
@@ -38,9 +37,9 @@ class GroupConsumer:
         settings = consumer_settings(kafka, client_id, kafka.topic_prefix + group_id)
         self._consumer = Consumer({**settings, "auto.offset.reset": "error"})
         self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka)
-        self._next: dict[Place, int | None] = {}
+        self._next: dict[Partition, int | None] = {}
         """Next offset of each owned partition; None for the first that is kept."""
-        self._paused: set[Place] = set()
+        self._paused: set[Partition] = set()
         self._kafka = kafka
         self._ask_at: float | None = time.monotonic() + METADATA_TIMEOUT_S
         """When to ask why the group says nothing; None once it has assigned partitions, or none."""
@@ -94,7 +93,7 @@ class GroupConsumer:
         error = message.error()
         if error is None:
             self._next[place] = (message.offset() or 0) + 1
-            return locate(message, self._names, self._codec)
+            return consumed_record(message, self._names, self._codec)
         onward = self._guard.take(error, place, self._next.get(place))
         if onward is not None:
             self._next[place] = onward

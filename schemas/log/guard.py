@@ -1,29 +1,166 @@
 """What every consumer's reading is guarded against: records that are gone, and a client that reads no more.
 
 librdkafka is told never to choose an offset by itself (`auto.offset.reset: error`): what is out of range is looked at
-here. After a gap was told the consumer stands at the first record that is kept, so that whoever can do without the
-missing ones goes on polling.
+here. After a gap was told the consumer stands at the first record that is kept, so that a caller that can do without
+the missing ones goes on polling. A wait for something that has not come yet is never a stall: only what could move and
+does not is told.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Hashable, Mapping, Set
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import raise_lasting
-from tidemill.schemas.log.partitions import watermarks
-from tidemill.schemas.log.retention import RetentionGap, TopicMadeAnew
-from tidemill.schemas.log.stall import Place, ReadingWatch, Stall
-from tidemill.schemas.log.watermarks import LogEnds
+from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.watermarks import WatermarkClient, watermarks
 
 LOG = logging.getLogger(__name__)
+K = TypeVar("K", bound=Hashable)
 LOOK_TIMEOUT_S = 2.0
 """Longest wait for the end of a partition while records could be read meanwhile."""
+LOOKS_PER_TIMEOUT = 4
 OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION})
+
+
+class RetentionGap(LookupError):
+    """The next record to read is no longer kept: retention, or a deletion, was faster than the reader."""
+
+    def __init__(self, topic: str, partition: int, wanted: int, first: int) -> None:
+        super().__init__(
+            f"{topic}[{partition}]: the log no longer keeps offset {wanted}, the log begins at {first}: up to "
+            f"{first - wanted} records were deleted before they were read. Let the topic's retention.ms outlast the "
+            "longest time that its readers are down. To go on without these records, set `stream.accept_gaps` or "
+            "`sink.accept_gaps` where one of these reads, or move the consumer group's committed offset"
+        )
+        self.topic = topic
+        """Full name."""
+        self.partition = partition
+        self.wanted = wanted
+        """Next offset to read."""
+        self.first = first
+        """First offset that the log keeps."""
+
+
+class TopicMadeAnew(LookupError):
+    """The next offset to read lies behind the end of the log."""
+
+    def __init__(self, topic: str, partition: int, wanted: int, end: int) -> None:
+        super().__init__(
+            f"{topic}[{partition}]: the reader stands at offset {wanted} and the log ends at {end}: the topic was made "
+            "anew, or the log lost records. What the reader remembers does not belong to this log"
+        )
+
+
+class Stillness(Generic[K]):
+    """Since when each of several things has not moved while it had reason to.
+
+    Args:
+        timeout: how long is too long, in the unit of every `now`.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._seen: dict[K, tuple[object, float]] = {}
+
+    def observe(self, key: K, position: object, waiting: bool, now: float) -> float | None:
+        """One look at `key`: where it is, and whether something waits for it to move.
+
+        Returns how long it has stood still when that is the time-out or more; then its time begins anew, so that it is
+        told once a time-out.
+        """
+        last, since = self._seen.get(key, (position, now))
+        if not waiting or last != position:
+            since = now
+        still = now - since
+        told = still >= self._timeout
+        self._seen[key] = (position, now if told else since)
+        return still if told else None
+
+    def forget(self) -> None:
+        """Begin anew: nobody could move meanwhile."""
+        self._seen.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A partition with records that nobody reads."""
+
+    partition: Partition
+    position: int
+    end: int
+    seconds: float
+
+    def __str__(self) -> str:
+        topic, partition = self.partition
+        return (
+            f"{topic}[{partition}] is stalled: {self.end - self.position} records wait at offset {self.position} and "
+            f"none was read for {self.seconds:.0f} s (`kafka.stall_timeout_s` sets how long is too long)"
+        )
+
+
+class ReadingWatch:
+    """The progress of one consumer's partitions. Times are seconds of any monotonic clock.
+
+    Standing still counts only while the consumer is polled and the log answers.
+
+    Args:
+        timeout_s: how long is too long; 0 looks at nothing.
+    """
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._interval_s = timeout_s / LOOKS_PER_TIMEOUT
+        self._still: Stillness[Partition] = Stillness(timeout_s)
+        self._polled_at_s = self._looked_at_s = self._answered_at_s = now_s
+        self._told_silence = False
+
+    def due(self, now_s: float) -> bool:
+        """A poll; whether it is time to ask for the ends of the partitions."""
+        if not self._timeout_s:
+            return False
+        if now_s - self._polled_at_s > self._interval_s:
+            # Whoever polls was busy elsewhere: the partitions could not move.
+            self._still.forget()
+            self._answered_at_s = now_s
+        self._polled_at_s = now_s
+        if now_s - self._looked_at_s < self._interval_s:
+            return False
+        self._looked_at_s = now_s
+        return True
+
+    def rest(self) -> None:
+        """Nothing is read on purpose."""
+        self._still.forget()
+
+    def observe(self, partition: Partition, position: int, end: int, now_s: float) -> Stall | None:
+        """The log answered: a partition's next offset to read, and its end."""
+        seconds = self._still.observe(partition, position, end > position, now_s)
+        return None if seconds is None else Stall(partition, position, end, seconds)
+
+    def answered(self, now_s: float) -> float | None:
+        """The log answered for every partition; how long it had not, when that was told."""
+        self._polled_at_s = now_s
+        silent_s, told = now_s - self._answered_at_s, self._told_silence
+        self._answered_at_s, self._told_silence = now_s, False
+        return silent_s if told else None
+
+    def unanswered(self, now_s: float) -> float | None:
+        """The log did not answer; how long it has not, when that is the time-out or more and was not told yet."""
+        self._still.forget()
+        # The asking took its time.
+        self._polled_at_s = now_s
+        silent_s = now_s - self._answered_at_s
+        if self._told_silence or silent_s < self._timeout_s:
+            return None
+        self._told_silence = True
+        return silent_s
 
 
 class ReadingStalled(RuntimeError):
@@ -45,41 +182,48 @@ class ReadingGuard:
     def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings) -> None:
         self._consumer = consumer
         self._name = name
-        self._ends = LogEnds(kafka, f"{name}, ends")
+        self._ends = WatermarkClient(kafka, f"{name}, ends")
         self._watch = ReadingWatch(kafka.stall_timeout_s, time.monotonic())
-        self._trouble: LookupError | None = None
-        self._warned: set[Place] = set()
+        self._troubles: list[LookupError] = []
+        self._warned: set[Partition] = set()
 
-    def take(self, error: KafkaError, place: Place, wanted: int | None) -> int | None:
+    def take(self, error: KafkaError, partition: Partition, wanted: int | None) -> int | None:
         """An error that came in place of a record; `wanted` is the next offset, None for the first that is kept.
 
-        Returns the offset to go on from when the place is out of range; what is wrong with it is raised by `check`.
-        Raises KafkaException for what librdkafka does not outlive by itself.
+        Returns the offset to go on from when the next one is out of range; `check` raises what is wrong with it.
+        Raises KafkaException for an error that librdkafka does not outlive by itself.
         """
         if error.code() not in OUT_OF_RANGE:
             raise_lasting(error)
             return None
-        low, high = watermarks(self._consumer, place)
-        if wanted is None or low <= wanted <= high:
-            onward = low if wanted is None else wanted
-        elif wanted < low:
-            onward = low
-            self._trouble = self._trouble or RetentionGap(*place, wanted, low)
-        else:
-            onward = high
-            self._trouble = self._trouble or TopicMadeAnew(*place, wanted, high)
+        onward = self.within(partition, wanted, *watermarks(self._consumer, partition))
         # A partition that is out of range takes no seek.
-        self._consumer.incremental_unassign([TopicPartition(*place)])
-        self._consumer.incremental_assign([TopicPartition(*place, onward)])
+        self._consumer.incremental_unassign([TopicPartition(*partition)])
+        self._consumer.incremental_assign([TopicPartition(*partition, onward)])
         return onward
 
-    def check(self) -> None:
-        """Raises RetentionGap or TopicMadeAnew, once, for what was found out of range."""
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
+    def within(self, partition: Partition, wanted: int | None, low: int, high: int) -> int:
+        """The offset to go on from in a partition that begins at `low` and ends at `high`; `check` raises what is wrong
+        with `wanted`."""
+        if wanted is None or wanted < low:
+            if wanted is not None:
+                self._troubles.append(RetentionGap(*partition, wanted, low))
+            return low
+        if wanted > high:
+            self._troubles.append(TopicMadeAnew(*partition, wanted, high))
+        return min(wanted, high)
 
-    def look(self, positions: Mapping[Place, int], may_have_holes: Set[str]) -> None:
+    @property
+    def troubled(self) -> bool:
+        """Whether `check` has something to raise."""
+        return bool(self._troubles)
+
+    def check(self) -> None:
+        """Raises RetentionGap or TopicMadeAnew, one at a time, for each partition that was found out of range."""
+        if self._troubles:
+            raise self._troubles.pop(0)
+
+    def look(self, positions: Mapping[Partition, int], may_have_holes: Set[str]) -> None:
         """Called at each poll: compares positions with the log's ends when it is time to.
 
         Raises ReadingStalled, but not for a topic that may have holes: one may be at the end of its log.
@@ -87,7 +231,7 @@ class ReadingGuard:
         if not self._watch.due(time.monotonic()):
             return
         try:
-            ends = self._ends.bounds(positions, LOOK_TIMEOUT_S)
+            ends = self._ends.ask(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
             self._say_unanswered(positions, error)
             return
@@ -95,13 +239,13 @@ class ReadingGuard:
         silent_s = self._watch.answered(now_s)
         if silent_s is not None:
             LOG.warning("%s: the log answers again, after %.0f s; nothing was lost", self._name, silent_s)
-        for place, (low, high) in ends.items():
+        for partition, (low, high) in ends.items():
             # Where retention took everything there is nothing to wait for, wherever the reader stands.
-            stall = self._watch.observe(place, positions[place], high if high > low else 0, now_s)
-            if stall is not None and place[0] not in may_have_holes:
+            stall = self._watch.observe(partition, positions[partition], high if high > low else 0, now_s)
+            if stall is not None and partition[0] not in may_have_holes:
                 raise ReadingStalled(stall)
-            if stall is not None and place not in self._warned:
-                self._warned.add(place)
+            if stall is not None and partition not in self._warned:
+                self._warned.add(partition)
                 LOG.warning("%s: %s; what waits may be what compaction left of the log's end", self._name, stall)
 
     def rest(self) -> None:
@@ -112,7 +256,7 @@ class ReadingGuard:
         """Give its connection back."""
         self._ends.close()
 
-    def _say_unanswered(self, positions: Mapping[Place, int], error: KafkaException) -> None:
+    def _say_unanswered(self, positions: Mapping[Partition, int], error: KafkaException) -> None:
         silent_s = self._watch.unanswered(time.monotonic())
         if silent_s is not None:
             where = ", ".join(f"{topic}[{p}] at {offset}" for (topic, p), offset in sorted(positions.items()))

@@ -1,38 +1,211 @@
-"""Reading whole topics from chosen offsets. A reader has no group and never moves anybody's committed offsets.
+"""Reading the log from chosen offsets. A reader has no group and never moves anybody's committed offsets.
 
-What holds: between two records of a partition that a reader gives out lies nothing that the log has deleted, or the
-reader said so (`RetentionGap`); what it holds ahead of its use stays below `kafka.read_ahead_bytes`.
+What holds:
+
+- between two records of a partition that a reader gives out lies nothing that the log has deleted, or the reader said
+  so (`RetentionGap`);
+- the markers of transactions and what compaction took are read past, also where a partition ends with them;
+- reading up to a known end takes as long as it takes, and is given up when the log delivers nothing for `SILENCE_S`;
+- what a reader holds ahead of its use stays below `kafka.read_ahead_bytes`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from types import TracebackType
 from typing import Self
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.client_settings import groupless_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, locate
+from tidemill.schemas.log.consumed import ConsumedRecord, Partition, Position, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
-from tidemill.schemas.log.partitions import partitions_of, watermarks
-from tidemill.schemas.log.retention import RetentionGap
-from tidemill.schemas.log.stall import Place
+from tidemill.schemas.log.watermarks import offset_since, partitions_of, watermarks
 
 READ_WAIT_S = 0.1
+SILENCE_S = 60.0
+"""Longest wait for the log to deliver anything of what it holds."""
 AT_ONCE = 50
 """Messages taken from the client in one call."""
 
 
-class LogReader:
-    """Reads whole topics from chosen offsets, without a consumer group.
+class MissingRecordError(LookupError):
+    """The log holds no record at a position."""
+
+
+class PartitionReader:
+    """Reads messages of partitions that are named in full.
 
     Args:
+        may_have_holes: topics whose end may be a hole, left by compaction: waiting there is never a stall.
+        fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
+        isolation: "read_committed", or "read_uncommitted" for the records of open and aborted transactions too.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        client_id: str,
+        *,
+        may_have_holes: Collection[str] = (),
+        fetch_bytes: int | None = None,
+        isolation: str = "read_committed",
+    ) -> None:
+        # An offset that is out of range must not be replaced in silence by one that is not. The end of a partition has
+        # to be told from a pause: what lies there may bring no message.
+        own = {"auto.offset.reset": "error", "enable.partition.eof": True, "isolation.level": isolation}
+        self.client = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | own)
+        self._guard = ReadingGuard(self.client, client_id, kafka)
+        self._limit_bytes = kafka.read_ahead_bytes
+        self._may_have_holes = frozenset(may_have_holes)
+        self._next: dict[Partition, int] = {}
+        self._anywhere: set[Partition] = set()
+        """Partitions whose next record may be any that the log has."""
+        self._gaps = False
+        self._held_back: frozenset[Partition] = frozenset()
+
+    def assign(self, start: Mapping[Partition, int], *, gaps: bool = False) -> None:
+        """Read these partitions from these offsets on, instead of those before; `check` raises what is gone.
+
+        Args:
+            start: offsets, OFFSET_BEGINNING or OFFSET_END.
+            gaps: pass over records that the log no longer keeps, without an error.
+        """
+        self._gaps, self._held_back = gaps, frozenset()
+        self._anywhere = {partition for partition, offset in start.items() if gaps or offset == OFFSET_BEGINNING}
+        self._next = {}
+        for partition, offset in start.items():
+            low, high = watermarks(self.client, partition)
+            if offset in (OFFSET_BEGINNING, OFFSET_END):
+                self._next[partition] = low if offset == OFFSET_BEGINNING else high
+            elif gaps:
+                self._next[partition] = max(offset, low)
+            else:
+                # One behind the end is told when it is polled: the log may have it by then.
+                self._next[partition] = self._guard.within(partition, offset, low, max(high, offset))
+        self._guard.rest()
+        self.client.assign([TopicPartition(*partition, offset) for partition, offset in self._next.items()])
+
+    def check(self) -> None:
+        """Raise RetentionGap or TopicMadeAnew for what was found out of range and not told yet."""
+        self._guard.check()
+
+    def poll(self, timeout_s: float, max_records: int) -> list[Message]:
+        """The next messages, in offset order within each partition. Raises as `LogReader.poll`."""
+        self._guard.check()
+        found: list[Message] = []
+        n_bytes, deadline = 0, time.monotonic() + timeout_s
+        while len(found) < max_records and n_bytes < self._limit_bytes and not self._guard.troubled:
+            left_s = max(0.0, deadline - time.monotonic())
+            messages = self.client.consume(min(AT_ONCE, max_records - len(found)), left_s)
+            taken = [message for message in messages if self._take(message)]
+            found += taken
+            n_bytes += sum(len(message.value() or b"") for message in taken)
+            if len(messages) < AT_ONCE:
+                break
+        if not found:
+            self._guard.check()
+        if self._held_back:
+            self._guard.rest()
+        else:
+            self._guard.look(self._next, self._may_have_holes)
+        return found
+
+    def _take(self, message: Message) -> bool:
+        """Take note of a message; whether it is a record."""
+        partition, offset = (message.topic() or "", message.partition() or 0), message.offset() or 0
+        error = message.error()
+        if error is None:
+            self._next[partition] = offset + 1
+            if not self._gaps:
+                self._anywhere.discard(partition)
+            return True
+        if error.code() == KafkaError._PARTITION_EOF:
+            self._next[partition] = max(self._next.get(partition, 0), offset)
+            return False
+        wanted = None if partition in self._anywhere else self._next.get(partition)
+        onward = self._guard.take(error, partition, wanted)
+        if onward is not None:
+            self._next[partition] = onward
+        return False
+
+    def next_offsets(self) -> Mapping[Partition, int]:
+        """The next offset to be read of each partition."""
+        return self._next
+
+    def ends(self) -> dict[Partition, int]:
+        """The offset that the next record of each partition will have."""
+        return {partition: watermarks(self.client, partition)[1] for partition in self._next}
+
+    def read_until(
+        self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
+    ) -> Iterator[list[Message]]:
+        """Messages until each of some partitions has been read up to an offset; some may lie behind it.
+
+        Args:
+            at_once: the most that are read before the next look at how far the partitions are.
+
+        Raises TimeoutError when the log delivers nothing of them for `silence_s`, and as `poll`.
+        """
+        waited_s, left = 0.0, dict(ends)
+        while left := {partition: end for partition, end in left.items() if self._next.get(partition, end) < end}:
+            before = {partition: self._next[partition] for partition in left}
+            # The time that the caller takes between two polls is no silence of the log.
+            began = time.monotonic()
+            messages = self.poll(READ_WAIT_S, at_once)
+            moved = any(self._next[partition] != offset for partition, offset in before.items())
+            waited_s = 0.0 if moved else waited_s + time.monotonic() - began
+            if waited_s > silence_s:
+                where = ", ".join(f"{topic}[{p}] at {before[topic, p]} of {end}" for (topic, p), end in left.items())
+                raise TimeoutError(f"the log delivered nothing for {silence_s:g} s before the end was reached: {where}")
+            yield messages
+
+    def read_ranges(
+        self, ranges: Mapping[Partition, tuple[int, int]], silence_s: float = SILENCE_S
+    ) -> Iterator[list[Message]]:
+        """The messages of partitions from one offset up to another, that one excluded, instead of what was assigned.
+
+        What the log no longer keeps of a range is left out. A partition that was read to the end of its range is no
+        longer assigned. Raises as `read_until`.
+        """
+        ends = {partition: end for partition, (first, end) in ranges.items() if first < end}
+        self.assign({partition: ranges[partition][0] for partition in ends}, gaps=True)
+        for messages in self.read_until(ends, silence_s):
+            finished = [partition for partition, offset in self._next.items() if offset >= ends[partition]]
+            self.client.incremental_unassign([TopicPartition(*partition) for partition in finished])
+            for partition in finished:
+                del self._next[partition]
+            yield [m for m in messages if (m.offset() or 0) < ends[m.topic() or "", m.partition() or 0]]
+
+    def hold_back(self, partitions: Iterable[Partition]) -> None:
+        """Fetch from every assigned partition but these."""
+        wanted = frozenset(partitions) & self._next.keys()
+        self.client.pause([TopicPartition(*partition) for partition in wanted - self._held_back])
+        self.client.resume([TopicPartition(*partition) for partition in (self._held_back - wanted) & self._next.keys()])
+        self._held_back = wanted
+
+    def seek(self, partition: Partition, offset: int) -> None:
+        """Go to an offset; where that is no longer kept, to the first one that is, without a word."""
+        self.client.seek(TopicPartition(*partition, offset))
+        self._next[partition] = offset
+        self._anywhere.add(partition)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._guard.close()
+        self.client.close()
+
+
+class LogReader:
+    """Reads topics from chosen offsets: on and on (`poll`), to their end as it is now, a range, or single records.
+
+    Args:
+        topics: those that `poll` follows; none for a reader of ranges and single records alone.
         start: "beginning", "end", or next offsets by (topic, partition); partitions not named begin at the beginning.
         share: (n, of): one of `of` readers that share the partitions, the one that reads those of number n modulo `of`.
         fetch_bytes: the most that one answer of the log carries, all partitions together; by default 1 MiB a partition.
@@ -44,7 +217,7 @@ class LogReader:
     def __init__(
         self,
         kafka: KafkaSettings,
-        topics: Iterable[Topic],
+        topics: Iterable[Topic] = (),
         *,
         start: str | Mapping[tuple[Topic, int], int] = "beginning",
         client_id: str = "tidemill-reader",
@@ -54,134 +227,130 @@ class LogReader:
     ) -> None:
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
-        # An offset that is out of range must not be replaced in silence by one that is not.
-        self._consumer = Consumer(groupless_settings(kafka, client_id, fetch_bytes) | {"auto.offset.reset": "error"})
-        self._guard = ReadingGuard(self._consumer, client_id, kafka)
-        self._limit_bytes = kafka.read_ahead_bytes
-        topics = list(topics)
-        self._may_have_holes = {self._names.of(topic) for topic in topics if is_compacted(topic)}
+        holes = {self._names.of(topic) for topic in Topic if is_compacted(topic)}
+        self._log = PartitionReader(kafka, client_id, may_have_holes=holes, fetch_bytes=fetch_bytes)
+        self._partitions: dict[Topic, list[int]] = {}
         try:
-            self._assignment = [
-                TopicPartition(self._names.of(topic), partition, _start_offset(start, topic, partition))
-                for topic in topics
-                for partition in self.partitions(topic)
-                if partition % share[1] == share[0]
-            ]
+            followed = [(t, p) for t in topics for p in self.partitions(t) if p % share[1] == share[0]]
+            self._log.assign({self._full(*place): _start_offset(start, place) for place in followed})
+            self._log.check()
         except KafkaException:
+            self.close()
             # A client that is refused says only that no answer came.
             check_access(kafka)
             raise
-        self._anywhere = self._resolve_ends()
-        self._consumer.assign(self._assignment)
-        self._next: dict[Place, int] = {(tp.topic, tp.partition): tp.offset for tp in self._assignment}
+        except LookupError:
+            self.close()
+            raise
 
     def partitions(self, topic: Topic) -> list[int]:
         """Partition numbers of a topic. Raises LookupError when the topic does not exist."""
-        return partitions_of(self._consumer, self._names.of(topic))
-
-    def _resolve_ends(self) -> set[Place]:
-        """Make the start offsets numbers; returns the places that begin at whatever the log has first."""
-        anywhere = set()
-        for tp in self._assignment:
-            place = (tp.topic, tp.partition)
-            low, high = watermarks(self._consumer, place)
-            if tp.offset == OFFSET_END:
-                tp.offset = high
-            elif tp.offset == OFFSET_BEGINNING:
-                tp.offset = low
-                anywhere.add(place)
-            elif tp.offset < low:
-                raise RetentionGap(*place, tp.offset, low)
-        return anywhere
+        if topic not in self._partitions:
+            self._partitions[topic] = partitions_of(self._log.client, self._names.of(topic))
+        return self._partitions[topic]
 
     def poll(self, timeout_s: float = 0.1, max_records: int = 500) -> list[ConsumedRecord]:
         """The next records, in offset order within each partition; empty when none came in `timeout_s`.
 
         Raises:
             RetentionGap: the log deleted the next record of a partition before it was read. The reader stands at the
-                first one that is kept: whoever can do without goes on polling.
+                first one that is kept: a caller that can do without goes on polling.
             TopicMadeAnew: a partition ends before its next record.
             ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
         """
-        self._guard.check()
-        found = self._collect(timeout_s, max_records)
-        if not found:
-            self._guard.check()
-            self._pass_markers()
-        self._guard.look(self._next, self._may_have_holes)
-        return found
-
-    def _collect(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
-        found: list[ConsumedRecord] = []
-        n_bytes, deadline = 0, time.monotonic() + timeout_s
-        while len(found) < max_records and n_bytes < self._limit_bytes:
-            left_s = max(0.0, deadline - time.monotonic())
-            messages = self._consumer.consume(min(AT_ONCE, max_records - len(found)), left_s)
-            for message in messages:
-                located = self._locate(message)
-                if located is not None:
-                    found.append(located)
-                    n_bytes += len(located.value or b"")
-            if len(messages) < AT_ONCE:
-                break
-        return found
-
-    def _locate(self, message: Message) -> ConsumedRecord | None:
-        place = (message.topic() or "", message.partition() or 0)
-        error = message.error()
-        if error is None:
-            self._next[place] = (message.offset() or 0) + 1
-            self._anywhere.discard(place)
-            return locate(message, self._names, self._codec)
-        wanted = None if place in self._anywhere else self._next.get(place)
-        onward = self._guard.take(error, place, wanted)
-        if onward is not None:
-            self._next[place] = onward
-        return None
-
-    def _pass_markers(self) -> None:
-        # The consumer's own position moves past transaction markers and compacted records, which carry no message.
-        for tp in self._consumer.position(self._assignment):
-            place = (tp.topic, tp.partition)
-            self._next[place] = max(self._next[place], tp.offset)
+        return self._consumed(self._log.poll(timeout_s, max_records))
 
     def end_offsets(self) -> dict[tuple[Topic, int], int]:
         """End of the log now, by (topic, partition): the offset that the next record will have."""
-        return {
-            (self._names.parse(topic), partition): watermarks(self._consumer, (topic, partition))[1]
-            for topic, partition in self._next
-        }
+        return {(self._names.parse(topic), p): end for (topic, p), end in self._log.ends().items()}
 
     def next_offsets(self) -> dict[tuple[Topic, int], int]:
         """The next offset to be read, by (topic, partition)."""
-        return {(self._names.parse(topic), partition): offset for (topic, partition), offset in self._next.items()}
+        return {(self._names.parse(topic), p): offset for (topic, p), offset in self._log.next_offsets().items()}
 
-    def read_to_end(self, deadline_s: float = 60.0) -> Iterator[ConsumedRecord]:
-        """Every record up to the end of the log as it is now. Raises TimeoutError past the deadline."""
-        ends = self.end_offsets()
-        deadline = time.monotonic() + deadline_s
-        while any(offset < ends[place] for place, offset in self.next_offsets().items()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the end of {sorted({t.value for t, _ in ends})} was not reached in {deadline_s:g} s"
-                )
-            yield from self.poll(READ_WAIT_S)
-            self._pass_markers()
+    def read_to_end(self, silence_s: float = SILENCE_S) -> Iterator[ConsumedRecord]:
+        """Every record up to the end of the log as it is now.
+
+        Raises TimeoutError when the log delivers nothing for `silence_s`, and as `poll`.
+        """
+        for messages in self._log.read_until(self._log.ends(), silence_s):
+            yield from self._consumed(messages)
+
+    def read_since(self, topic: Topic, partition: int, timestamp_ms: int) -> Iterator[ConsumedRecord]:
+        """The records of a partition from the first one that is not older than a time (since the Unix epoch), up to the
+        end as it is now. For a reader that follows no topic.
+
+        Raises TimeoutError when the log delivers nothing for `SILENCE_S`, KafkaException when it refuses.
+        """
+        full = self._full(topic, partition)
+        first = offset_since(self._log.client, full, max(timestamp_ms, 0))
+        if first is not None:
+            end = watermarks(self._log.client, full)[1]
+            for messages in self._log.read_ranges({full: (first, end)}):
+                yield from self._consumed(messages)
+
+    def fetch(self, positions: Set[Position], silence_s: float = SILENCE_S) -> dict[Position, ConsumedRecord]:
+        """The records at some positions; what the log does not hold, not yet or no longer, is left out. For a reader
+        that follows no topic.
+
+        Each partition is read once, from the first of its positions to the last. Raises as `read_since`.
+        """
+        wanted: dict[Partition, list[int]] = {}
+        for place in positions:
+            if place.partition in self.partitions(Topic(place.topic)):
+                wanted.setdefault(self._full(Topic(place.topic), place.partition), []).append(place.offset)
+        ranges = {}
+        for partition, offsets in wanted.items():
+            low, high = watermarks(self._log.client, partition)
+            kept = [offset for offset in offsets if low <= offset < high]
+            if kept:
+                ranges[partition] = min(kept), max(kept) + 1
+        read = (record for found in self._log.read_ranges(ranges, silence_s) for record in self._consumed(found))
+        return {record.position: record for record in read if record.position in positions}
+
+    def at(self, position: Position, passed: Callable[[ConsumedRecord], object] | None = None) -> ConsumedRecord:
+        """The record at a position of a topic that is followed. The reader goes on from there.
+
+        Args:
+            passed: takes the other records that are read on the way from where the reader is; without it the reader
+                goes to the position.
+
+        Raises MissingRecordError, TimeoutError when the log delivers nothing for `SILENCE_S`, and as `poll`.
+        """
+        partition, offset = self._full(Topic(position.topic), position.partition), position.offset
+        where = f"{position.topic}[{position.partition}]"
+        following = self._log.next_offsets().get(partition)
+        if following is None or offset >= watermarks(self._log.client, partition)[1]:
+            raise MissingRecordError(f"{where} ends before offset {offset}")
+        if offset < following or (passed is None and offset > following):
+            self._log.seek(partition, offset)
+        found = None
+        for messages in self._log.read_until({partition: offset + 1}, at_once=500 if passed else 1):
+            for record in self._consumed(messages):
+                if record.position == position:
+                    found = record
+                elif passed is not None:
+                    passed(record)
+        if found is None:
+            raise MissingRecordError(f"{where} no longer holds offset {offset}: its retention has passed")
+        return found
 
     def seek(self, topic: Topic, partition: int, offset: int) -> None:
-        """Go to an offset of an assigned partition; where that is no longer kept, to the first one that is.
+        """Go to an offset of a topic that is followed; where that is no longer kept, to the first one that is.
 
-        That is no gap: whoever wants one record sees from its offset whether it came.
+        That is no gap: a caller that wants one record sees from its offset whether it came.
         """
-        full = self._names.of(topic)
-        self._consumer.seek(TopicPartition(full, partition, offset))
-        self._next[(full, partition)] = offset
-        self._anywhere.add((full, partition))
+        self._log.seek(self._full(topic, partition), offset)
+
+    def _full(self, topic: Topic, partition: int) -> Partition:
+        return self._names.of(topic), partition
+
+    def _consumed(self, messages: Iterable[Message]) -> list[ConsumedRecord]:
+        return [consumed_record(message, self._names, self._codec) for message in messages]
 
     def close(self) -> None:
         """Give the connections back."""
-        self._guard.close()
-        self._consumer.close()
+        self._log.close()
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +361,7 @@ class LogReader:
         self.close()
 
 
-def _start_offset(start: str | Mapping[tuple[Topic, int], int], topic: Topic, partition: int) -> int:
+def _start_offset(start: str | Mapping[tuple[Topic, int], int], place: tuple[Topic, int]) -> int:
     if isinstance(start, str):
         return {"beginning": OFFSET_BEGINNING, "end": OFFSET_END}[start]
-    return start.get((topic, partition), OFFSET_BEGINNING)
+    return start.get(place, OFFSET_BEGINNING)

@@ -39,14 +39,12 @@ from tidemill.schemas.log.client_settings import (
     producer_settings,
     raise_lasting,
 )
-from tidemill.schemas.log.consumed import locate
+from tidemill.schemas.log.consumed import Partition, consumed_record
 from tidemill.schemas.log.fenced_producer import FENCED
-from tidemill.schemas.log.guard import OUT_OF_RANGE
+from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
-from tidemill.schemas.log.partitions import watermarks
-from tidemill.schemas.log.retention import RetentionGap
 from tidemill.schemas.log.security import SecurityError, security_of
-from tidemill.schemas.log.stall import Place
+from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Machine, Processor
@@ -97,8 +95,8 @@ class TransactionalRunner:
         self._changelog = f"{application}-{processor.table}-changelog"
         self._machines: dict[int, Machine] = {}
         self._journals: dict[int, Journal] = {}
-        self._next: dict[Place, int] = {}
-        self._found: dict[Place, int] = {}
+        self._next: dict[Partition, int] = {}
+        self._found: dict[Partition, int] = {}
         """How far the state was read, while it is."""
         self._touched: set[int] = set()
         """Partitions with records in the open transaction; empty while none is open."""
@@ -253,7 +251,7 @@ class TransactionalRunner:
         self._touched.add(partition)
         self._taken += 1
         self._next[topic, partition] = offset + 1
-        for output in machine.observe(locate(message, self._names, self._codec)):
+        for output in machine.observe(consumed_record(message, self._names, self._codec)):
             self._write(self._writes.output(output))
 
     def _pass_markers(self) -> None:
@@ -262,12 +260,12 @@ class TransactionalRunner:
             place = (tp.topic, tp.partition)
             self._next[place] = max(self._next[place], tp.offset)
 
-    def _step_over_gap(self, place: Place) -> None:
+    def _step_over_gap(self, place: Partition) -> None:
         """Go on behind records that were deleted before they were read. Raises RetentionGap when that may not be."""
         self._next[place] = self._kept(place, self._next[place])
         self._consumer.assign([TopicPartition(*found, offset) for found, offset in self._next.items()])
 
-    def _kept(self, place: Place, offset: int) -> int:
+    def _kept(self, place: Partition, offset: int) -> int:
         """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
         first, end = watermarks(self._log_ends, place)
         check_position(*place, offset, end)

@@ -15,7 +15,8 @@ from confluent_kafka import Consumer, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import consumer_settings
-from tidemill.schemas.log.stall import Place, Stillness
+from tidemill.schemas.log.consumed import Partition
+from tidemill.schemas.log.guard import Stillness
 
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
@@ -44,7 +45,7 @@ class Progress:
 
     ready: bool
     """Partitions are assigned and their state is recovered."""
-    positions: Mapping[Place, int]
+    positions: Mapping[Partition, int]
     """Next offset by input partition when ready; before, by partition of the state topic."""
 
 
@@ -55,7 +56,7 @@ class ProgressRule:
         self._still: Stillness[str] = Stillness(timeout_s)
         self._still.observe(WORKER, None, False, now_s)
 
-    def observe(self, now_s: float, progress: Progress, ends: Mapping[Place, int]) -> Stall | None:
+    def observe(self, now_s: float, progress: Progress, ends: Mapping[Partition, int]) -> Stall | None:
         """One look, with the log's end by input partition; a partition without an end counts as read."""
         waiting = sum(max(0, ends[p] - position) for p, position in progress.positions.items() if p in ends)
         still_s = self._still.observe(WORKER, progress, bool(waiting) or not progress.ready, now_s)
@@ -105,7 +106,7 @@ class Watchdog:
                 self._on_stall(stall)
                 return
 
-    def _ends(self, positions: Mapping[Place, int]) -> dict[Place, int]:
+    def _ends(self, positions: Mapping[Partition, int]) -> dict[Partition, int]:
         try:
             return {place: self._end(*place) for place in positions}
         except KafkaException:

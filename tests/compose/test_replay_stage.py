@@ -24,10 +24,9 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.client_settings import consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import HEADER_REPLAY_SOURCE, ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.replayed import HEADER_REPLAY_SOURCE
 from tidemill.schemas.records import Group, RewardComponent, Rollout
 from tidemill.streams.config import ProcessorName
 from tidemill.streams.join.config import JoinSettings

@@ -18,9 +18,9 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import consumer_settings
+from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.replayed import replay_headers
 from tidemill.schemas.records import (
     CloseReason,
     Group,

@@ -15,10 +15,9 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, consumer_settings
-from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.consumed import ConsumedRecord, Position, replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.replayed import replay_headers
 from tidemill.schemas.records import (
     CloseReason,
     Group,

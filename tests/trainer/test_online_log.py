@@ -16,6 +16,7 @@ from tidemill.schemas.claim import store_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
@@ -159,14 +160,14 @@ def test_what_lies_where_a_member_points_is_fetched_and_checked(
     beyond = [replace(members[0], offset=10_000), replace(members[0], partition=77), replace(members[0], offset=-1)]
     fetched = InteractionLog(log, vocab_size=64)
     found = fetched.fetch([*members, *beyond])
-    assert [found[m.partition, m.offset] for m in members] == [
+    assert [found[Position.of(m)] for m in members] == [
         plain,
         claimed,
         Exclusion.MISSING_INTERACTION,
         Exclusion.INVALID_INTERACTION,
         Exclusion.INVALID_INTERACTION,
     ]
-    assert {found[m.partition, m.offset] for m in beyond} == {Exclusion.MISSING_INTERACTION}
+    assert {found[Position.of(m)] for m in beyond} == {Exclusion.MISSING_INTERACTION}
     assert set(fetched.fetch([other]).values()) == {Exclusion.INVALID_INTERACTION}
     assert set(fetched.fetch([replace(members[0], topic="rollouts")]).values()) == {Exclusion.INVALID_INTERACTION}
     assert fetched.fetch([]) == {}

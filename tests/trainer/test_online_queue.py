@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, TrainStep, UserRequest, UserWish
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.choices import BaselineKind
@@ -38,9 +39,13 @@ def place(name: str, offset: int) -> StepInput:
     return StepInput(name, Topic.ONLINE_BATCHES.value, 0, offset)
 
 
+def at(offset):
+    return Position("interactions", 0, offset)
+
+
 def found_of(made: TrainableBatch):
     """Its interactions by place, as the log gives them."""
-    return {(m.partition, m.offset): i for m, i in zip(made.members, made.interactions, strict=True)}
+    return {Position.of(m): i for m, i in zip(made.members, made.interactions, strict=True)}
 
 
 def settled(queue: OnlineQueue, made: TrainableBatch, current: int = 0, **changes):
@@ -75,7 +80,7 @@ def test_a_whole_batch_is_trained(made) -> None:
 
 @pytest.mark.parametrize("reason", [Exclusion.MISSING_INTERACTION, Exclusion.INVALID_INTERACTION])
 def test_an_interaction_that_cannot_be_read_is_left_out_with_its_reason(made, reason) -> None:
-    left = settled(OnlineQueue(RULES, line_to(0)), made, found={(0, 1): reason})
+    left = settled(OnlineQueue(RULES, line_to(0)), made, found={at(1): reason})
     assert reasons(left) == {"b-1": reason.value}
     assert [m.interaction_id for m in left.members] == ["b-0", "b-2", "b-3"]
     (entry,) = left.excluded
@@ -95,7 +100,7 @@ def test_an_interaction_that_cannot_be_read_is_left_out_with_its_reason(made, re
 )
 def test_an_interaction_that_contradicts_its_batch_or_has_no_consent_is_left_out(made, changes) -> None:
     wrong = replace(made.interactions[0], **changes)
-    assert reasons(settled(OnlineQueue(RULES, line_to(1)), made, found={(0, 0): wrong})) == {
+    assert reasons(settled(OnlineQueue(RULES, line_to(1)), made, found={at(0): wrong})) == {
         "b-0": "invalid_interaction"
     }
 
@@ -104,13 +109,13 @@ def test_an_interaction_of_other_versions_has_no_lag_and_is_left_out(made) -> No
     """Of another life of the version numbers; or a correction of an answer of a version that was not made."""
     queue = OnlineQueue(RULES, line_to(0), incarnation="mine")
     mine, theirs = (replace(made.interactions[0], incarnation=name) for name in ("mine", "theirs"))
-    assert reasons(settled(queue, made, found={(0, 0): mine, (0, 1): replace(theirs, **ids_of(made, 1))})) == {
+    assert reasons(settled(queue, made, found={at(0): mine, at(1): replace(theirs, **ids_of(made, 1))})) == {
         "b-1": "undefined_lag"
     }
     members = (replace(made.members[0], correction=True), *made.members[1:])
     ahead = replace(made.interactions[0], version_min=4, version_max=5)
     left = settled(OnlineQueue(RULES, line_to(3)), of_version(replace(made, members=members), 3),
-                   current=3, found={(0, 0): ahead})  # fmt: skip
+                   current=3, found={at(0): ahead})  # fmt: skip
     assert reasons(left) == {"b-0": "undefined_lag"}
 
 
@@ -128,7 +133,7 @@ def test_what_a_replay_wrote_is_refused_unless_told(made) -> None:
     """A refused copy is not the batch's ending: the batch itself is trained when it comes."""
     queue = OnlineQueue(RULES, line_to(0))
     queue.read(replace(made.place, offset=0), made.batch, "replay")
-    left = settled(queue, made, found={(0, 0): Exclusion.REPLAYED})
+    left = settled(queue, made, found={at(0): Exclusion.REPLAYED})
     assert reasons(left) == {"b-0": "replayed"}
     assert [(e.offset, e.reason) for e in queue.take(left)] == [(0, "replayed"), (0, "replayed")]
     told = OnlineQueue(replace(RULES, accept_replays=frozenset({"replay"})), line_to(0))
@@ -149,7 +154,7 @@ def test_nothing_is_trained_of_a_user_after_he_had_it_erased(made) -> None:
     queue.observe_request(erase("user-b-1", served - 1))
     queue.observe_request(erase("user-b-2", served + 1, UserWish.OPT_OUT))
     queue.observe_request(erase("user-b-3", served + 1))
-    left = settled(queue, made, found={(0, 3): Exclusion.MISSING_INTERACTION})
+    left = settled(queue, made, found={at(3): Exclusion.MISSING_INTERACTION})
     assert reasons(left) == {"b-0": "erased", "b-3": "erased"}, "what came before the demand, gone or not"
 
 
@@ -165,8 +170,8 @@ def test_a_demand_that_comes_while_a_batch_waits_counts(made) -> None:
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        ({(0, i): Exclusion.MISSING_INTERACTION for i in range(4)}, Exclusion.MISSING_INTERACTION),
-        ({(0, i): Exclusion.MISSING_INTERACTION for i in range(3)}, Exclusion.TOO_FEW),
+        ({at(i): Exclusion.MISSING_INTERACTION for i in range(4)}, Exclusion.MISSING_INTERACTION),
+        ({at(i): Exclusion.MISSING_INTERACTION for i in range(3)}, Exclusion.TOO_FEW),
     ],
 )
 def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason) -> None:
@@ -291,7 +296,7 @@ def test_a_repeated_step_trains_the_members_of_then(make_trainable_batch, droppe
     whole = replace(made, members=(*made.members, *extra), interactions=(
         *made.interactions, made.interactions[twice], made.interactions[corrected]))  # fmt: skip
     queue = OnlineQueue(replace(RULES, min_members=1, baseline=BaselineKind.NONE), line_to(0))
-    left = settled(queue, whole, found={(0, i): Exclusion.MISSING_INTERACTION for i in dropped})
+    left = settled(queue, whole, found={at(i): Exclusion.MISSING_INTERACTION for i in dropped})
     if isinstance(left, TrainableBatch):
         step = recorded(left.place, queue.take(left))
         assert tuple(repeated(replace(made.batch, members=list(whole.members)), step)) == left.members
@@ -344,7 +349,7 @@ def train(queue: OnlineQueue, log: list[TrainableBatch], endings: dict[int, str]
     """One step on the batch that is next, as the loop takes it; None without one."""
     while (waiting := queue.next(2)) is not None:
         made = log[waiting.place.offset]
-        found = found_of(made) if made.interactions else {(0, i): Exclusion.MISSING_INTERACTION for i in range(2)}
+        found = found_of(made) if made.interactions else {at(i): Exclusion.MISSING_INTERACTION for i in range(2)}
         left = queue.settle(waiting, found, 2)
         if isinstance(left, Exclusion):
             queue.exclude(waiting, left)

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepRules
 from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
+
+
+def at(offset: int) -> Position:
+    return Position(Topic.GROUPS.value, 0, offset)
 
 
 def step(number: int, version: int, trained: list[int], excluded: dict[int, str], bound: int = 2) -> TrainStep:
@@ -36,7 +41,7 @@ def made(make_rollout, make_member, make_group):
 
 
 def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known(made):
-    groups = {(0, 0): made("g0", [0, 1]), (0, 1): made("g1", [4, 5]), (0, 2): made("g2", [3, 5])}
+    groups = {at(0): made("g0", [0, 1]), at(1): made("g1", [4, 5]), at(2): made("g2", [3, 5])}
     steps = [step(1, 0, [0], {}), step(6, 5, [1], {2: Exclusion.STALE.value})]
     assert places_of(steps) == set(groups)
     same = judge(steps, groups, 1)
@@ -49,7 +54,7 @@ def test_groups_move_out_of_steps_and_into_them_and_the_first_step_is_known(made
 
 def test_other_reasons_stay_and_lost_groups_are_counted(made):
     steps = [step(3, 2, [0], {1: Exclusion.LATE.value, 2: Exclusion.STALE.value})]
-    (judged,) = judge(steps, {(0, 0): made("g0", [2])}, 9)
+    (judged,) = judge(steps, {at(0): made("g0", [2])}, 9)
     assert (judged.moved, judged.unknown, judged.stale, judged.bound) == ([], 1, 1, 2)
 
 
@@ -64,12 +69,12 @@ def test_a_failed_member_has_no_say(made):
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8), st.integers(0, 4))
 def test_the_recorded_bound_moves_nothing(make_rollout, make_member, make_group, versions, bound):
     """What the trainer's own builder decided at a bound is judged the same at it."""
-    found: dict[tuple[int, int], Group] = {}
+    found: dict[Position, Group] = {}
     builder = BatchBuilder(StepRules("run", 1, bound, 1, False, 100))
     for offset, pair in enumerate(versions):
         rollouts = tuple(make_rollout(f"g{offset}", i, float(i), 2, v) for i, v in enumerate(pair))
         members = [make_member(r, 0, i) for i, r in enumerate(rollouts)]
-        found[0, offset] = group = make_group(f"g{offset}", members)
+        found[at(offset)] = group = make_group(f"g{offset}", members)
         place = StepInput(f"g{offset}", Topic.GROUPS.value, 0, offset)
         if builder.wants(place, group, 6):
             builder.accept(TrainableGroup(place, group, rollouts))

@@ -22,6 +22,7 @@ from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
@@ -181,8 +182,9 @@ def test_a_replay_has_a_producer_that_refuses_to_write():
 
 
 def test_groups_are_found_by_their_places(trained):
-    found = read_groups(trained.kafka, {(0, 1), (0, 99)}, 30)
-    assert {place: group.group_id for place, group in found.items()} == {(0, 1): "g1"}
+    here, beyond = (Position("groups", 0, offset) for offset in (1, 99))
+    found = read_groups(trained.kafka, {here, beyond}, 30)
+    assert {place: group.group_id for place, group in found.items()} == {here: "g1"}
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
     Interaction,
     OnlineBatch,
@@ -138,17 +139,17 @@ class OnlineQueue:
         return min((waiting for waiting in made if waiting in self._waiting), key=_age, default=None)
 
     def settle(
-        self, waiting: WaitingBatch, found: Mapping[tuple[int, int], Interaction | Exclusion], current: int
+        self, waiting: WaitingBatch, found: Mapping[Position, Interaction | Exclusion], current: int
     ) -> TrainableBatch | Exclusion:
         """What is left of a batch at version `current`, or why nothing is.
 
         Args:
-            found: the checked interaction of each member by partition and offset, or why there is none.
+            found: the checked interaction of each member by its position, or why there is none.
         """
         kept: list[tuple[OnlineMember, Interaction]] = []
         problems: dict[str, StepExclusion] = {}
         for member in _distinct(waiting.batch.members):
-            interaction = found[member.partition, member.offset]
+            interaction = found[Position.of(member)]
             problem = self._problem(member, interaction, waiting.batch, current)
             if problem is not None:
                 problems.setdefault(member.interaction_id, exclusion(member, problem.value))

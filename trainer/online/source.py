@@ -13,13 +13,13 @@ from typing import Self
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, StepInput, UserRequest
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.log_input import ReferenceLog
-from tidemill.trainer.online.interactions import InteractionLog, Place
+from tidemill.trainer.online.interactions import InteractionLog
 from tidemill.trainer.online.line import WeightLine
 from tidemill.trainer.online.queue import OnlineQueue
 from tidemill.trainer.online.trainable import TrainableBatch
@@ -51,7 +51,7 @@ class OnlineInput:
         self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
         self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
         self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
-        self._found: tuple[StepInput, Mapping[Place, Interaction | Exclusion]] | None = None
+        self._found: tuple[StepInput, Mapping[Position, Interaction | Exclusion]] | None = None
         for located in self._standing.read_to_end():
             self._observe(located)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import NoReturn
 
-from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group
@@ -32,17 +32,11 @@ class NoProducer(RecordProducer):
         """Nothing was queued."""
 
 
-def read_groups(
-    kafka: KafkaSettings, wanted: Collection[tuple[int, int]], timeout_s: float
-) -> Mapping[tuple[int, int], Group]:
-    """The groups at some places, by partition and offset; those that the log no longer holds are left out.
+def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -> Mapping[Position, Group]:
+    """The groups at some positions; those that the log no longer holds are left out.
 
-    Raises TimeoutError when the end of the topic is not reached in time.
+    Raises TimeoutError when the log delivers nothing for `silence_s`.
     """
-    found = {}
-    with LogReader(kafka, [Topic.GROUPS], client_id=CLIENT) as reader:
-        for located in reader.read_to_end(timeout_s):
-            place = (located.partition, located.offset)
-            if place in wanted and isinstance(located.record, Group):
-                found[place] = located.record
-    return found
+    with LogReader(kafka, client_id=CLIENT) as reader:
+        found = reader.fetch(wanted, silence_s)
+    return {position: read.record for position, read in found.items() if isinstance(read.record, Group)}

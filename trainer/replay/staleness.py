@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Group, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.groups import completed
-
-GroupPlace = tuple[int, int]
-"""Partition and offset in `groups`."""
 
 
 class Moved(StrEnum):
@@ -59,14 +57,14 @@ class JudgedStep:
     """Groups that the log no longer holds."""
 
 
-def judge(steps: Iterable[TrainStep], groups: Mapping[GroupPlace, Group], bound: int) -> list[JudgedStep]:
+def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: int) -> list[JudgedStep]:
     """Every step under a bound of `bound` versions, in order."""
     return [_judged(step, groups, bound) for step in steps]
 
 
-def places_of(steps: Iterable[TrainStep]) -> set[GroupPlace]:
-    """Where the groups lie that `judge` asks for."""
-    return {(place.partition, place.offset) for step in steps for place in (*_trained(step), *_stale(step))}
+def places_of(steps: Iterable[TrainStep]) -> set[Position]:
+    """Positions of the groups that `judge` asks for."""
+    return {Position.of(place) for step in steps for place in (*_trained(step), *_stale(step))}
 
 
 def lag_of(group: Group, version: int) -> int:
@@ -74,7 +72,7 @@ def lag_of(group: Group, version: int) -> int:
     return version - min((member.version_min for member in completed(group)), default=version)
 
 
-def _judged(step: TrainStep, groups: Mapping[GroupPlace, Group], bound: int) -> JudgedStep:
+def _judged(step: TrainStep, groups: Mapping[Position, Group], bound: int) -> JudgedStep:
     version = step.parent_version
     trained, stale = _trained(step), _stale(step)
     lags = {place: _lag(groups, place, version) for place in (*trained, *stale)}
@@ -104,8 +102,8 @@ def _stale(step: TrainStep) -> list[Judged]:
     return [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
 
 
-def _lag(groups: Mapping[GroupPlace, Group], place: Judged, version: int) -> int | None:
-    group = groups.get((place.partition, place.offset))
+def _lag(groups: Mapping[Position, Group], place: Judged, version: int) -> int | None:
+    group = groups.get(Position.of(place))
     return None if group is None else lag_of(group, version)
 
 

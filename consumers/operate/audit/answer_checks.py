@@ -10,8 +10,9 @@ from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.online_facts import OutcomeFacts
 from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named
-from tidemill.consumers.operate.reading import RecordAt, RecordPlace
+from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import OnlineBatch, OnlineMember
 
 
@@ -48,7 +49,7 @@ def _ends(facts: Facts, name: str, ends: Sequence[RecordAt[OutcomeFacts]]) -> It
         return
     if sorted(revisions) != list(range(1 + max(revisions))):
         yield Finding(last.place, f"interaction {name} has revisions and not each from 0 on")
-    place = RecordPlace(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
+    place = Position(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
     if facts.online.served and facts.is_kept(place) and place not in facts.online.served_at_place:
         yield Finding(last.place, f"interaction {name} ended, and {place} is no interaction")
 
@@ -92,7 +93,7 @@ def _problem(facts: Facts, batch: OnlineBatch, member: OnlineMember) -> str:
         return f"sampled under version {member.version_min} to {member.version_max}, the batch is of {batch.version}"
     if member.user_id in facts.online.erasures or member.interaction_id in facts.online.erased:
         return ""
-    place = RecordPlace(member.topic, member.partition, member.offset)
+    place = Position.of(member)
     answer = facts.online.served_at_place.get(place)
     if facts.is_kept(place) and (answer is None or answer.interaction_id != member.interaction_id):
         return f"it does not lie at {place}"

@@ -15,12 +15,11 @@ from tidemill.consumers.operate.audit.checks import AuditCheck, AuditedRun
 from tidemill.consumers.operate.audit.endings import OPEN, rollout_lives
 from tidemill.consumers.operate.audit.facts import Facts, Partition
 from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult
-from tidemill.consumers.operate.reading import RecordPlace, read_whole
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 
 CLIENT_ID = "tidemill-audit"
@@ -54,7 +53,7 @@ PROGRESS_EVERY = 500
 
 TopicProgress = Callable[[str, int, int], None]
 """Called with a topic, the number of its offsets that were read, and the number of all."""
-Letters = Iterable[tuple[RecordPlace, str]]
+Letters = Iterable[tuple[Position, str]]
 """Dead letters: the place of the record that could not be used, and the reason."""
 
 
@@ -70,7 +69,7 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
             firsts, ends = reader.next_offsets(), reader.end_offsets()
             facts.expect({where: (firsts[where], ends[where]) for where in ends})
             total = sum(ends.values()) - sum(firsts[where] for where in ends)
-            for n, consumed in enumerate(read_whole(reader)):
+            for n, consumed in enumerate(reader.read_to_end()):
                 facts.observe(consumed)
                 if n % PROGRESS_EVERY == 0:
                     progress(topic.value, n, total)
@@ -82,7 +81,7 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
     return judge(facts, rules)
 
 
-def letters_of(kafka: KafkaSettings, topics: Iterable[Topic]) -> Iterator[tuple[RecordPlace, str]]:
+def letters_of(kafka: KafkaSettings, topics: Iterable[Topic]) -> Iterator[tuple[Position, str]]:
     """Every dead letter of some topics: the place of the record that could not be used, and the reason."""
     names, wanted = Names(kafka.topic_prefix), tuple(topics)
     full = {names.of(topic): topic for topic in wanted}
@@ -91,7 +90,7 @@ def letters_of(kafka: KafkaSettings, topics: Iterable[Topic]) -> Iterator[tuple[
             letter = row.record
             if isinstance(letter, DeadLetter) and letter.source_topic in full:
                 source = full[letter.source_topic].value
-                yield RecordPlace(source, letter.source_partition, letter.source_offset), letter.reason
+                yield Position(source, letter.source_partition, letter.source_offset), letter.reason
 
 
 def audit(

@@ -17,8 +17,9 @@ from enum import StrEnum
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout, rollout_name
-from tidemill.consumers.operate.reading import RecordAt, RecordPlace
+from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus
 
 OF_COPIES = frozenset({"duplicate", "replayed"})
@@ -61,7 +62,7 @@ class RolloutEnding:
 
     state: RolloutState
     reason: str
-    place: RecordPlace
+    place: Position
     """The record that ends it."""
 
 
@@ -72,13 +73,13 @@ class RolloutLife:
     rollout_id: str
     state: RolloutState
     reason: str
-    place: RecordPlace
+    place: Position
     """Its newest record."""
     endings: tuple[RolloutEnding, ...] = ()
     """Every ending; in a sound log there is at most one."""
 
 
-_Membership = tuple[RecordPlace, GroupMember]
+_Membership = tuple[Position, GroupMember]
 """A group that counts a rollout, and its entry there."""
 
 
@@ -164,7 +165,7 @@ class _Grouped:
             return RolloutLife(rollout_id, RolloutState.LOST, reason, place)
         return RolloutLife(rollout_id, self._open, "", place)
 
-    def _is_passed_over(self, place: RecordPlace) -> bool:
+    def _is_passed_over(self, place: Position) -> bool:
         """Whether steps trained on younger groups after a place, and not on the group there."""
         age, steps = self._model.group_at[place].record.closed_at, set[int]()
         for group, step in reversed(self._trained[place.partition]):
@@ -174,9 +175,7 @@ class _Grouped:
                 steps.add(step)
         return len(steps) >= STEPS_AHEAD
 
-    def _endings(
-        self, place: RecordPlace, member: GroupMember, rollout: PlayedRollout | None
-    ) -> Iterator[RolloutEnding]:
+    def _endings(self, place: Position, member: GroupMember, rollout: PlayedRollout | None) -> Iterator[RolloutEnding]:
         group = self._model.group_at[place]
         copies = self._model.groups_of[group.record.group_id]
         # A second record of a group ends no rollout a second time.

@@ -13,9 +13,8 @@ from typing import cast
 
 from tidemill.consumers.operate.audit.online_facts import OnlineFacts
 from tidemill.consumers.operate.audit.run_facts import ModelFacts, RolloutFacts
-from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.schemas.catalogue import Topic, is_compacted
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
 """Topics that are written in transactions: by a trainer, so that one that was replaced cannot write any more, and by
@@ -70,7 +69,7 @@ class PartitionFacts:
 class UnreadableRecord:
     """A record that cannot be decoded."""
 
-    place: RecordPlace
+    place: Position
     timestamp_us: int
     error: str
 
@@ -87,7 +86,7 @@ class Facts:
     def __init__(self, run_id: str, ends: Mapping[Partition, tuple[int, int]] | None = None) -> None:
         self.run_id = run_id
         self.played, self.model, self.online = RolloutFacts(), ModelFacts(), OnlineFacts()
-        self.letters: dict[RecordPlace, str] = {}
+        self.letters: dict[Position, str] = {}
         """Reasons of the dead letters, by the place of the record that could not be used."""
         self.unreadable: list[UnreadableRecord] = []
         self.partitions: dict[Partition, PartitionFacts] = {}
@@ -116,7 +115,7 @@ class Facts:
             if consumed.value is None and is_compacted(consumed.topic):
                 self.online.observe(consumed)
             else:
-                self.unreadable.append(UnreadableRecord(place_of(consumed), timestamp_us, consumed.error))
+                self.unreadable.append(UnreadableRecord(consumed.position, timestamp_us, consumed.error))
             return
         run_id = getattr(consumed.record, "run_id", None)
         if run_id is not None:
@@ -126,7 +125,7 @@ class Facts:
             self.model.observe(consumed)
             self.online.observe(consumed)
 
-    def observe_letter(self, place: RecordPlace, reason: str) -> None:
+    def observe_letter(self, place: Position, reason: str) -> None:
         """Take in a dead letter: the place of the record that could not be used, and the reason."""
         self.letters.setdefault(place, reason)
 
@@ -139,7 +138,7 @@ class Facts:
         """Whether the log no longer keeps the beginning of some partition of a topic."""
         return any(facts.low > 0 for (of, _), facts in self.partitions.items() if of is topic)
 
-    def is_kept(self, place: RecordPlace) -> bool:
+    def is_kept(self, place: Position) -> bool:
         """Whether the log still keeps the offset of a place."""
         # A topic equals its name.
         facts = self.partitions.get((cast(Topic, place.topic), place.partition))

@@ -9,8 +9,8 @@ from tidemill.consumers.operate.audit.endings import is_overdue
 from tidemill.consumers.operate.audit.facts import may_have_gaps
 from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named, references
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas.catalogue import is_compacted
+from tidemill.schemas.log.consumed import Position
 
 
 @check(
@@ -25,9 +25,9 @@ def retention(run: AuditedRun) -> Iterator[Finding]:
     for (topic, number), partition in sorted(facts.partitions.items()):
         if partition.low > 0 and not is_compacted(topic):
             what = f"truncated: offsets 0 to {partition.low - 1} are gone, past retention or deleted"
-            yield Finding(RecordPlace(topic.value, number, partition.low), what)
+            yield Finding(Position(topic.value, number, partition.low), what)
     members = ((group.place, member) for group in facts.model.groups for member in group.record.members)
-    of_groups = ((by, RecordPlace(member.topic, member.partition, member.offset)) for by, member in members)
+    of_groups = ((by, Position.of(member)) for by, member in members)
     of_steps = ((step.place, named(one)) for step in facts.model.steps for one in references(step.record))
     for by, to in (*of_groups, *of_steps):
         if not facts.is_kept(to):
@@ -42,7 +42,7 @@ def offsets(run: AuditedRun) -> Iterator[Finding]:
     """Find offsets without a record."""
     for (topic, number), partition in sorted(run.facts.partitions.items()):
         if partition.hidden and not may_have_gaps(topic):
-            place = None if partition.first_gap is None else RecordPlace(topic.value, number, partition.first_gap)
+            place = None if partition.first_gap is None else Position(topic.value, number, partition.first_gap)
             count = f"{partition.records:,} records on {partition.high - partition.low:,} offsets"
             yield Finding(place, f"{count}: {partition.hidden:,} have none")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordAt, RecordPlace, place_of, record_at
+from tidemill.consumers.operate.reading import RecordAt, record_at
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequest, UserWish
 
 
@@ -15,7 +15,7 @@ from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequ
 class ServedAnswer:
     """An answer served to a user."""
 
-    place: RecordPlace
+    place: Position
     interaction_id: str
     user_id: str
     version_min: int
@@ -44,7 +44,7 @@ class OnlineFacts:
 
     def __init__(self) -> None:
         self.served: dict[str, ServedAnswer] = {}
-        self.served_at_place: dict[RecordPlace, ServedAnswer] = {}
+        self.served_at_place: dict[Position, ServedAnswer] = {}
         self.erased: dict[str, int] = {}
         """Interactions with a tombstone, and when the first one was written, in microseconds."""
         self.ends: defaultdict[str, list[RecordAt[OutcomeFacts]]] = defaultdict(list)
@@ -59,7 +59,7 @@ class OnlineFacts:
         """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
         match consumed.record:
             case Interaction() as answer:
-                place = place_of(consumed)
+                place = consumed.position
                 served = ServedAnswer(
                     place, answer.interaction_id, answer.user_id, answer.version_min, answer.version_max,
                     answer.replica_id, answer.incarnation, answer.served_at,

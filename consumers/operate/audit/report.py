@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tidemill.consumers.operate.reading import RecordPlace
+from tidemill.schemas.log.consumed import Position
 
 MINUTE_US = 60_000_000
 
@@ -33,7 +33,7 @@ class AuditRules:
 class Finding:
     """One offender."""
 
-    place: RecordPlace | None
+    place: Position | None
     """The record that shows the fault; None where no record of the log does."""
     what: str
 

@@ -10,8 +10,8 @@ from tidemill.consumers.operate.audit.endings import OPEN, RolloutState
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Group, GroupMember, RolloutStatus, StepInput
 
 
@@ -63,7 +63,7 @@ def endings(run: AuditedRun) -> Iterator[Finding]:
 @check("trained_once", "no rollout and no online batch was trained by two steps, nor by one step twice")
 def trained_once(run: AuditedRun) -> Iterator[Finding]:
     """Find records that were trained twice."""
-    before: dict[str, RecordPlace] = {}
+    before: dict[str, Position] = {}
     for step in run.facts.model.steps:
         for reference in step.record.inputs:
             for name in _trained_by(run.facts, reference):
@@ -124,7 +124,7 @@ def _size(facts: Facts, group: Group) -> Iterator[str]:
 def _members(facts: Facts, group: Group) -> Iterator[str]:
     rewards: list[float | None] = []
     for member in group.members:
-        if facts.is_kept(RecordPlace(Topic.ROLLOUTS.value, member.partition, member.offset)):
+        if facts.is_kept(Position(Topic.ROLLOUTS.value, member.partition, member.offset)):
             found = _reward_of(facts, group, member)
             if isinstance(found, str):
                 yield found

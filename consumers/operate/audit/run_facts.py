@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
-from tidemill.consumers.operate.reading import RecordAt, RecordPlace, place_of, record_at
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.consumers.operate.reading import RecordAt, record_at
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import (
     Dispatch,
     GateDecision,
@@ -40,7 +40,7 @@ def rollout_name(group_id: str, index: int) -> str:
 class IssuedTask:
     """A task that was issued."""
 
-    place: RecordPlace
+    place: Position
     task_id: str
     group_id: str
     mode: Mode
@@ -52,7 +52,7 @@ class IssuedTask:
 class RolloutRecord:
     """One record of a rollout."""
 
-    place: RecordPlace
+    place: Position
     status: RolloutStatus
     failure: str
     reward: float | None
@@ -86,7 +86,7 @@ class PlayedRollout:
 class SampledTurns:
     """The turns of one rollout."""
 
-    place: RecordPlace
+    place: Position
     task_id: str
     group_id: str
     turns: int = 0
@@ -99,18 +99,18 @@ class RolloutFacts:
     def __init__(self) -> None:
         self.tasks: dict[str, IssuedTask] = {}
         self.rollouts: dict[str, PlayedRollout] = {}
-        self.dispatched: dict[str, tuple[RecordPlace, set[int]]] = {}
+        self.dispatched: dict[str, tuple[Position, set[int]]] = {}
         """By task: the first dispatch, and the indexes in the group that workers took."""
         self.turns: dict[str, SampledTurns] = {}
-        self.sampled_by: dict[tuple[str, int], RecordPlace] = {}
+        self.sampled_by: dict[tuple[str, int], Position] = {}
         """The first turn that a replica sampled under a version."""
-        self.sampled_under: dict[int, RecordPlace] = {}
+        self.sampled_under: dict[int, Position] = {}
         """The first rollout that was sampled under a version."""
         self.repeats: Counter[str] = Counter()
 
     def observe(self, consumed: ConsumedRecord) -> None:
         """Take in a record of the run."""
-        place = place_of(consumed)
+        place = consumed.position
         match consumed.record:
             case Task() as task if task.task_id in self.tasks:
                 self.repeats["tasks"] += 1
@@ -131,7 +131,7 @@ class RolloutFacts:
             case Rollout() as rollout:
                 self._take_rollout(place, rollout)
 
-    def _take_rollout(self, place: RecordPlace, rollout: Rollout) -> None:
+    def _take_rollout(self, place: Position, rollout: Rollout) -> None:
         known = self.rollouts.get(rollout.rollout_id)
         if known is None:
             known = PlayedRollout(
@@ -165,13 +165,13 @@ class ModelFacts:
 
     def __init__(self) -> None:
         self.groups: list[RecordAt[Group]] = []
-        self.group_at: dict[RecordPlace, RecordAt[Group]] = {}
+        self.group_at: dict[Position, RecordAt[Group]] = {}
         self.groups_of: defaultdict[str, list[RecordAt[Group]]] = defaultdict(list)
         """By group id, in the order read."""
         self.steps: list[RecordAt[TrainStep]] = []
         self.plans_and_steps: list[RecordAt[StepPlan | TrainStep]] = []
         """In the order of the log."""
-        self.uses: defaultdict[RecordPlace, list[StepUse]] = defaultdict(list)
+        self.uses: defaultdict[Position, list[StepUse]] = defaultdict(list)
         """By the place that a step names."""
         self.manifests: list[RecordAt[Manifest]] = []
         self.skips: list[RecordAt[SkipDelta]] = []
@@ -215,6 +215,6 @@ def references(step: TrainStep) -> list[StepInput | StepExclusion]:
     return [*step.inputs, *step.exclusions]
 
 
-def named(reference: StepInput | StepExclusion) -> RecordPlace:
+def named(reference: StepInput | StepExclusion) -> Position:
     """The place that a step names."""
-    return RecordPlace(reference.topic, reference.partition, reference.offset)
+    return Position.of(reference)

@@ -8,9 +8,9 @@ from tidemill.consumers.operate.audit.checks import AuditedRun, check
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named, references
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import GIVES_UP
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -39,8 +39,8 @@ TrainedMember = GroupMember | OnlineMember
 )
 def plans(run: AuditedRun) -> Iterator[Finding]:
     """Find steps without a plan or against it, and plans that changed without a reason."""
-    planned: dict[int, tuple[RecordPlace, StepPlan]] = {}
-    taken: dict[int, RecordPlace] = {}
+    planned: dict[int, tuple[Position, StepPlan]] = {}
+    taken: dict[int, Position] = {}
     inputs = _Inputs(run.facts, run.rules.grace_us)
     for at in run.facts.model.plans_and_steps:
         record, number, problem = at.record, at.record.step, ""
@@ -82,9 +82,9 @@ class _Inputs:
 
     def __init__(self, facts: Facts, grace_us: int = 0) -> None:
         self.facts, self._grace_us = facts, grace_us
-        self._batches: Mapping[RecordPlace, OnlineBatch] = {at.place: at.record for at in facts.online.batches}
+        self._batches: Mapping[Position, OnlineBatch] = {at.place: at.record for at in facts.online.batches}
 
-    def at(self, place: RecordPlace) -> Group | OnlineBatch | None:
+    def at(self, place: Position) -> Group | OnlineBatch | None:
         """The group or batch at a place."""
         group = self.facts.model.group_at.get(place)
         return self._batches.get(place) if group is None else group.record
@@ -106,7 +106,7 @@ class _Inputs:
             found = self.at(place)
             places = [place]
             if isinstance(found, Group):
-                places += [RecordPlace(m.topic, m.partition, m.offset) for m in _with_reward(found)]
+                places += [Position.of(m) for m in _with_reward(found)]
             elif found is not None:
                 members = [member for member in found.members if member.interaction_id not in excluded]
                 if any(self._is_answer_gone(member, at) for member in members):
@@ -120,7 +120,7 @@ class _Inputs:
         erased_at = online.erased.get(member.interaction_id)
         if erased_at is not None:
             return erased_at <= by
-        served = online.served_at_place.get(RecordPlace(member.topic, member.partition, member.offset))
+        served = online.served_at_place.get(Position.of(member))
         if served is None:
             # Neither a tombstone nor a record is left: compaction removed both.
             return True

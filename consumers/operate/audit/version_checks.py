@@ -8,8 +8,8 @@ from tidemill.consumers.operate.audit.checks import AuditedRun, check
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
 from tidemill.consumers.operate.audit.run_facts import named
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import AckStatus, Manifest, OnlineBatch, RolloutStatus, TrainStep, WeightAck
 
 NOTHING = -1
@@ -147,7 +147,7 @@ def _differ(one: str, other: str) -> bool:
     return bool(one and other and one != other)
 
 
-def _sampled_in(facts: Facts, batches: Mapping[RecordPlace, OnlineBatch], step: TrainStep) -> Iterator[tuple[str, str]]:
+def _sampled_in(facts: Facts, batches: Mapping[Position, OnlineBatch], step: TrainStep) -> Iterator[tuple[str, str]]:
     """Everything that a step trained on, with the incarnation under which it was sampled."""
     for place in map(named, step.inputs):
         group, batch = facts.model.group_at.get(place), batches.get(place)
@@ -157,7 +157,7 @@ def _sampled_in(facts: Facts, batches: Mapping[RecordPlace, OnlineBatch], step: 
             if record is not None and record.status is RolloutStatus.COMPLETED:
                 yield f"rollout {member.rollout_id}", record.incarnation
         for one in batch.members if batch is not None else ():
-            answer = facts.online.served_at_place.get(RecordPlace(one.topic, one.partition, one.offset))
+            answer = facts.online.served_at_place.get(Position.of(one))
             if answer is not None:
                 yield f"interaction {one.interaction_id}", answer.incarnation
 

@@ -26,8 +26,8 @@ from tidemill.consumers.operate.replay.source import CLIENT_ID, LogSource
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
 from tidemill.schemas.log.producer import DeliveryError
-from tidemill.schemas.log.replayed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
 
 DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
 MARKS_BYTES = 65_536

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from tidemill.consumers.operate.reading import Progress, no_progress, read_whole
+from tidemill.consumers.operate.reading import Progress, no_progress
 from tidemill.consumers.operate.rights.requests import CLIENT_ID
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -135,7 +135,7 @@ class Survey:
         """Hand over everything up to the ends as they are now. Raises TimeoutError when the broker falls silent."""
         total = sum(sum(reader.end_offsets().values()) for reader in self._readers) - self._from
         for reader in self._readers:
-            for n, located in enumerate(read_whole(reader)):
+            for n, located in enumerate(reader.read_to_end()):
                 holdings.observe(located)
                 if n % TELL_EVERY == 0:
                     self._progress(self._done(), total)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.trace.path import (
     Dropped,
     Event,
@@ -23,13 +22,13 @@ from tidemill.consumers.operate.trace.path import (
 from tidemill.consumers.operate.trace.versions import VersionHistory, ended_in_batch
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    place: RecordPlace
+    place: Position
     record: Feedback
 
 
@@ -44,13 +43,13 @@ class InteractionTrace:
         self._id = interaction_id
         self.history = history
         self._served: Interaction | None = None
-        self._places: list[RecordPlace] = []
-        self._erased: RecordPlace | None = None
+        self._places: list[Position] = []
+        self._erased: Position | None = None
         self._feedback: dict[str, _Said] = {}
-        self._repeated: list[tuple[RecordPlace, str]] = []
+        self._repeated: list[tuple[Position, str]] = []
         self._letters: list[RefusedRecord] = []
-        self._outcomes: list[tuple[RecordPlace, Outcome]] = []
-        self._batches: list[tuple[RecordPlace, OnlineBatch]] = []
+        self._outcomes: list[tuple[Position, Outcome]] = []
+        self._batches: list[tuple[Position, OnlineBatch]] = []
         self._dropped: list[Dropped] = []
 
     @property
@@ -71,20 +70,20 @@ class InteractionTrace:
             self._take_tombstone(located)
         elif isinstance(record, Interaction) and record.interaction_id == self._id:
             self._served = self._served or record
-            self._places.append(place_of(located))
+            self._places.append(located.position)
         elif isinstance(record, Feedback) and record.interaction_id == self._id:
-            self._take_feedback(record, place_of(located))
+            self._take_feedback(record, located.position)
         elif isinstance(record, Outcome) and record.interaction_id == self._id:
-            self._take_outcome(record, place_of(located))
+            self._take_outcome(record, located.position)
         elif isinstance(record, OnlineBatch):
-            self._take_batch(record, place_of(located))
+            self._take_batch(record, located.position)
 
     def observe_letter(self, row: Row) -> None:
         """Take a dead letter in; its key says what it is about."""
         letter = row.record
         if isinstance(letter, DeadLetter) and row.key.split(b"/")[0] == self._id.encode():
             topic = letter.source_topic.rpartition(".")[2]
-            place = RecordPlace(topic, letter.source_partition, letter.source_offset)
+            place = Position(topic, letter.source_partition, letter.source_offset)
             self._letters.append(RefusedRecord(place, letter.reason, letter.found_by))
 
     def path(self) -> InteractionPath:
@@ -114,23 +113,23 @@ class InteractionTrace:
         if interaction_id != self._id:
             return
         if located.topic is Topic.INTERACTIONS:
-            self._served, self._places, self._erased = None, [], place_of(located)
+            self._served, self._places, self._erased = None, [], located.position
         elif located.topic is Topic.OUTCOMES:
             self._outcomes = []
         elif located.topic is Topic.FEEDBACK:
             self._feedback.pop(event_id, None)
 
-    def _take_feedback(self, record: Feedback, place: RecordPlace) -> None:
+    def _take_feedback(self, record: Feedback, place: Position) -> None:
         if record.event_id in self._feedback:
             self._repeated.append((place, record.event_id))
         else:
             self._feedback[record.event_id] = _Said(place, record)
 
-    def _take_outcome(self, record: Outcome, place: RecordPlace) -> None:
+    def _take_outcome(self, record: Outcome, place: Position) -> None:
         if all(record.revision != known.revision for _, known in self._outcomes):
             self._outcomes.append((place, record))
 
-    def _take_batch(self, batch: OnlineBatch, place: RecordPlace) -> None:
+    def _take_batch(self, batch: OnlineBatch, place: Position) -> None:
         if any(batch.batch_id == known.batch_id for _, known in self._batches):
             return
         if member_of(batch.members, self._id):
@@ -176,7 +175,7 @@ class InteractionTrace:
         again = "" if times == 1 else f"; sent {times} times, counted once"
         return self._use(record, said.place) + again
 
-    def _use(self, record: Feedback, place: RecordPlace) -> str:
+    def _use(self, record: Feedback, place: Position) -> str:
         if any(letter.place == place for letter in self._letters):
             return "refused: see the dead letters"
         for _, end in sorted(self._outcomes, key=lambda one: one[1].revision):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Interaction, OnlineMember, Outcome
 
 
@@ -14,8 +14,8 @@ from tidemill.schemas.records import Interaction, OnlineMember, Outcome
 class Served:
     """The answer."""
 
-    place: RecordPlace
-    repeats: list[RecordPlace]
+    place: Position
+    repeats: list[Position]
     """Further records of the same interaction: they count once."""
     run_id: str
     branch: str
@@ -34,7 +34,7 @@ class Served:
 class Event:
     """One signal about it."""
 
-    place: RecordPlace
+    place: Position
     event_id: str
     user_id: str
     kind: str
@@ -50,7 +50,7 @@ class Event:
 class RefusedRecord:
     """A record about it that was refused."""
 
-    place: RecordPlace
+    place: Position
     """Where it lay before it was refused."""
     reason: str
     found_by: str
@@ -60,7 +60,7 @@ class RefusedRecord:
 class End:
     """An outcome of it: how it ended, or a correction of that."""
 
-    place: RecordPlace
+    place: Position
     revision: int
     reward: float | None
     previous_reward: float | None
@@ -75,7 +75,7 @@ class End:
 class InBatch:
     """An online batch that it is in."""
 
-    place: RecordPlace
+    place: Position
     batch_id: str
     sequence: int
     version: int
@@ -91,7 +91,7 @@ class InteractionPath:
 
     interaction_id: str
     served: Served | None
-    erased: RecordPlace | None
+    erased: Position | None
     """The tombstone that erased it."""
     feedback: list[Event]
     letters: list[RefusedRecord]
@@ -103,7 +103,7 @@ class InteractionPath:
     """Where the path ends, and why."""
 
 
-def served_of(record: Interaction, places: list[RecordPlace]) -> Served:
+def served_of(record: Interaction, places: list[Position]) -> Served:
     """The answer as a stage."""
     return Served(
         place=places[0],
@@ -122,7 +122,7 @@ def served_of(record: Interaction, places: list[RecordPlace]) -> Served:
     )
 
 
-def end_of(record: Outcome, place: RecordPlace) -> End:
+def end_of(record: Outcome, place: Position) -> End:
     """An outcome as a stage."""
     return End(
         place=place,
@@ -145,7 +145,7 @@ def member_of(members: list[OnlineMember], interaction_id: str) -> list[OnlineMe
 class Dropped:
     """What a batch says was left out of all batches, by reason. Who it was, it does not say."""
 
-    place: RecordPlace
+    place: Position
     run_id: str
     branch: str
     closed_at: int
@@ -154,7 +154,7 @@ class Dropped:
 
 def explain(
     served: Served | None,
-    erased: RecordPlace | None,
+    erased: Position | None,
     ends: Sequence[End],
     batches: Sequence[InBatch],
     versions: Sequence[TracedVersion],

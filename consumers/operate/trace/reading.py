@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tidemill.consumers.operate.reading import Progress, no_progress, read_whole
+from tidemill.consumers.operate.reading import Progress, no_progress
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.rollout import RolloutPath, RolloutTrace
@@ -124,7 +124,7 @@ class TraceReader:
             share = (partition_of(of, count), count)
         with LogReader(self._kafka, topics, client_id=CLIENT_ID, share=share) as reader:
             total = sum(reader.end_offsets().values()) - sum(reader.next_offsets().values())
-            for n, located in enumerate(read_whole(reader)):
+            for n, located in enumerate(reader.read_to_end()):
                 observe(located)
                 if n % 500 == 0:
                     self._progress(n, total)

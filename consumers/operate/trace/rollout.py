@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ended
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Group, Rollout, RolloutStatus
 
 
@@ -15,7 +14,7 @@ from tidemill.schemas.records import Group, Rollout, RolloutStatus
 class InGroup:
     """A group that it is in."""
 
-    place: RecordPlace
+    place: Position
     group_id: str
     closed_by: str
     reward: float | None
@@ -28,7 +27,7 @@ class RolloutPath:
     """Everything that the log says of one rollout."""
 
     rollout_id: str
-    place: RecordPlace
+    place: Position
     run_id: str
     task_id: str
     mode: str
@@ -49,8 +48,8 @@ class RolloutTrace:
 
     def __init__(self, rollout_id: str) -> None:
         self._id = rollout_id
-        self._rollout: tuple[RecordPlace, Rollout] | None = None
-        self._groups: list[tuple[RecordPlace, Group]] = []
+        self._rollout: tuple[Position, Rollout] | None = None
+        self._groups: list[tuple[Position, Group]] = []
 
     @property
     def run_id(self) -> str | None:
@@ -61,9 +60,9 @@ class RolloutTrace:
         """Take a record in; what is not about the rollout is let pass."""
         record = located.record
         if isinstance(record, Rollout) and record.rollout_id == self._id and self._rollout is None:
-            self._rollout = (place_of(located), record)
+            self._rollout = (located.position, record)
         elif isinstance(record, Group) and any(member.rollout_id == self._id for member in record.members):
-            self._groups.append((place_of(located), record))
+            self._groups.append((located.position, record))
 
     def path(self, history: VersionHistory) -> RolloutPath:
         """Everything observed so far. Raises LookupError while the rollout was not."""
@@ -89,7 +88,7 @@ class RolloutTrace:
             end=_explain(rollout, groups, versions),
         )
 
-    def _in_group(self, place: RecordPlace, group: Group, history: VersionHistory) -> InGroup:
+    def _in_group(self, place: Position, group: Group, history: VersionHistory) -> InGroup:
         member = next(member for member in group.members if member.rollout_id == self._id)
         return InGroup(
             place=place,

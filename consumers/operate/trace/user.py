@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.consumers.operate.rights.requests import UserRequests
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ended_in_batch, ranges
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserRequest
 
 
@@ -21,7 +20,7 @@ from tidemill.schemas.records import OnlineBatch, OnlineMember, Outcome, UserReq
 class UserBatch:
     """A batch that has interactions of the user."""
 
-    place: RecordPlace
+    place: Position
     batch_id: str
     run_id: str
     branch: str
@@ -67,7 +66,7 @@ class UserTrace:
         self._user_id = user_id
         self._demands = UserRequests(user_id)
         self._endings: dict[str, str] = {}
-        self._batches: dict[str, tuple[RecordPlace, OnlineBatch]] = {}
+        self._batches: dict[str, tuple[Position, OnlineBatch]] = {}
 
     @property
     def runs(self) -> set[str]:
@@ -87,7 +86,7 @@ class UserTrace:
             case Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
             case OnlineBatch() if self._members(located.record):
-                self._batches.setdefault(located.record.batch_id, (place_of(located), located.record))
+                self._batches.setdefault(located.record.batch_id, (located.position, located.record))
             case None if located.value is None:
                 self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
 
@@ -100,7 +99,7 @@ class UserTrace:
     def _members(self, batch: OnlineBatch) -> list[OnlineMember]:
         return [member for member in batch.members if member.user_id == self._user_id]
 
-    def _batch(self, place: RecordPlace, batch: OnlineBatch, history: VersionHistory) -> UserBatch:
+    def _batch(self, place: Position, batch: OnlineBatch, history: VersionHistory) -> UserBatch:
         members = self._members(batch)
         endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in members]
         return UserBatch(

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tidemill.consumers.operate.reading import RecordPlace, place_of
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
 
 
@@ -19,7 +18,7 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 class VersionDecision:
     """A decision about a version."""
 
-    place: RecordPlace
+    place: Position
     verdict: str
     by: str
     reason: str
@@ -34,9 +33,9 @@ class TracedVersion:
     version: int
     parent: int | None
     step: int
-    step_place: RecordPlace | None
+    step_place: Position | None
     """None where the log no longer holds the step."""
-    manifest_place: RecordPlace | None
+    manifest_place: Position | None
     """None where the version is not published yet."""
     learning_rate: float | None
     decisions: list[VersionDecision]
@@ -54,9 +53,9 @@ class TracedVersion:
 class _Version:
     parent: int | None = None
     step: TrainStep | None = None
-    step_place: RecordPlace | None = None
+    step_place: Position | None = None
     step_number: int = 0
-    manifest_place: RecordPlace | None = None
+    manifest_place: Position | None = None
 
 
 class VersionHistory:
@@ -69,7 +68,7 @@ class VersionHistory:
         self._proved: dict[int, set[str]] = {}
         self._acks: dict[str, WeightAck] = {}
         self._served_at: dict[int, int] = {}
-        self.steps: list[tuple[RecordPlace, TrainStep]] = []
+        self.steps: list[tuple[Position, TrainStep]] = []
         """Each step once, in order."""
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -79,18 +78,18 @@ class VersionHistory:
             return
         match record:
             case TrainStep():
-                self._take_step(record, place_of(located))
+                self._take_step(record, located.position)
             case Manifest():
                 made = self._versions.setdefault(record.version, _Version())
                 if made.manifest_place is None:
-                    made.manifest_place, made.step_number = place_of(located), record.step
+                    made.manifest_place, made.step_number = located.position, record.step
                     made.parent = record.parent if made.step is None else made.parent
             case GateDecision() if record.version is not None:
                 self._decisions.setdefault(record.version, []).append(_decided(located, record))
             case WeightAck():
                 self._take_ack(record)
 
-    def _take_step(self, step: TrainStep, place: RecordPlace) -> None:
+    def _take_step(self, step: TrainStep, place: Position) -> None:
         made = self._versions.setdefault(step.version, _Version())
         if made.step is None:
             made.parent, made.step, made.step_place, made.step_number = step.parent_version, step, place, step.step
@@ -141,7 +140,7 @@ class VersionHistory:
         now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
         return {replica: version for replica, version in now.items() if version in wanted}
 
-    def ending(self, topic: Topic, name: str) -> Iterator[tuple[RecordPlace, str]]:
+    def ending(self, topic: Topic, name: str) -> Iterator[tuple[Position, str]]:
         """Places and reasons of the steps' exclusions of a record."""
         for place, step in self.steps:
             for excluded in step.exclusions:
@@ -151,7 +150,7 @@ class VersionHistory:
 
 def _decided(located: ConsumedRecord, decision: GateDecision) -> VersionDecision:
     return VersionDecision(
-        place=place_of(located),
+        place=located.position,
         verdict=decision.verdict.value,
         by=decision.decided_by,
         reason=decision.reason,
@@ -175,7 +174,7 @@ def ranges(versions: Iterable[int]) -> str:
 class Ended:
     """What the trainer did with something that it read."""
 
-    step: RecordPlace | None
+    step: Position | None
     """The step that trained on it, or that says why it was left out; None while it waits."""
     version: int | None
     """The version that the step made with it; None where it was left out or waits."""

@@ -12,8 +12,8 @@ from yarl import URL
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, METADATA_TIMEOUT_S, groupless_settings
-from tidemill.schemas.log.partitions import watermarks
 from tidemill.schemas.log.security import SecurityError
+from tidemill.schemas.log.watermarks import watermarks
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import StreamFailure
 from tidemill.streams.runner.faust.security import broker_credentials

@@ -19,7 +19,7 @@ from typing import Any
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
-from tidemill.schemas.log.retention import RetentionGap
+from tidemill.schemas.log.guard import RetentionGap
 from tidemill.streams.runner.base import check_position
 
 LOG = logging.getLogger("tidemill.streams")

@@ -32,10 +32,9 @@ from tidemill.schemas.catalogue import Names, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Partition
+from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
-from tidemill.schemas.log.retention import RetentionGap
-from tidemill.schemas.log.stall import Place
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Machine, Output, Processor
 from tidemill.streams.runner.base import (
@@ -342,7 +341,7 @@ class FaustRunner:
         return Progress(ready, _places(self.app.tables.recovery.active_offsets))
 
 
-def _places(offsets: Mapping[TP, int | None]) -> dict[Place, int]:
+def _places(offsets: Mapping[TP, int | None]) -> dict[Partition, int]:
     return {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
 
 

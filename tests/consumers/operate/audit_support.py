@@ -15,13 +15,12 @@ from tests.consumers.product_support import interaction, member, online_batch, o
 from tests.consumers.sink_support import ack, manifest
 from tidemill.consumers.operate.audit.audit import audit
 from tidemill.consumers.operate.audit.report import AuditReport, AuditRules
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.dead_letter import send_dead_letter
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
@@ -112,7 +111,7 @@ class WrittenLog:
 
     def audit(self, **rules: Any) -> AuditReport:
         """The audit of it, in memory."""
-        letters = [(RecordPlace(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
+        letters = [(Position(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
         ends = {(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()}
         return audit(self.all(), AuditRules(run_id=RUN, **rules), letters=letters, ends=ends)
 

@@ -34,7 +34,7 @@ from tidemill.consumers.operate.replay.target import (
     copied_offset,
 )
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.log.replayed import replay_id_of
+from tidemill.schemas.log.consumed import replay_id_of
 from tidemill.schemas.records import RolloutStatus, ShardPosition, Tick
 
 LANES = [("rollouts", 0), ("rollouts", 1), ("groups", 0)]

@@ -21,7 +21,6 @@ from tests.consumers.product_support import (
     use,
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
-from tidemill.consumers.operate.reading import RecordPlace
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.reading import checked_name
@@ -31,7 +30,7 @@ from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Topic
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 
 SERVED = interaction("i0", "ann")
 THUMB = feedback("e0", "i0", "ann")
@@ -81,19 +80,19 @@ def traced(records: Sequence[ConsumedRecord], letters: Sequence[Row] = ()) -> In
 def test_the_whole_path_has_every_stage_with_its_offset():
     path = traced(located(WHOLE))
     assert path.served is not None
-    assert (path.served.place, path.served.version_max) == (RecordPlace("interactions", 0, 0), 1)
+    assert (path.served.place, path.served.version_max) == (Position("interactions", 0, 0), 1)
     (event,) = path.feedback
-    assert (event.place, event.fate) == (RecordPlace("feedback", 0, 0), "counted +1 in the reward")
+    assert (event.place, event.fate) == (Position("feedback", 0, 0), "counted +1 in the reward")
     (end,) = path.outcomes
-    assert (end.place, end.reward, end.signals) == (RecordPlace("outcomes", 0, 0), 1.0, {"e0": 1.0})
+    assert (end.place, end.reward, end.signals) == (Position("outcomes", 0, 0), 1.0, {"e0": 1.0})
     (batch,) = path.batches
     assert (batch.place, batch.ended.step, batch.ended.version) == (
-        RecordPlace("online-batches", 0, 0),
-        RecordPlace("train.steps", 0, 0),
+        Position("online-batches", 0, 0),
+        Position("train.steps", 0, 0),
         2,
     )
     (made,) = path.versions
-    assert (made.version, made.parent, made.manifest_place) == (2, 1, RecordPlace("weights.manifests", 0, 0))
+    assert (made.version, made.parent, made.manifest_place) == (2, 1, Position("weights.manifests", 0, 0))
     assert [decided.verdict for decided in made.decisions] == ["promote"]
     assert (made.contained_in, made.served_by, made.proved_by) == ("3", {"replica-0": 2}, ["replica-0"])
     assert path.end == "trained into version 2, and served now by replica-0 (version 2)"
@@ -183,16 +182,16 @@ def test_repeats_and_dead_letters_are_told():
     foreign = Row("x.feedback.dlq", 0, 1, 0, b"i1/e7", DeadLetter("x.feedback", 1, 8, 0, "no kind", "join", b""), 0)
     path = traced(located([SERVED, SERVED, THUMB, THUMB, REWARDED]), [lost, foreign])
     assert path.served is not None
-    assert path.served.repeats == [RecordPlace("interactions", 0, 1)]
+    assert path.served.repeats == [Position("interactions", 0, 1)]
     assert path.feedback[0].fate.endswith("sent 2 times, counted once")
-    assert [(letter.place, letter.reason) for letter in path.letters] == [(RecordPlace("feedback", 1, 7), "no kind")]
+    assert [(letter.place, letter.reason) for letter in path.letters] == [(Position("feedback", 1, 7), "no kind")]
 
 
 def test_what_was_erased_is_not_told_and_what_was_learnt_from_it_is():
     gone = [tombstone(Topic.INTERACTIONS, "i0"), tombstone(Topic.OUTCOMES, "i0"), tombstone(Topic.FEEDBACK, "i0/e0")]
     path = traced([*located(WHOLE), *gone])
     assert (path.served, path.feedback, path.outcomes) == (None, [], [])
-    assert path.erased == RecordPlace("interactions", 0, 99)
+    assert path.erased == Position("interactions", 0, 99)
     assert [made.version for made in path.versions] == [2]
     untrained = traced([*located([SERVED, THUMB]), *gone, tombstone(Topic.INTERACTIONS, "i1")])
     assert untrained.end.startswith("erased: a tombstone at interactions[0]@99")
@@ -258,8 +257,8 @@ def test_a_rollouts_path(inputs: list[r.StepInput], exclusions: list[r.StepExclu
         trace.observe(one)
     path = trace.path(history)
     assert (path.place, path.groups[0].place, path.end) == (
-        RecordPlace("rollouts", 0, 1),
-        RecordPlace("groups", 0, 0),
+        Position("rollouts", 0, 1),
+        Position("groups", 0, 0),
         end,
     )
     with pytest.raises(LookupError):

@@ -19,7 +19,6 @@ from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_bro
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
-from tidemill.schemas.log.range_reader import Lookback
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.log.security import SecurityError, security_of
 from tidemill.schemas.records import Document
@@ -56,8 +55,8 @@ def test_every_client_works(door: KafkaSettings):
     with LogReader(door, [Topic.DOCUMENTS]) as reader:
         found = [located.record for located in reader.read_to_end(TEST_DEADLINE_S)]
     assert [record.document_id for record in found] == ["a", "b"]
-    with Lookback(door, client_id="test") as lookback:
-        assert [located.record for located in lookback.read(Topic.DOCUMENTS, 0, 0)] == found
+    with LogReader(door, client_id="test") as lookback:
+        assert [located.record for located in lookback.read_since(Topic.DOCUMENTS, 0, 0)] == found
     member = GroupConsumer(door, "test", [Topic.DOCUMENTS], client_id="test")
     taken, deadline = [], time.monotonic() + TEST_DEADLINE_S
     while len(taken) < len(found):

@@ -15,9 +15,9 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.group import GroupConsumer
+from tidemill.schemas.log.guard import RetentionGap, TopicMadeAnew
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.retention import RetentionGap, TopicMadeAnew
 from tidemill.schemas.records import Document
 
 DEADLINE_S = 30.0
@@ -65,10 +65,10 @@ def test_a_reader_that_falls_behind_the_log_is_told_and_may_go_on(settings: Kafk
         assert offsets(reader.poll, 10) == list(range(10))
         # A reader that is slower than retention.
         here = [TopicPartition(Names(settings.topic_prefix).of(Topic.DOCUMENTS), 0)]
-        reader._consumer.pause(here)
+        reader._log.client.pause(here)
         write(settings, range(10, 16))
         delete(settings, 13)
-        reader._consumer.resume(here)
+        reader._log.client.resume(here)
         told = gap(reader.poll)
         assert (told.topic, told.partition, told.wanted, told.first) == (
             Names(settings.topic_prefix).of(Topic.DOCUMENTS), 0, 10, 13

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from tidemill.schemas.log.guard import ReadingWatch, Stillness
 from tidemill.schemas.log.liveness import EXIT_HUNG, Deadline
-from tidemill.schemas.log.stall import ReadingWatch, Stillness
 
 HERE = ("topic", 3)
 DEADLINE_S = 30.0
@@ -50,7 +50,7 @@ def test_a_stall_names_the_partition_its_position_and_its_end():
     assert watch.observe(HERE, 5, 9, polled(watch, 6, 24)) is None
     stall = watch.observe(HERE, 5, 9, polled(watch, 24, 31))
     assert stall is not None
-    assert (stall.place, stall.position, stall.end) == (HERE, 5, 9)
+    assert (stall.partition, stall.position, stall.end) == (HERE, 5, 9)
     assert "topic[3] is stalled: 4 records wait at offset 5" in str(stall)
 
 

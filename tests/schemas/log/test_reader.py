@@ -1,0 +1,153 @@
+"""One reader: single records by position, ranges by time, and what ends the wait for a log that delivers nothing."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.guard import RetentionGap
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader, MissingRecordError, PartitionReader
+from tidemill.schemas.records import Document
+
+LONG_AGO_MS = int(time.time() - 3_600) * 1_000
+TRANSACTION_S = 30.0
+
+
+@pytest.fixture
+def log(kafka, topic_prefix) -> KafkaSettings:
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=topic_prefix, partitions=2)
+    create_topics(settings)
+    return settings
+
+
+def document(number: int) -> Document:
+    return Document(f"d{number}", "test", "text")
+
+
+def write(log: KafkaSettings, numbers: range, partition: int = 0) -> None:
+    with RecordProducer(log, "test-writer") as producer:
+        for number in numbers:
+            at_ms = LONG_AGO_MS + number
+            producer.send(Topic.DOCUMENTS, document(number), key="k", partition=partition, timestamp_ms=at_ms)
+
+
+def delete(log: KafkaSettings, before: int, partition: int = 0) -> None:
+    admin = AdminClient({"bootstrap.servers": log.address()})
+    place = TopicPartition(Names(log.topic_prefix).of(Topic.DOCUMENTS), partition, before)
+    for future in admin.delete_records([place]).values():
+        future.result()
+
+
+def here(offset: int, partition: int = 0) -> Position:
+    return Position(Topic.DOCUMENTS.value, partition, offset)
+
+
+def test_a_record_is_fetched_by_its_position_and_the_reader_goes_on_from_there(log: KafkaSettings):
+    write(log, range(8))
+    write(log, range(8, 10), partition=1)
+    with LogReader(log, [Topic.DOCUMENTS], start="end") as reader:
+        for offset in (5, 6, 2):
+            assert reader.at(here(offset)).record == document(offset)
+        assert reader.next_offsets()[Topic.DOCUMENTS, 0] == 3
+        assert [record.record for record in reader.read_to_end()] == [document(number) for number in range(3, 8)]
+        passed: list[ConsumedRecord] = []
+        assert reader.at(here(1, partition=1), passed.append).record == document(9)
+        assert passed == [], "there is nothing between the end and the position that it goes back to"
+        assert reader.at(here(4), passed.append).record == document(4)
+        assert {record.record.document_id for record in passed} <= {"d5", "d6", "d7"}
+
+
+def test_the_records_on_the_way_to_a_position_are_handed_over(log: KafkaSettings):
+    write(log, range(6))
+    with LogReader(log, [Topic.DOCUMENTS]) as reader:
+        passed: list[ConsumedRecord] = []
+        assert reader.at(here(3), passed.append).record == document(3)
+        assert [record.offset for record in passed][:3] == [0, 1, 2]
+
+
+def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
+    full = Names(log.topic_prefix).of(Topic.DOCUMENTS)
+    writer = Producer({"bootstrap.servers": log.address(), "transactional.id": full})
+    writer.init_transactions(TRANSACTION_S)
+    for number in range(2):
+        writer.begin_transaction()
+        writer.produce(full, Codec().encode(document(number)), partition=0)
+        writer.commit_transaction(TRANSACTION_S)
+    started = time.monotonic()
+    with LogReader(log, [Topic.DOCUMENTS]) as reader:
+        # The end of a transaction takes an offset: the log ends with one.
+        for offset in (1, 3):
+            with pytest.raises(MissingRecordError, match=rf"documents\[0\] no longer holds offset {offset}"):
+                reader.at(here(offset))
+        for beyond in (here(4), here(0, partition=1), here(0, partition=7)):
+            with pytest.raises(MissingRecordError, match="ends before offset"):
+                reader.at(beyond)
+        delete(log, 2)
+        with pytest.raises(MissingRecordError, match="no longer holds offset 0"):
+            reader.at(here(0))
+        assert reader.at(here(2)).record == document(1)
+    assert time.monotonic() - started < 30
+
+
+def test_positions_are_fetched_together_and_what_is_gone_is_left_out(log: KafkaSettings):
+    write(log, range(8))
+    write(log, range(8, 12), partition=1)
+    delete(log, 2)
+    wanted = {here(1), here(3), here(6), here(99), here(-1), here(2, partition=1), here(0, partition=7)}
+    with LogReader(log) as reader:
+        found = reader.fetch(wanted)
+        assert {position: read.record for position, read in found.items()} == {
+            here(3): document(3), here(6): document(6), here(2, partition=1): document(10)
+        }  # fmt: skip
+        assert reader.fetch(set()) == {}
+        assert set(reader.fetch({here(7)})) == {here(7)}, "a reader fetches again and again"
+
+
+def test_a_partition_is_read_from_a_time_to_its_end(log: KafkaSettings):
+    write(log, range(6))
+    with LogReader(log) as reader:
+        for first in (4, 0):
+            found = [read.record for read in reader.read_since(Topic.DOCUMENTS, 0, LONG_AGO_MS + first)]
+            assert found == [document(number) for number in range(first, 6)]
+        assert list(reader.read_since(Topic.DOCUMENTS, 0, LONG_AGO_MS + 6)) == []
+        assert list(reader.read_since(Topic.DOCUMENTS, 1, 0)) == []
+
+
+def test_each_partition_that_lost_records_is_told(log: KafkaSettings):
+    for partition in (0, 1):
+        write(log, range(4), partition)
+    full = Names(log.topic_prefix).of(Topic.DOCUMENTS)
+    reader = PartitionReader(log, "test")
+    for partition in (0, 1):
+        delete(log, 3, partition)
+    reader.assign({(full, 0): 1, (full, 1): 2})
+    told = []
+    for _ in range(2):
+        with pytest.raises(RetentionGap) as gap:
+            reader.check()
+        told.append((gap.value.partition, gap.value.wanted, gap.value.first))
+    assert told == [(0, 1, 3), (1, 2, 3)]
+    reader.check()
+    (messages, *_rest) = [found for found in reader.read_until(reader.ends()) if found]
+    assert {message.offset() for message in messages} == {3}
+    reader.close()
+
+
+def test_a_log_that_delivers_nothing_before_the_end_ends_the_wait(log: KafkaSettings):
+    write(log, range(3))
+    full = Names(log.topic_prefix).of(Topic.DOCUMENTS)
+    reader = PartitionReader(log, "test")
+    reader.assign({(full, 0): 0})
+    with pytest.raises(TimeoutError, match=r"delivered nothing for 1 s .*\[0\] at 3 of 10"):
+        for _ in reader.read_until({(full, 0): 10}, silence_s=1):
+            pass
+    reader.close()
