@@ -19,6 +19,7 @@ from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import Context
 from tidemill.schemas.claim import digest
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.ids import rollout_id
 from tidemill.schemas.records import Rollout, RolloutStatus, Task, Turn
 
 LOG = logging.getLogger(__name__)
@@ -34,11 +35,6 @@ class RecordedTurn:
     sampled_by: ReplicaIdentity
 
 
-def rollout_id(task: Task, index: int) -> str:
-    """The id of the rollout at a place of a task's group."""
-    return f"{task.group_id}/{index}"
-
-
 def context_digest(token_ids: Sequence[int]) -> str:
     """xxh3-128 of the token ids as u4, hexadecimal: names a context in `Turn.context`."""
     return digest(np.asarray(token_ids, dtype="<u4").tobytes())
@@ -49,7 +45,7 @@ def failed_rollout(
 ) -> Rollout:
     """The record of an episode that has no result, and why."""
     return Rollout(
-        rollout_id=rollout_id(task, index),
+        rollout_id=rollout_id(task.group_id, index),
         group_id=task.group_id,
         task_id=task.task_id,
         run_id=task.run_id,
@@ -120,7 +116,7 @@ def turn_record(task: Task, index: int, worker_id: str, number: int, made: Recor
     """The record of a turn that was sampled now, the `number`-th of its rollout."""
     completion = made.completion
     return Turn(
-        rollout_id=rollout_id(task, index),
+        rollout_id=rollout_id(task.group_id, index),
         group_id=task.group_id,
         task_id=task.task_id,
         run_id=task.run_id,

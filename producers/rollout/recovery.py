@@ -12,9 +12,9 @@ import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from tidemill.producers.rollout.record import rollout_id
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_ms
+from tidemill.schemas.ids import rollout_id
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.partitioner import partition_of
 from tidemill.schemas.log.reader import LogReader
@@ -83,7 +83,7 @@ class BegunTasks:
 
     def progress(self, task: Task) -> TaskProgress:
         """The recorded part of a task. Its turns are handed out once, and are not kept."""
-        names = [rollout_id(task, index) for index in range(task.group_size)]
+        names = [rollout_id(task.group_id, index) for index in range(task.group_size)]
         ended = frozenset(index for index, name in enumerate(names) if name in self._ended)
         turns = {index: tuple(self._turns.pop(name, ())) for index, name in enumerate(names)}
         return TaskProgress(ended, {index: found for index, found in turns.items() if found and index not in ended})

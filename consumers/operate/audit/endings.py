@@ -16,9 +16,10 @@ from enum import StrEnum
 
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import AuditRules
-from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout, rollout_name
+from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout
 from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.ids import rollout_id, rollout_index
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus
 
@@ -90,15 +91,14 @@ def rollout_lives(facts: Facts, rules: AuditRules) -> Iterator[RolloutLife]:
         for member in group.record.members:
             memberships[member.rollout_id].append((group.place, member))
     grouped = _Grouped(facts, rules)
-    seen = {(rollout.group_id, rollout.index) for rollout in facts.played.rollouts.values()}
+    seen: set[tuple[str, int | None]] = {(of.group_id, of.index) for of in facts.played.rollouts.values()}
     for rollout in facts.played.rollouts.values():
         of = memberships.pop(rollout.rollout_id, [])
         yield grouped.life(rollout.rollout_id, of, rollout) if of else _ungrouped(facts, rules, rollout)
     # The rest was put into a group, and its own record is gone.
-    for rollout_id, of in memberships.items():
-        number = rollout_id.rpartition("/")[2]
-        seen.add((facts.model.group_at[of[0][0]].record.group_id, int(number) if number.isdigit() else -1))
-        yield grouped.life(rollout_id, of, None)
+    for name, of in memberships.items():
+        seen.add((facts.model.group_at[of[0][0]].record.group_id, rollout_index(name)))
+        yield grouped.life(name, of, None)
     for task in facts.played.tasks.values():
         for index in range(task.group_size):
             if (task.group_id, index) not in seen:
@@ -112,7 +112,7 @@ def is_overdue(facts: Facts, rules: AuditRules, deadline_at: int) -> bool:
 
 def _unplayed(facts: Facts, rules: AuditRules, task: IssuedTask, index: int) -> RolloutLife:
     """A rollout without a result."""
-    name = rollout_name(task.group_id, index)
+    name = rollout_id(task.group_id, index)
     dispatch = facts.played.dispatched.get(task.task_id)
     state, place = RolloutState.QUEUED, task.place
     if dispatch is not None and index in dispatch[1]:

@@ -31,11 +31,6 @@ from tidemill.schemas.records import (
 TRAINED = "trained"
 
 
-def rollout_name(group_id: str, index: int) -> str:
-    """The id that workers give to the rollout with an index in a group."""
-    return f"{group_id}/{index}"
-
-
 @dataclass(frozen=True, slots=True)
 class IssuedTask:
     """A task that was issued."""

@@ -20,7 +20,6 @@ from tidemill.producers.rollout.record import (
     context_digest,
     failed_rollout,
     recorded_turns,
-    rollout_id,
     turn_record,
 )
 from tidemill.producers.rollout.recovery import NOTHING, BegunTasks, TaskProgress
@@ -29,6 +28,7 @@ from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.ids import rollout_id
 from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Tick, Turn, VersionSpan
 
 REPLICA = ReplicaIdentity("r1", "here")
@@ -463,7 +463,7 @@ def dispatch(a_task=TASK, **changes) -> Dispatch:
 
 
 def turn(index, number, **changes) -> Turn:
-    name = rollout_id(TASK, index)
+    name = rollout_id(TASK.group_id, index)
     made = build(Turn, rollout_id=name, group_id="g", task_id="t", region="", turn=number, n_tokens=1,
                  token_ids=bytes(4), logprobs=bytes(4), spans=[VersionSpan(0, 0, 1)])  # fmt: skip
     return replace(made, **changes)
