@@ -19,7 +19,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import raise_lasting
 from tidemill.schemas.log.consumed import Partition
-from tidemill.schemas.log.watermarks import WatermarkClient, watermarks
+from tidemill.schemas.log.watermarks import EndsClient, watermarks
 
 LOG = logging.getLogger(__name__)
 K = TypeVar("K", bound=Hashable)
@@ -89,7 +89,7 @@ class Stillness(Generic[K]):
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class PartitionStall:
     """A partition with records that nobody reads."""
 
     partition: Partition
@@ -139,10 +139,10 @@ class ReadingWatch:
         """Nothing is read on purpose."""
         self._still.forget()
 
-    def observe(self, partition: Partition, position: int, end: int, now_s: float) -> Stall | None:
+    def observe(self, partition: Partition, position: int, end: int, now_s: float) -> PartitionStall | None:
         """The log answered: a partition's next offset to read, and its end."""
         seconds = self._still.observe(partition, position, end > position, now_s)
-        return None if seconds is None else Stall(partition, position, end, seconds)
+        return None if seconds is None else PartitionStall(partition, position, end, seconds)
 
     def answered(self, now_s: float) -> float | None:
         """The log answered for every partition; how long it had not, when that was told."""
@@ -166,7 +166,7 @@ class ReadingWatch:
 class ReadingStalled(RuntimeError):
     """Records wait, the log answers, and the client delivers none: its process must be started again."""
 
-    def __init__(self, stall: Stall) -> None:
+    def __init__(self, stall: PartitionStall) -> None:
         super().__init__(f"{stall}; start this process again")
         self.stall = stall
 
@@ -182,7 +182,7 @@ class ReadingGuard:
     def __init__(self, consumer: Consumer, name: str, kafka: KafkaSettings) -> None:
         self._consumer = consumer
         self._name = name
-        self._ends = WatermarkClient(kafka, f"{name}, ends")
+        self._ends = EndsClient(kafka, f"{name}, ends")
         self._watch = ReadingWatch(kafka.stall_timeout_s, time.monotonic())
         self._troubles: list[LookupError] = []
         self._warned: set[Partition] = set()
@@ -231,7 +231,7 @@ class ReadingGuard:
         if not self._watch.due(time.monotonic()):
             return
         try:
-            ends = self._ends.ask(positions, LOOK_TIMEOUT_S)
+            ends = self._ends.ends(positions, LOOK_TIMEOUT_S)
         except KafkaException as error:
             self._say_unanswered(positions, error)
             return
@@ -239,9 +239,8 @@ class ReadingGuard:
         silent_s = self._watch.answered(now_s)
         if silent_s is not None:
             LOG.warning("%s: the log answers again, after %.0f s; nothing was lost", self._name, silent_s)
-        for partition, (low, high) in ends.items():
-            # Where retention took everything there is nothing to wait for, wherever the reader stands.
-            stall = self._watch.observe(partition, positions[partition], high if high > low else 0, now_s)
+        for partition, end in ends.items():
+            stall = self._watch.observe(partition, positions[partition], end, now_s)
             if stall is not None and partition[0] not in may_have_holes:
                 raise ReadingStalled(stall)
             if stall is not None and partition not in self._warned:

@@ -64,8 +64,8 @@ def _answer(ask: Callable[[], Asked], timeout_s: float) -> Asked:
             time.sleep(RETRY_S)
 
 
-class WatermarkClient:
-    """Asks for the watermarks of partitions over a connection of its own, which it opens at the first question.
+class EndsClient:
+    """Asks for the ends of partitions over a connection of its own, which it opens at the first question.
 
     A broker answers the requests of one connection in their order. Behind a fetch the answer would come after all that
     the fetch brings, over a slow link many seconds later; and a request that is not answered in time costs librdkafka
@@ -79,8 +79,9 @@ class WatermarkClient:
         self._kafka, self._client_id = kafka, client_id
         self._client: Consumer | None = None
 
-    def ask(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, tuple[int, int]]:
-        """First offset that each partition keeps, and its end for readers of what is committed.
+    def ends(self, partitions: Iterable[Partition], timeout_s: float) -> dict[Partition, int]:
+        """The end of each partition for readers of what is committed; 0 where retention took everything, so that
+        nothing waits there, wherever a reader is.
 
         Args:
             timeout_s: how long the answer for one partition may take.
@@ -91,7 +92,8 @@ class WatermarkClient:
             # The admin client's own request is not used: after a time-out it gives offsets that mean nothing, and after
             # a new election of the leader it asks with the old epoch for ever (librdkafka 2.16).
             self._client = Consumer(groupless_settings(self._kafka, self._client_id))
-        return {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
+        bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
+        return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:
         """Give the connection back."""

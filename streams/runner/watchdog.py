@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import KafkaException
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import Partition
 from tidemill.schemas.log.guard import Stillness
+from tidemill.schemas.log.watermarks import EndsClient
 
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
@@ -82,8 +82,7 @@ class Watchdog:
         self._progress = progress
         self._on_stall = on_stall
         self._stopped = threading.Event()
-        # Only asked for the ends of partitions; it subscribes to nothing and joins no group.
-        self._log = Consumer(consumer_settings(kafka, "tidemill-stream-watchdog", "tidemill-stream-watchdog"))
+        self._log = EndsClient(kafka, "tidemill-stream-watchdog")
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -108,12 +107,7 @@ class Watchdog:
 
     def _ends(self, positions: Mapping[Partition, int]) -> dict[Partition, int]:
         try:
-            return {place: self._end(*place) for place in positions}
+            return self._log.ends(positions, REQUEST_TIMEOUT_S)
         except KafkaException:
             # Without a broker nobody can make progress, and a fresh worker could not either.
             return {}
-
-    def _end(self, topic: str, partition: int) -> int:
-        first, end = self._log.get_watermark_offsets(TopicPartition(topic, partition), timeout=REQUEST_TIMEOUT_S)
-        # Where retention took everything there is nothing to wait for, wherever the reader stands.
-        return int(end) if end > first else 0
