@@ -17,12 +17,12 @@ from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.rows import JsonOption
 from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.progress import working
-from tidemill.consumers.operate.replay.differences import Item, OutputComparison, Place, Window, compare
+from tidemill.consumers.operate.replay.differences import Item, OutputComparison, Window, compare
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that reading the topics may take.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that the log may deliver nothing.")]
 PROGRESS_EVERY = 500
 
 
@@ -178,13 +178,13 @@ def _check(name: ProcessorName, what_if: WhatIf) -> None:
 
 def located_item(names: Names, located: ConsumedRecord) -> Item:
     """A record of the log, to be compared."""
-    place = Place(names.of(located.topic), located.partition, located.offset)
+    place = Position(names.of(located.topic), located.partition, located.offset)
     return Item(located.key, located.value, located.record, place, located.timestamp_ms)
 
 
 def _emitted_item(names: Names, codec: Codec, emitted: Emitted) -> Item:
     emit, cause = emitted.emit, emitted.cause
-    place = Place(names.of(Topic(cause.topic)), cause.partition, cause.offset)
+    place = Position(names.of(Topic(cause.topic)), cause.partition, cause.offset)
     return Item(emit.key.encode(), codec.encode(emit.record), emit.record, place, emitted.at_ms)
 
 

@@ -15,7 +15,6 @@ from tidemill.compose.replay.steps import step_range
 from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,
     Item,
-    Place,
     Window,
     compare,
     field_changes,
@@ -23,6 +22,7 @@ from tidemill.consumers.operate.replay.differences import (
     out_of_order,
 )
 from tidemill.schemas.codec import Codec
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Document, Group, GroupMember, Record, RolloutStatus
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "streams"))
@@ -43,7 +43,7 @@ def group(name: str, closed_at: int = 10, reward: float = 1.0, **changes: object
 
 def items(*records: Record, partition: int = 0) -> list[Item]:
     return [
-        Item(b"key", CODEC.encode(record), record, Place("groups", partition, offset), 7)
+        Item(b"key", CODEC.encode(record), record, Position("groups", partition, offset), 7)
         for offset, record in enumerate(records)
     ]
 
@@ -65,14 +65,18 @@ def test_the_first_difference_is_the_earliest_in_event_time_with_its_fields():
     found = compare(there, here)
     assert [d.name for d in found.differences] == ["early", "late"]
     assert found.first is not None
-    assert (found.first.kind, found.first.there, found.identical) == (DifferenceKind.CHANGED, Place("groups", 0, 1), 1)
+    assert (found.first.kind, found.first.there, found.identical) == (
+        DifferenceKind.CHANGED,
+        Position("groups", 0, 1),
+        1,
+    )
     assert field_lines(found.first) == [
         "  members[0].reward: 1.0 -> 3.0",
         "  mean_reward: 1.0 -> 3.0",
         "  closed_at: 20 -> 25",
     ]
     text = comparison_lines(found, "the log", "the replay", 2)
-    assert text[2] == "first difference: early changed, the log groups[0] offset 1, the replay groups[0] offset 1"
+    assert text[2] == "first difference: early changed, the log groups[0]@1, the replay groups[0]@1"
     assert text[-1].startswith("then: late changed")
 
 
@@ -84,7 +88,7 @@ def test_a_record_that_one_side_has_alone():
     ]
     lines = comparison_lines(found, "A", "B", 5)
     assert lines[:2] == ["identical: 1 of 3", "only in A: 1, only in B: 1"]
-    assert lines[2] == "first difference: c is only in B, groups[0] offset 1"
+    assert lines[2] == "first difference: c is only in B, groups[0]@1"
     assert comparison_document(found, 1)["first"]["name"] == "c"
 
 
@@ -130,11 +134,11 @@ def test_fields_of_every_shape():
 
 
 def test_records_that_cannot_be_read_and_records_without_a_name():
-    junk = [Item(None, value, None, Place("groups", 0, 0), 1) for value in (b"a", b"b")]
+    junk = [Item(None, value, None, Position("groups", 0, 0), 1) for value in (b"a", b"b")]
     found = compare(junk[:1], junk[1:])
     assert found.first is not None and [f.path for f in found.first.fields] == ["value"]
     document = Document("d", "s", "text")
-    keyed = Item(b"\xffd", CODEC.encode(document), document, Place("documents", 0, 0), 1)
+    keyed = Item(b"\xffd", CODEC.encode(document), document, Position("documents", 0, 0), 1)
     assert list(named([keyed])[0]) == ["\\xffd"]
 
 

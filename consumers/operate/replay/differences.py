@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
     CloseReason,
     Group,
@@ -39,26 +40,14 @@ class DifferenceKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a record lies, or the record that decided it."""
-
-    topic: str
-    """Its full name."""
-    partition: int
-    offset: int
-
-    def __str__(self) -> str:
-        return f"{self.topic}[{self.partition}] offset {self.offset}"
-
-
-@dataclass(frozen=True, slots=True)
 class Item:
     """One record of one side."""
 
     key: bytes | None
     value: bytes | None
     record: Record | None
-    place: Place
+    place: Position
+    """Under the full name of its topic; of the record that decided it, where it was not written."""
     timestamp_ms: int
 
 
@@ -79,8 +68,8 @@ class Difference:
     kind: DifferenceKind
     at_us: int
     """Event time: when what it tells of ended, or its timestamp."""
-    there: Place | None
-    here: Place | None
+    there: Position | None
+    here: Position | None
     fields: list[FieldChange]
     """Empty for a record that one side has alone, and where equal records were written with other schemas."""
 
