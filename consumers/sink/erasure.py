@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.consumers.sink.rows import Row, Tombstone
+from tidemill.consumers.sink.rows import DeletedKey, Row
 from tidemill.consumers.sink.tables import tables
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.log.consumed import Partition
@@ -86,7 +86,7 @@ def of_tombstones(rows: Iterable[Row]) -> Iterator[Deletion]:
     """The deletions that tombstones order: older rows of the same key in the same partition."""
     newest: dict[tuple[Topic, Partition], dict[str, int]] = defaultdict(dict)
     for row in rows:
-        if isinstance(row.record, Tombstone):
+        if isinstance(row.record, DeletedKey):
             # Keys are bytes of anybody's making; as hexadecimal digits they pass through SQL unharmed.
             newest[row.record.topic, (row.topic, row.partition)][row.key.hex().upper()] = row.offset
     for (topic, (full, partition)), ends in newest.items():

@@ -30,7 +30,7 @@ class QueryFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class QueryResult:
     """A table of results. Numbers are numbers, arrays lists, maps dicts, times text in UTC, NULL None.
 
     A query with a FORMAT clause of its own has one column, named as the format, and one row with the text.
@@ -64,8 +64,8 @@ def sql_of(sql_or_name: str) -> str:
     return known[word]
 
 
-def ask(sink: SinkSettings, sql_or_name: str) -> Answer:
-    """Answer a query over the sink's tables. Raises QueryFailed."""
+def ask(sink: SinkSettings, sql_or_name: str) -> QueryResult:
+    """QueryResult a query over the sink's tables. Raises QueryFailed."""
     sql = sql_of(sql_or_name)
     if not sink.embedded:
         scheme = "https" if sink.secure else "http"
@@ -86,7 +86,7 @@ def _answers(state: SinkState) -> bool:
     return bool(reply.headers.get("X-Tidemill-Pid") == str(state.pid))
 
 
-def _over_http(url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str]) -> Answer:
+def _over_http(url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str]) -> QueryResult:
     headers = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
     try:
         reply = httpx.post(
@@ -103,14 +103,14 @@ def _over_http(url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str])
     return _parsed(reply.content, reply.headers.get("X-ClickHouse-Format", FORMAT))
 
 
-def _parsed(body: bytes, output_format: str) -> Answer:
+def _parsed(body: bytes, output_format: str) -> QueryResult:
     if output_format != FORMAT:
-        return Answer([output_format], [[body.decode("utf-8", "replace")]])
+        return QueryResult([output_format], [[body.decode("utf-8", "replace")]])
     document = json.loads(body)
-    return Answer([column["name"] for column in document["meta"]], document["data"])
+    return QueryResult([column["name"] for column in document["meta"]], document["data"])
 
 
-def _from_disk(sink: SinkSettings, sql: str) -> Answer:
+def _from_disk(sink: SinkSettings, sql: str) -> QueryResult:
     if not sink.directory.is_dir():
         raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
     # Loaded here, since most queries go over HTTP and need no engine.

@@ -1,12 +1,22 @@
-"""What a flush holds: records, dead letters and tombstones with their place in the log."""
+"""The rows of a flush: records, dead letters and tombstones with their places in the log, and when rows are flushed.
+
+A record whose packed arrays are no whole number of elements is a dead letter: any process may have written its bytes,
+and the schema accepts them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
-from tidemill.consumers.sink.misfit import misfit
+import numpy as np
+
+from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.codec import RECORD_TYPES, current_schema
+from tidemill.schemas.log.consumed import ConsumedRecord, Partition
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
@@ -27,7 +37,7 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
-class Tombstone:
+class DeletedKey:
     """The end of what a compacted topic holds under a key: an order to delete, and no row of its own."""
 
     topic: Topic
@@ -42,7 +52,7 @@ class Row:
     offset: int
     timestamp_ms: int
     key: bytes
-    record: Record | DeadLetter | Tombstone
+    record: Record | DeadLetter | DeletedKey
     n_bytes: int
     """Size of the value, for bounding a flush."""
 
@@ -50,15 +60,15 @@ class Row:
 def _objection(record: object, expected: tuple[type, ...], topic: str) -> str:
     if not isinstance(record, expected):
         return f"a {type(record).__name__} has no place in {topic}"
-    return misfit(record)
+    return packed_fault(record)
 
 
 def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) -> Row:
     """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
     topic = names.of(located.topic)
-    record: Record | DeadLetter | Tombstone | None = located.record
+    record: Record | DeadLetter | DeletedKey | None = located.record
     if located.value is None and is_compacted(located.topic):
-        record = Tombstone(located.topic)
+        record = DeletedKey(located.topic)
     elif record is None or (reason := _objection(record, expected, topic)):
         record = DeadLetter(
             source_topic=topic,
@@ -78,3 +88,93 @@ def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) ->
         record=record,
         n_bytes=len(located.value or b""),
     )
+
+
+Packed = tuple[tuple[str, ...], int]
+"""Path of a packed array's field, through lists of records, and the size of its elements."""
+
+
+@lru_cache(maxsize=1)
+def packed_fields() -> dict[type, tuple[Packed, ...]]:
+    """The packed arrays of every record type."""
+    return {kind: tuple(_packed(current_schema(kind), ())) for kind in RECORD_TYPES.values()}
+
+
+def _packed(kind: Any, path: tuple[str, ...]) -> Iterator[Packed]:  # noqa: ANN401 - an Avro type
+    if isinstance(kind, list):
+        for branch in kind:
+            yield from _packed(branch, path)
+    elif isinstance(kind, dict) and kind.get("logicalType") == "le-array":
+        yield path, np.dtype(f"<{kind['dtype']}").itemsize
+    elif isinstance(kind, dict) and kind["type"] == "array":
+        yield from _packed(kind["items"], path)
+    elif isinstance(kind, dict) and kind["type"] == "record":
+        for field in kind["fields"]:
+            yield from _packed(field["type"], (*path, field["name"]))
+
+
+def packed_fault(record: object) -> str:
+    """Why a record's packed arrays cannot be unpacked; empty when they can."""
+    for path, size in packed_fields()[type(record)]:
+        for chunk in _at(record, path):
+            if len(chunk) % size:
+                return f"{'.'.join(path)} has {len(chunk)} bytes, which is no whole number of elements of {size}"
+    return ""
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Iterator[bytes]:  # noqa: ANN401 - a record or a field of one
+    if value is None:
+        return
+    if isinstance(value, list):
+        for item in value:
+            yield from _at(item, path)
+    elif path:
+        yield from _at(getattr(value, path[0]), path[1:])
+    else:
+        yield value
+
+
+def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
+    """The rows in their order, in runs of at most `most_bytes`; a longer row is a run of its own."""
+    first, held = 0, 0
+    for place, row in enumerate(rows):
+        if held and held + row.n_bytes > most_bytes:
+            yield rows[first:place]
+            first, held = place, 0
+        held += row.n_bytes
+    if first < len(rows):
+        yield rows[first:]
+
+
+@dataclass
+class PendingRows:
+    """Rows that wait for the next flush."""
+
+    settings: SinkSettings
+    rows: list[Row] = field(default_factory=list)
+    n_bytes: int = 0
+    opened_at: float = 0.0
+    """Time of the first row, in seconds of the caller's clock."""
+
+    def add(self, rows: Iterable[Row], now: float) -> None:
+        """Take rows in."""
+        for row in rows:
+            if not self.rows:
+                self.opened_at = now
+            self.rows.append(row)
+            self.n_bytes += row.n_bytes
+
+    def due(self, now: float) -> bool:
+        """Whether to flush now."""
+        if not self.rows:
+            return False
+        full = len(self.rows) >= self.settings.flush_rows or self.n_bytes >= self.settings.flush_bytes
+        return full or now - self.opened_at >= self.settings.flush_seconds
+
+    def next_offsets(self) -> dict[Partition, int]:
+        """One past the last row of each partition."""
+        return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
+
+    def clear(self) -> None:
+        """The rows are written."""
+        self.rows, self.n_bytes = [], 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 import time
 from contextlib import ExitStack, closing
 
-from tidemill.consumers.sink.batch import Batch
+import pyarrow as pa
+
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasure import Erasures
-from tidemill.consumers.sink.freed import give_back
+from tidemill.consumers.sink.rows import PendingRows
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.source import Source
 from tidemill.consumers.sink.state_file import SinkState, remove_state, write_state
@@ -84,7 +86,7 @@ def known_erasures(kafka: KafkaSettings) -> Erasures:
 def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:
     with ExitStack() as stack, Liveness("the sink", kafka.stall_timeout_s) as liveness:
         source = stack.enter_context(closing(Source(kafka, sink, writer)))
-        batch = Batch(sink)
+        batch = PendingRows(sink)
         while not stop.is_set():
             liveness.beat("reading")
             batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
@@ -93,10 +95,22 @@ def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, write
         _flush(writer, batch, source, liveness)
 
 
-def _flush(writer: Writer, batch: Batch, source: Source, liveness: Liveness) -> None:
+def _flush(writer: Writer, batch: PendingRows, source: Source, liveness: Liveness) -> None:
     liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
     written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
     if written:
         log.debug("wrote %d rows", written)
     batch.clear()
-    give_back()
+    release_unused_memory()
+
+
+def release_unused_memory() -> None:
+    """Return freed memory to the system; where the C library is not GNU's, only Arrow's.
+
+    Arrow's pool and the C library keep freed memory for later use, the latter for each thread that ever allocated: a
+    process that reads, writes and answers in several threads would hold the memory of several flushes.
+    """
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from tidemill.consumers.sink.batch import cut
 from tidemill.consumers.sink.columns import INTEGER, NAME, PARTITION, arrow_table
 from tidemill.consumers.sink.config import FLUSH_BYTES, MergeSettings, TableEngine
 from tidemill.consumers.sink.erasure import Deletion, Erasures, of_tombstones, of_user, requested
-from tidemill.consumers.sink.rows import Row, Tombstone
+from tidemill.consumers.sink.rows import DeletedKey, Row, cut
 from tidemill.consumers.sink.tables import (
     GAPS,
     WATERMARKS,
@@ -49,7 +48,7 @@ class TableMismatch(RuntimeError):
 
 
 @dataclass
-class Progress:
+class TableProgress:
     """How far each table and each partition got: decides what is still to be written."""
 
     highest: dict[tuple[str, Partition], int] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Writer:
             self._erasures.observe(row.record)
         by_type: dict[type, list[Row]] = defaultdict(list)
         for row in rows:
-            if not isinstance(row.record, Tombstone) and not self._erasures.hides(row):
+            if not isinstance(row.record, DeletedKey) and not self._erasures.hides(row):
                 by_type[type(row.record)].append(row)
         written = sum(self._insert(tables()[record_type], some) for record_type, some in by_type.items())
         self._erase(rows)
@@ -213,8 +212,8 @@ class Writer:
                     f"wants {column.type}: give the sink another `database`, and it reads the log into fresh tables"
                 )
 
-    def _read_progress(self) -> Progress:
-        progress = Progress()
+    def _read_progress(self) -> TableProgress:
+        progress = TableProgress()
         for table in tables().values():
             found = self._client.query(
                 f"SELECT _topic, _partition, max(_offset) FROM `{self._database}`.`{table.name}` GROUP BY ALL"

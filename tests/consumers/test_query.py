@@ -17,7 +17,7 @@ from tests.consumers.product_support import interaction as served
 from tests.consumers.sink_support import START_US, rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.query import Answer, QueryFailed, ask, named_queries, sql_of
+from tidemill.consumers.sink.query import QueryFailed, QueryResult, ask, named_queries, sql_of
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer
@@ -60,7 +60,7 @@ def product(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return answers_over(tmp_path_factory.mktemp("product"), product_run())
 
 
-def table(answer: Answer) -> list[dict[str, Any]]:
+def table(answer: QueryResult) -> list[dict[str, Any]]:
     return [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
 
 
@@ -246,7 +246,7 @@ def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed
         with QueryServer(sink) as server:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
             assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
-            assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == Answer(["CSVWithNames"], [['"a"\n1\n']])
+            assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == QueryResult(["CSVWithNames"], [['"a"\n1\n']])
             with pytest.raises(QueryFailed, match="READONLY"):
                 ask(sink, "DROP TABLE rollouts")
     finally:

@@ -19,7 +19,7 @@ from tests.consumers.sink_support import PREFIX, START_US, rows_of
 from tidemill.consumers.sink.config import SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasure import Erasures
-from tidemill.consumers.sink.rows import DeadLetter, Row, Tombstone, row_of
+from tidemill.consumers.sink.rows import DeadLetter, DeletedKey, Row, row_of
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -123,7 +123,7 @@ def test_a_hostile_user_id_deletes_its_own_rows_alone(tables: Tables, user: str)
 
 
 def keyed(key: bytes, offset: int, partition: int = 0, *, dead: bool = False) -> Row:
-    record: Any = Tombstone(Topic.INTERACTIONS) if dead else interaction(f"i{offset}", "ann")
+    record: Any = DeletedKey(Topic.INTERACTIONS) if dead else interaction(f"i{offset}", "ann")
     return Row(Names(PREFIX).of(Topic.INTERACTIONS), partition, offset, 1_700_000_000_123, key, record, 1)
 
 
@@ -138,7 +138,7 @@ def test_a_tombstone_takes_the_older_rows_of_its_key_in_its_partition(tables: Ta
 def test_a_tombstone_is_no_dead_letter_where_the_topic_is_compacted():
     names = Names(PREFIX)
     nothing = ConsumedRecord(Topic.FEEDBACK, 0, 5, 9, b"i/e", None, None, "the record has no value (a tombstone)")
-    assert row_of(nothing, names, CATALOGUE[Topic.FEEDBACK].values).record == Tombstone(Topic.FEEDBACK)
+    assert row_of(nothing, names, CATALOGUE[Topic.FEEDBACK].values).record == DeletedKey(Topic.FEEDBACK)
     stray = replace(nothing, topic=Topic.ROLLOUTS)
     assert isinstance(row_of(stray, names, CATALOGUE[Topic.ROLLOUTS].values).record, DeadLetter)
 

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from tests.consumers.sink_support import PACKED, PREFIX, generated, rollout, rows_of, small_run, topic_of
 from tidemill.consumers.sink.arrays import list_array, packed_array
-from tidemill.consumers.sink.batch import cut
 from tidemill.consumers.sink.columns import Column, Schema, record_columns
 from tidemill.consumers.sink.config import MergeSettings, SinkSettings, TableEngine
 from tidemill.consumers.sink.engine import ALLOCATOR, connect, engine_options
-from tidemill.consumers.sink.freed import give_back
-from tidemill.consumers.sink.rows import DeadLetter, row_of
+from tidemill.consumers.sink.rows import DeadLetter, cut, row_of
+from tidemill.consumers.sink.service import release_unused_memory
 from tidemill.consumers.sink.tables import tables
-from tidemill.consumers.sink.writer import Progress, TableMismatch, Writer, insert_token
+from tidemill.consumers.sink.writer import TableMismatch, TableProgress, Writer, insert_token
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
 from tidemill.schemas.log.consumed import ConsumedRecord
@@ -226,7 +225,7 @@ def test_the_embedded_engine_takes_its_bounds(client: Any):
 
 def test_progress_keeps_tables_and_partitions_apart():
     rows = rows_of([Document(str(i), "s", "t") for i in range(4)])
-    progress = Progress()
+    progress = TableProgress()
     progress.wrote("documents", rows[:2])
     assert progress.missing("documents", reversed(rows)) == rows[2:]
     assert progress.missing("dead_letters", rows) == rows
@@ -304,7 +303,7 @@ def test_what_python_and_arrow_have_freed_goes_back_to_the_system():
     held = blocks[::100]
     before = resident()
     del blocks
-    give_back()
+    release_unused_memory()
     assert resident() < before - 20 * 2**20
     assert len(held) == 8
 
