@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "system"), str(HERE.parent / "consumers")]
+sys.path[:0] = [str(HERE.parent / "system"), str(HERE.parent / "consumers"), str(HERE.parents[1])]
 from network.regions import Region, Regions  # noqa: E402 - the helpers are modules beside the tests
 from network.shape import LinkShape  # noqa: E402
 from weight_log import WeightLog  # noqa: E402
