@@ -9,6 +9,7 @@ dictionary, None where None is allowed, the first member of an enumeration.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -60,13 +61,19 @@ RELATED: dict[type, dict[str, Callable[[dict[str, Any]], Any]]] = {
 
 def build(kind: type[R], /, **given: Any) -> R:
     """A record of a type from tidemill.schemas.records, with the given fields."""
-    hints = get_type_hints(kind)
     related = RELATED.get(kind, {})
-    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
-    for name in needed:
+    for name, hint in _needed(kind):
         if name not in given:
-            given[name] = related[name](given) if name in related else neutral(name, hints[name])
+            given[name] = related[name](given) if name in related else neutral(name, hint)
     return kind(**given)
+
+
+@functools.cache
+def _needed(kind: type) -> list[tuple[str, Any]]:
+    """The fields without a default, each with its type. Resolving the types costs more than the record does."""
+    hints = get_type_hints(kind)
+    needed = [each for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    return [(each.name, hints[each.name]) for each in needed]
 
 
 def neutral(name: str, hint: Any) -> Any:
