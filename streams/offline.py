@@ -28,7 +28,7 @@ Change = Callable[[ConsumedRecord], ConsumedRecord]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RecordRange:
     """Which offsets of a partition are replayed: [begin, end)."""
 
     begin: int
@@ -52,7 +52,7 @@ class Decided:
 class _Waiting:
     """The records of one topic that may not be given yet, each with the topic's clock at it."""
 
-    span: Span
+    span: RecordRange
     records: deque[tuple[int, ConsumedRecord]] = field(default_factory=deque)
     clock_ms: int = 0
     over: bool = False
@@ -69,7 +69,7 @@ class _Waiting:
 class Interleaved:
     """The equal partitions of some topics in one order: (clock of the topic, place of the topic, offset)."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Sequence[RecordRange]) -> None:
         """`spans` are those of the topics, in their places."""
         self._topics = [_Waiting(span) for span in spans]
 
@@ -101,7 +101,7 @@ class OfflineRun:
     def __init__(
         self,
         processor: Processor,
-        spans: Mapping[tuple[Topic, int], Span],
+        spans: Mapping[tuple[Topic, int], RecordRange],
         change: Change = lambda located: located,
     ) -> None:
         self._places = {topic: place for place, topic in enumerate(processor.inputs)}

@@ -15,7 +15,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, OnlineBatch, Outcome
 from tidemill.streams.machine import Emit, Processor, Rejected
-from tidemill.streams.offline import Change, Decided, OfflineRun, Span
+from tidemill.streams.offline import Change, Decided, OfflineRun, RecordRange
 
 CLIENT = "tidemill-replay"
 
@@ -68,7 +68,7 @@ def replay(
     """
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
-        spans = {place: Span(begins[place], end) for place, end in ends.items()}
+        spans = {place: RecordRange(begins[place], end) for place, end in ends.items()}
         run = OfflineRun(processor, spans, change)
         names = Names(kafka.topic_prefix)
         cut = [f"{names.of(topic)}[{p}] begins at offset {s.begin}" for (topic, p), s in spans.items() if s.begin]

@@ -24,7 +24,7 @@ CIRCLES: Set[tuple[str, ...]] = {
 }
 """Folders that import each other, directly or by way of others of the group."""
 
-TWICE: Set[str] = {"Answer", "Head", "Mark", "Progress", "Span", "Tombstone", "Write"}
+TWICE: Set[str] = set()
 """Class names with several definitions."""
 
 UNUSED: Set[str] = {

@@ -34,7 +34,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from tidemill.consumers.replica.environment import PARENT_VARIABLE
 from tidemill.consumers.replica.experts import orders_of_experts
 from tidemill.consumers.replica.linear import unpacked_linear
-from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError, Write
+from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError, WeightWrite
 from tidemill.consumers.replica.step_clock import StepClock
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError, record_map
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
@@ -74,8 +74,8 @@ class _Update:
         self.clock = StepClock()
         self.stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-stage")
         self.prover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-proof")
-        self.staged: Write | dict[str, Bits] | None = None
-        self.undo: tuple[str, Write] | None = None
+        self.staged: WeightWrite | dict[str, Bits] | None = None
+        self.undo: tuple[str, WeightWrite] | None = None
 
 
 def _install(core: EngineCore, tensors: list[Any], version: int) -> list[str]:
@@ -104,7 +104,7 @@ def _stage(
     """
     update: _Update = core.tidemill_state
 
-    def prepare() -> Write:
+    def prepare() -> WeightWrite:
         return update.live.prepare(_unpack(update.live, names, counts, indices, bits))
 
     return _in_background(update, prepare)
@@ -123,7 +123,7 @@ def _stage_checkpoint(core: EngineCore, directory: str) -> Future[dict[str, floa
     return _in_background(update, read)
 
 
-def _in_background(update: _Update, make: Callable[[], Write | dict[str, Bits]]) -> Future[dict[str, float]]:
+def _in_background(update: _Update, make: Callable[[], WeightWrite | dict[str, Bits]]) -> Future[dict[str, float]]:
     update.staged = None
 
     def run() -> dict[str, float]:
@@ -164,7 +164,7 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, float]
     staged, update.staged = update.staged, None
     if staged is None:
         raise ValueError("nothing is staged that could be written")
-    if isinstance(staged, Write):
+    if isinstance(staged, WeightWrite):
         update.live.commit(staged)
         update.undo = (core.get_weight_version(), staged)
     else:

@@ -43,7 +43,7 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WeightWrite:
     """A prepared write, which fits the weights as they were after `after` writes."""
 
     patches: tuple[Patch, ...]
@@ -90,7 +90,7 @@ class LiveWeights:
         self.length(name)
         return self._patterns[name]
 
-    def prepare(self, changes: Sequence[ElementChange]) -> Write:
+    def prepare(self, changes: Sequence[ElementChange]) -> WeightWrite:
         """Work out a write of some elements; nothing is written, and nothing may be written meanwhile.
 
         Raises:
@@ -101,9 +101,9 @@ class LiveWeights:
         for change in changes:
             self._check(change)
             by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
-        return Write(tuple(self._patch(parameter, found) for parameter, found in by_parameter.items()), after)
+        return WeightWrite(tuple(self._patch(parameter, found) for parameter, found in by_parameter.items()), after)
 
-    def commit(self, write: Write) -> None:
+    def commit(self, write: WeightWrite) -> None:
         """Write what was prepared. Raises ValueError, before it writes, when something else was written since."""
         if write.after != self._writes:
             raise ValueError("the weights were changed after this write was prepared: prepare it again")
@@ -111,7 +111,7 @@ class LiveWeights:
         for patch in write.patches:
             places.scatter(self._storage[patch.parameter], patch.places, patch.new)
 
-    def take_back(self, write: Write) -> None:
+    def take_back(self, write: WeightWrite) -> None:
         """Write back what `write` replaced. Raises ValueError when it was not the last one."""
         if write.after != self._writes - 1:
             raise ValueError("this write was not the last one: it cannot be taken back")

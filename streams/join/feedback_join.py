@@ -24,7 +24,7 @@ from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, 
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import Case, Early, Entry, Head, Held, Wish, Wishes
+from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, Wish, Wishes
 from tidemill.streams.join.join_store import JoinStore
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
@@ -67,7 +67,7 @@ class FeedbackJoin:
         self._wait_us = to_us(self._map.wait_s)
         state = state or MachineState()
         self._store = JoinStore(partition, state)
-        head = join_state.decode_head(state.head) if state.head is not None else Head({}, {})
+        head = join_state.decode_head(state.head) if state.head is not None else JoinHead({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self._counts = Counter(head.counts)
 
@@ -114,7 +114,7 @@ class FeedbackJoin:
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
-        return self._store.changes(join_state.encode_head(Head(marks, dict(self._counts))))
+        return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self._counts))))
 
     def _advance(self, time_us: int) -> list[Output]:
         """Everything that falls due up to a time, in the order of time."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.schemas.records import UserWish
-from tidemill.streams.join.merge import Mark
+from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.join.reward_map import Signal
 from tidemill.streams.state import EntryBytes, record_schema
 
@@ -158,10 +158,10 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class JoinHead:
     """How far the inputs were decided, by topic, and what was counted on the way."""
 
-    marks: Mapping[str, Mark]
+    marks: Mapping[str, SourceMark]
     counts: Mapping[str, int]
 
 
@@ -215,14 +215,14 @@ _ACTIVITY = record_schema(
 _MARK = record_schema("Mark", offset="long", clock_us="long")
 _COUNTS = {"type": "map", "values": "long"}
 _HEAD = record_schema("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS)
-_BYTES: EntryBytes[Entry, Head] = EntryBytes(
+_BYTES: EntryBytes[Entry, JoinHead] = EntryBytes(
     {
         b"c": (Case, _CASE),
         b"e": (Early, _EARLY),
         b"w": (Wishes, _WISHES),
         b"a": (Activity, _ACTIVITY),
     },
-    (Head, _HEAD),
+    (JoinHead, _HEAD),
 )
 encode, decode = _BYTES.encode, _BYTES.decode
 encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head

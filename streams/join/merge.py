@@ -22,7 +22,7 @@ MILLISECOND_US = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class SourceMark:
     """How far a topic is decided: the last decided offset, and the clock there in microseconds."""
 
     offset: int = NOT_BEGUN
@@ -43,22 +43,22 @@ class Step(Generic[Item]):
 @dataclass(slots=True)
 class _Input(Generic[Item]):
     place: int
-    mark: Mark
-    read: Mark
+    mark: SourceMark
+    read: SourceMark
     waiting: deque[Step[Item]] = field(default_factory=deque)
 
 
 class Merge(Generic[Item]):
     """The common order of some topics' equal partitions. Of records of equal time, the earlier topic's come first."""
 
-    def __init__(self, topics: Sequence[Topic], marks: Mapping[Topic, Mark]) -> None:
+    def __init__(self, topics: Sequence[Topic], marks: Mapping[Topic, SourceMark]) -> None:
         self._inputs: dict[Topic, _Input[Item]] = {}
         for place, topic in enumerate(topics):
-            mark = marks.get(topic, Mark())
+            mark = marks.get(topic, SourceMark())
             self._inputs[topic] = _Input(place, mark, mark)
 
     @property
-    def marks(self) -> dict[Topic, Mark]:
+    def marks(self) -> dict[Topic, SourceMark]:
         """How far each topic is decided."""
         return {topic: source.mark for topic, source in self._inputs.items()}
 
@@ -85,7 +85,7 @@ class Merge(Generic[Item]):
     def read(self, topic: Topic, offset: int, timestamp_us: int, item: Item) -> None:
         """Add the next record of a topic."""
         source = self._inputs[topic]
-        source.read = Mark(offset, max(source.read.clock_us, timestamp_us))
+        source.read = SourceMark(offset, max(source.read.clock_us, timestamp_us))
         source.waiting.append(Step(source.read.clock_us, topic, offset, item))
 
     def take(self) -> Step[Item] | None:
@@ -98,7 +98,7 @@ class Merge(Generic[Item]):
             return None
         source = self._inputs[first.topic]
         source.waiting.popleft()
-        source.mark = Mark(first.offset, first.at_us)
+        source.mark = SourceMark(first.offset, first.at_us)
         return first
 
     def _order(self, step: Step[Item]) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ class Fate(StrEnum):
 
 
 @dataclass(slots=True)
-class Mark:
+class Judged:
     """An outcome that was read."""
 
     interaction_id: str
@@ -140,11 +140,11 @@ class ServedUser:
         return False
 
 
-Entry = Mark | Waiting | OpenBatch | ErasedUser | ServedUser
+Entry = Judged | Waiting | OpenBatch | ErasedUser | ServedUser
 
 
 @dataclass(slots=True)
-class Head:
+class BatchHead:
     """How far the outcomes were decided, and what was counted on the way."""
 
     offset: int = -1
@@ -207,7 +207,7 @@ _OPEN = record_schema(
 _ERASED = record_schema("ErasedUser", user_id="string", until="long", due_at="long")
 _SERVED = record_schema("ServedUser", user_id="string")
 _HEAD = record_schema(
-    "Head",
+    "BatchHead",
     offset="long",
     clock_us="long",
     sequence="long",
@@ -218,15 +218,15 @@ _HEAD = record_schema(
     last_served=_COUNTS,
     served=_TALLY,
 )
-_BYTES: EntryBytes[Entry, Head] = EntryBytes(
+_BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
     {
-        b"m": (Mark, _MARK),
+        b"m": (Judged, _MARK),
         b"w": (Waiting, _WAITING),
         b"o": (OpenBatch, _OPEN),
         b"e": (ErasedUser, _ERASED),
         b"u": (ServedUser, _SERVED),
     },
-    (Head, _HEAD),
+    (BatchHead, _HEAD),
 )
 encode, decode = _BYTES.encode, _BYTES.decode
 encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head

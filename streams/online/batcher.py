@@ -21,7 +21,16 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import Entry, ErasedUser, Fate, Head, Mark, OpenBatch, ServedUser, Waiting
+from tidemill.streams.online.batch_state import (
+    BatchHead,
+    Entry,
+    ErasedUser,
+    Fate,
+    Judged,
+    OpenBatch,
+    ServedUser,
+    Waiting,
+)
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally, compared
 from tidemill.streams.online.waiting_room import WaitingRoom, within_share
@@ -71,7 +80,7 @@ class OnlineBatcher:
         self._settings = rules.settings
         state = state or MachineState()
         self._store: TimedEntries[Entry] = TimedEntries(state, batch_state.encode, batch_state.decode)
-        self._head = batch_state.decode_head(state.head) if state.head is not None else Head()
+        self._head = batch_state.decode_head(state.head) if state.head is not None else BatchHead()
         found = list(self._store.entries())
         self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
         self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}
@@ -122,7 +131,7 @@ class OnlineBatcher:
                     self._store.save(entry)
                     batches += self._close_if_ready(entry)
                     self._end_leftovers()
-                case Mark() if self._waiting(entry.interaction_id) is not None:
+                case Judged() if self._waiting(entry.interaction_id) is not None:
                     # Who waits must not come in a second time.
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
@@ -185,7 +194,7 @@ class OnlineBatcher:
         if (outcome.run_id, outcome.branch) != (self._run_id, self._branch):
             return []
         mark = self._store.get(f"mark/{outcome.interaction_id}")
-        known = mark if isinstance(mark, Mark) else None
+        known = mark if isinstance(mark, Judged) else None
         if known is not None and outcome.revision <= known.revision:
             return []
         if known is None:
@@ -210,7 +219,7 @@ class OnlineBatcher:
         self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
         self._end_leftovers()
 
-    def _judge(self, outcome: Outcome, known: Mark | None, order: int) -> list[Emit]:
+    def _judge(self, outcome: Outcome, known: Judged | None, order: int) -> list[Emit]:
         """What becomes of an outcome: it waits, is dropped, or had no reward to begin with."""
         if outcome.reward is None and outcome.previous_reward is None:
             self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
@@ -222,7 +231,7 @@ class OnlineBatcher:
             return self._correct(outcome, known, order)
         return self._admit(outcome, order)
 
-    def _correct(self, outcome: Outcome, known: Mark | None, order: int) -> list[Emit]:
+    def _correct(self, outcome: Outcome, known: Judged | None, order: int) -> list[Emit]:
         fate = known.fate if known is not None else Fate.DROPPED
         waiting = self._waiting(outcome.interaction_id)
         if waiting is not None and not waiting.correction:
@@ -397,11 +406,11 @@ class OnlineBatcher:
 
     def _mark(self, interaction_id: str, revision: int, fate: Fate) -> None:
         due_at = self._head.clock_us + to_us(self._settings.done_ttl_s)
-        self._store.save(Mark(interaction_id, revision, fate, due_at))
+        self._store.save(Judged(interaction_id, revision, fate, due_at))
 
     def _set_fate(self, interaction_id: str, fate: Fate) -> None:
         mark = self._store.get(f"mark/{interaction_id}")
-        if isinstance(mark, Mark):
+        if isinstance(mark, Judged):
             self._store.save(replace(mark, fate=fate))
 
 

@@ -32,8 +32,8 @@ from tidemill.schemas.records import Document, Outcome, Segment, SignalKind, Tic
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.feedback_join import EXCLUSIONS
-from tidemill.streams.join.join_state import Head
-from tidemill.streams.join.merge import Mark
+from tidemill.streams.join.join_state import JoinHead
+from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.machine import Output, Rejected
 from tidemill.streams.state import MachineState, StateError
 
@@ -675,7 +675,7 @@ def test_states_survive_their_bytes(logs, rules):
     machine = work(MachineLog(logs.inputs), lambda states: join_of(rules, states))
     for entry in machine._store.entries():
         assert join_state.decode(entry.key, join_state.encode(entry)) == entry
-    head = Head({"interactions": Mark(3, 4)}, {"x": 1})
+    head = JoinHead({"interactions": SourceMark(3, 4)}, {"x": 1})
     assert join_state.decode_head(join_state.encode_head(head)) == head
 
 

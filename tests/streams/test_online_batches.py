@@ -30,7 +30,7 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import Head
+from tidemill.streams.online.batch_state import BatchHead
 from tidemill.streams.online.batcher import DROP_REASONS, BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally
@@ -673,7 +673,7 @@ def test_states_survive_their_bytes(log, rules):
     for entry in batcher._store.entries():
         assert batch_state.decode(entry.key, batch_state.encode(entry)) == entry
     assert batch_state.decode_head(batch_state.encode_head(batcher._head)) == batcher._head
-    assert batch_state.decode_head(batch_state.encode_head(Head())) == Head()
+    assert batch_state.decode_head(batch_state.encode_head(BatchHead())) == BatchHead()
 
 
 @given(st.binary(max_size=60))
