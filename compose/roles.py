@@ -128,8 +128,7 @@ def stream(
     `stream.runner` chooses how it writes: faust (at least once) or transactional (once, a transaction a batch).
     """
     settings = _begin(settings_of)
-    from tidemill.streams.processors import Rules, processor_of
-    from tidemill.streams.worker import run
+    from tidemill.streams.runner.worker import Rules, processor_of, run
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
     run(settings.kafka, settings.run, settings.stream, processor_of(processor, rules))

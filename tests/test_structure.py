@@ -19,7 +19,6 @@ Trees = Mapping[str, ast.Module]
 CIRCLES: Set[tuple[str, ...]] = {
     ("compose", "compose/demo"),
     ("producers/environments", "producers/rollout"),
-    ("streams", "streams/assembly", "streams/join", "streams/online", "streams/runner", "streams/runner/faust"),
     ("trainer", "trainer/online"),
 }
 """Folders that import each other, directly or by way of others of the group."""

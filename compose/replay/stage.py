@@ -123,7 +123,7 @@ class _Done:
 def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, window: Window, timeout_s: float) -> _Done:
     from tidemill.streams.counterfactual import Reweighted
     from tidemill.streams.offline_log import recorded_outputs, replay
-    from tidemill.streams.processors import Rules, processor_of
+    from tidemill.streams.runner.worker import Rules, processor_of
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
     processor = processor_of(name, rules)

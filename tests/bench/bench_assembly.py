@@ -39,7 +39,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import RunnerName, StreamSettings
-from tidemill.streams.worker import run
+from tidemill.streams.runner.worker import run
 
 GROUP_SIZE = 8
 PARTITIONS = 4

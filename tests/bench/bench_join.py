@@ -42,7 +42,7 @@ from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS
 from tidemill.streams.join.processor import JoinProcessor
-from tidemill.streams.worker import run
+from tidemill.streams.runner.worker import run
 
 PARTITIONS = 4
 WARM_UP = 50

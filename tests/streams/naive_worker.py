@@ -22,7 +22,7 @@ from tidemill.schemas.records import Rollout
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import checked_partitions
-from tidemill.streams.runner.faust.settings import checked_credentials, faust_settings
+from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings
 
 
 def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:

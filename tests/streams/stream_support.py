@@ -146,7 +146,11 @@ def stream_process(
     sections["stream"].setdefault("data_dir", str(directory / "faust"))
     sections["stream"].setdefault("runner", runner.value)
     settings.write_text(json.dumps(sections), "utf-8")
-    program = [*(command or ["-m", "tidemill.streams"]), str(settings), *([] if command else [processor.value])]
+    program = [
+        *(command or ["-m", "tidemill.streams.runner.worker"]),
+        str(settings),
+        *([] if command else [processor.value]),
+    ]
     worker = StreamProcess([sys.executable, *program], directory / "log")
     worker.start()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faust.types import TP
 
-from tidemill.streams.runner.faust.transport import Holes
+from tidemill.streams.runner.faust_transport import Holes
 
 HERE = TP("compacted", 0)
 

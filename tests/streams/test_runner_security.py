@@ -28,10 +28,10 @@ from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.records import OnlineBatch, Outcome
 from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings
+from tidemill.streams.runner import faust_settings
 from tidemill.streams.runner.base import StreamFailure
-from tidemill.streams.runner.faust import settings as faust_settings
-from tidemill.streams.runner.faust.security import broker_credentials
-from tidemill.streams.worker import run
+from tidemill.streams.runner.faust_security import broker_credentials
+from tidemill.streams.runner.worker import run
 
 DEADLINE_S = 90.0
 REFUSAL_S = 40.0

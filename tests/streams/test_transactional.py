@@ -93,7 +93,12 @@ def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(setting
         if fate == "kill":
             wait_until(lambda: not worker.running(), 60, "the worker's own end")
             assert worker.stop() == -signal.SIGKILL
-            worker.command = [worker.command[0], "-m", "tidemill.streams", str(tmp_path / "settings.json")]
+            worker.command = [
+                worker.command[0],
+                "-m",
+                "tidemill.streams.runner.worker",
+                str(tmp_path / "settings.json"),
+            ]
             worker.start()
         found = read_all(groups, GROUPS, worker)
     assert values(found) == expected(settings)

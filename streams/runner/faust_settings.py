@@ -16,7 +16,7 @@ from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import StreamFailure
-from tidemill.streams.runner.faust.security import broker_credentials
+from tidemill.streams.runner.faust_security import broker_credentials
 
 
 def checked_credentials(kafka: KafkaSettings) -> Credentials | None:

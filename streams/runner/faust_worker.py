@@ -44,8 +44,8 @@ from tidemill.streams.runner.base import (
     application_id,
     checked_partitions,
 )
-from tidemill.streams.runner.faust.settings import checked_credentials, faust_settings, refuse_transactional_state
-from tidemill.streams.runner.faust.transport import PositionedTransport
+from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings, refuse_transactional_state
+from tidemill.streams.runner.faust_transport import PositionedTransport
 from tidemill.streams.runner.journal import Journal, partition_of_state
 from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
 from tidemill.streams.runner.writes import Write, Writes, state_steps

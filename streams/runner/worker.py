@@ -1,0 +1,83 @@
+"""One stream worker: the processor of a name under the runner that the settings name.
+
+`python -m tidemill.streams.runner.worker SETTINGS.json [PROCESSOR]` starts one without the command line of `tidemill`.
+The file holds sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.streams.assembly.processor import GroupAssembly
+from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
+from tidemill.streams.join.config import JoinSettings
+from tidemill.streams.join.processor import JoinProcessor
+from tidemill.streams.machine import Processor
+from tidemill.streams.online.config import BatchSettings
+from tidemill.streams.online.processor import BatchProcessor
+from tidemill.streams.runner.base import StreamFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The sections of the configuration that decide what processors put out."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    stream: StreamSettings = field(default_factory=StreamSettings)
+    join: JoinSettings = field(default_factory=JoinSettings)
+    batches: BatchSettings = field(default_factory=BatchSettings)
+
+
+def processor_of(name: ProcessorName, rules: Rules) -> Processor:
+    """The processor of a name: an application of its own, with its own consumer group and state."""
+    match name:
+        case ProcessorName.ASSEMBLY:
+            return GroupAssembly.of(rules.run, rules.stream)
+        case ProcessorName.JOIN:
+            return JoinProcessor.of(rules.run, rules.join)
+        case ProcessorName.BATCHES:
+            return BatchProcessor.of(rules.run, rules.batches)
+
+
+def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:
+    """Run a processor until SIGINT or SIGTERM. Raises StreamFailure when the worker cannot go on."""
+    logging.basicConfig(level=stream.log_level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # One runner's client is of no use to the other, and takes long to import.
+    if stream.runner is RunnerName.FAUST:
+        from tidemill.streams.runner import faust_worker as runner
+    else:
+        from tidemill.streams.runner import transactional as runner  # type: ignore[no-redef]
+    runner.serve(kafka, run, stream, processor)
+
+
+def main() -> int:
+    """Read the settings and work until a signal; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tidemill.streams.runner.worker", description=__doc__)
+    parser.add_argument("settings", type=Path, help="JSON file with sections of the configuration")
+    names = [name.value for name in ProcessorName]
+    parser.add_argument("processor", nargs="?", choices=names, default=ProcessorName.ASSEMBLY.value)
+    options = parser.parse_args()
+    sections = json.loads(options.settings.read_text("utf-8"))
+    kafka = KafkaSettings(**sections.get("kafka", {}))
+    rules = Rules(
+        run=RunSettings(**sections.get("run", {})),
+        stream=StreamSettings(**sections.get("stream", {})),
+        join=JoinSettings(**sections.get("join", {})),
+        batches=BatchSettings(**sections.get("batches", {})),
+    )
+    try:
+        run(kafka, rules.run, rules.stream, processor_of(ProcessorName(options.processor), rules))
+    except StreamFailure as failure:
+        sys.stderr.write(f"{failure}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
