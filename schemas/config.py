@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 CLAIM_CHECK_BYTES = 900_000
 """Payloads above this go to the object store; Kafka's own default limit on a record batch is 1,048,588 bytes."""
 
+HELD_OUT_ONE_IN = 8
+"""Where a run says nothing else, one question in so many is held out."""
+
 
 class Section(BaseModel):
     """Base of every settings section: unknown keys are refused, values do not change after loading."""
@@ -42,10 +45,10 @@ class KafkaSettings(Section):
     its supervisor to start it again). Waiting for what is not there yet never counts. 0: for ever."""
 
     read_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
-    """Bytes that one consumer holds ahead of their use, whatever waits in the log."""
+    """Bytes that one consumer holds ahead of their use, at most."""
 
     write_ahead_bytes: int = Field(default=64 * 2**20, ge=2**21)
-    """Bytes that one producer holds until the log acknowledges them; whoever writes more waits."""
+    """Bytes that one producer holds until the log acknowledges them; a caller that writes more waits."""
 
     client_options: dict[str, str] = Field(default_factory=dict, repr=False)
     """Further librdkafka settings for every client, for instance `security.protocol`, `ssl.ca.location` and `sasl.*`.
@@ -132,6 +135,9 @@ class EnvironmentEntry(Section):
     """Command of an agent program that plays the tasks in place of the environment's own conversation. It finds the
     model at OPENAI_BASE_URL with the key OPENAI_API_KEY, and its task on standard input."""
 
+    evaluate: bool = True
+    """Whether evaluations ask its held-out questions. False: it is there for practice only."""
+
     @property
     def title(self) -> str:
         """The name in records."""
@@ -152,6 +158,10 @@ class RunSettings(Section):
 
     environments: list[EnvironmentEntry] = Field(default=[EnvironmentEntry(name="ledger")], min_length=1)
     """What the policy practises. The feeder and the rollout workers need the same list."""
+
+    held_out_one_in: int = Field(default=HELD_OUT_ONE_IN, ge=2)
+    """One question in so many is held out: the hash of its text is a multiple of this. An environment of few questions
+    needs a greater share for its evaluation to stand for the whole. All runs of a model should have the same."""
 
     groups_per_step: int = Field(default=8, ge=1)
     """Groups that one optimizer step trains on. The feeder's admission and the trainer's batches share it."""
@@ -175,6 +185,8 @@ class RunSettings(Section):
         twice = sorted({title for title in titles if titles.count(title) > 1})
         if twice:
             raise ValueError(f"two environments are named {twice[0]!r}: give each entry a label of its own")
+        if not any(entry.evaluate for entry in self.environments):
+            raise ValueError("no environment is evaluated: leave out `evaluate = false` of one entry")
         return self
 
 

@@ -19,7 +19,7 @@ from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source
 from tidemill.schemas.chat.template import ChatTemplate
-from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+from tidemill.schemas.config import HELD_OUT_ONE_IN, ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Document, Mode, Task
 
@@ -35,13 +35,13 @@ Report = Callable[[int, int], None]
 def run(
     kafka: KafkaSettings, run: RunSettings, settings: CorpusSettings, chat: ChatSettings, report: Report | None = None
 ) -> int:
-    """Write the corpus of the run's seed and wait until the log has all of it; the number of documents.
+    """Write the corpus of the run's seed and wait until the log has every document; the number of documents.
 
     Raises TemplateRefused for a chat template that cannot be used, DeliveryError when the log does not take a document.
     """
     report = report or _log_progress
     with RecordProducer(kafka, _CLIENT) as producer:
-        for written, document in enumerate(corpus(run.seed, settings, chat), 1):
+        for written, document in enumerate(corpus(run.seed, settings, chat, run.held_out_one_in), 1):
             producer.send(Topic.DOCUMENTS, document, key=document.document_id)
             if written % _REPORT_EVERY == 0:
                 report(written, settings.documents)
@@ -49,13 +49,15 @@ def run(
     return settings.documents
 
 
-def corpus(seed: int, settings: CorpusSettings, chat: ChatSettings) -> Iterator[Document]:
+def corpus(
+    seed: int, settings: CorpusSettings, chat: ChatSettings, one_in: int = HELD_OUT_ONE_IN
+) -> Iterator[Document]:
     """Yields the documents of a seed. Raises TemplateRefused."""
     chat = chat.model_copy(update={"template": chat.template or CHATML})
     template = ChatTemplate(chat_template_source("", {}, chat), {}, CHATML_TOKENS, chat)
     environment, rng = LedgerEnvironment(settings.options), Random(f"demonstrators {seed}")
     # The questions of the tasks come from the stream of another seed.
-    drafts = (each for each in environment.tasks(TaskQuery(seed + 2**32)) if split_of(each.asks) is Split.TRAIN)
+    drafts = (each for each in environment.tasks(TaskQuery(seed + 2**32)) if split_of(each.asks, one_in) is Split.TRAIN)
     with asyncio.Runner() as runner:
         for index, draft in enumerate(islice(drafts, settings.documents)):
             ledger, slip_rate = parse_ledger(draft.payload), rng.choice(settings.slip_rates)

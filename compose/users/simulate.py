@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,9 +44,12 @@ def simulate(
     flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = with_local_log(settings_of(flags))
+    from tidemill.compose.demo.simulated_users.questions import questions
     from tidemill.compose.demo.simulated_users.role import run
 
-    run(settings.kafka, settings.product, settings.users, measure, _print_json if as_json else _print_line)
+    asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
+    say = _print_json if as_json else _print_line
+    run(settings.kafka, settings.product, settings.users, islice(asked, measure), say)
 
 
 def _print_json(seen: Seen) -> None:

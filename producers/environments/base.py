@@ -20,9 +20,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidemill.schemas.chat.messages import Message, Tool
+from tidemill.schemas.config import HELD_OUT_ONE_IN
 from tidemill.schemas.records import RewardComponent, Task
-
-HELD_OUT_ONE_IN = 8
 
 
 class TaskError(ValueError):
@@ -30,7 +29,7 @@ class TaskError(ValueError):
 
 
 class GenerationFailed(RuntimeError):
-    """The machinery could not sample a turn. The rollout has failed, whatever the environment makes of this error."""
+    """The machinery could not sample a turn. The rollout has failed, also where the environment catches this error."""
 
 
 class ContextFull(RuntimeError):
@@ -221,7 +220,7 @@ def faults(error: ValidationError, root: str = "payload", most: int = 1) -> str:
     return "; ".join(f"{'.'.join(map(str, each['loc'])) or root}: {each['msg']}" for each in error.errors()[:most])
 
 
-def split_of(asks: str) -> Split:
-    """The side that a question falls on: one in eight is held out, by BLAKE2b of its text."""
+def split_of(asks: str, held_out_one_in: int = HELD_OUT_ONE_IN) -> Split:
+    """The side that a question falls on: one in `held_out_one_in` is held out, by BLAKE2b of its text."""
     digest = hashlib.blake2b(asks.encode(), digest_size=8).digest()
-    return Split.EVAL if int.from_bytes(digest, "little") % HELD_OUT_ONE_IN == 0 else Split.TRAIN
+    return Split.EVAL if int.from_bytes(digest, "little") % held_out_one_in == 0 else Split.TRAIN

@@ -12,6 +12,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
@@ -38,12 +39,15 @@ class TaskSource:
 
     def __init__(self, environments: Sequence[TaskEnvironment], run: RunSettings, feed: FeedSettings) -> None:
         self._run, self._feed = run, feed
-        self._questions = [Questions(each, run.seed, feed.epochs) for each in environments]
+        self._questions = [Questions(each, run, feed.epochs) for each in environments]
         self._turns = take_turns([each.entry.weight for each in environments])
         self._order: list[int] = []
-        """Environment of each index so far."""
+        """Environment of each training index so far."""
+        evaluated = [place for place, each in enumerate(environments) if each.entry.evaluate]
+        turns = take_turns([environments[place].entry.weight for place in evaluated])
         size = max(feed.eval_tasks, feed.eval_during_tasks)
-        self._held_out = [self._of(index).held_out() for index in range(size)]
+        asked = [self._questions[evaluated[turn]] for turn in islice(turns, size)]
+        self._held_out = [(questions, questions.held_out()) for questions in asked]
 
     def observe(self, task: Task) -> None:
         """Remember that a training task of this run was issued, by this process or one before it."""
@@ -57,8 +61,11 @@ class TaskSource:
         """The task to issue under `name`. Raises TaskError when its environment has no unused question left."""
         feed, training = self._feed, name.stage.mode is Mode.TRAIN
         index = name.index if training else name.index % evaluation_size(feed, name.stage)
-        questions = self._of(index)
-        draft = questions.unused() if training else self._held_out[index]
+        if training:
+            questions = self._of(index)
+            draft = questions.unused()
+        else:
+            questions, draft = self._held_out[index]
         deadline_s = feed.deadline_s if training else feed.eval_deadline_s
         return Task(
             task_id=str(name),
@@ -90,11 +97,12 @@ class TaskSource:
 class Questions:
     """The questions of one environment: held-out ones in order, and training ones that are not used up."""
 
-    def __init__(self, opened: TaskEnvironment, seed: int, epochs: int) -> None:
+    def __init__(self, opened: TaskEnvironment, run: RunSettings, epochs: int) -> None:
         self.title = opened.entry.title
         self.group_size = opened.entry.group_size
         self.options = options_json(opened.environment.options)
-        self._environment, self._query, self._epochs = opened.environment, TaskQuery(seed), epochs
+        self._environment, self._query, self._epochs = opened.environment, TaskQuery(run.seed), epochs
+        self._held_out_one_in = run.held_out_one_in
         self._drafts = self._environment.tasks(self._query)
         self._waiting: dict[Split, deque[TaskDraft]] = {split: deque() for split in Split}
         self._held_out: set[str] = set()
@@ -155,7 +163,7 @@ class Questions:
             draft = next(self._drafts, None)
             if draft is None:
                 return None
-            side = split_of(draft.asks)
+            side = split_of(draft.asks, self._held_out_one_in)
             if side is split or side is Split.TRAIN:  # held-out questions are all drawn before the first training one
                 self._waiting[side].append(draft)
         return None

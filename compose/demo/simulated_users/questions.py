@@ -15,6 +15,7 @@ from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole, 
 from tidemill.compose.demo.simulated_users.reaction import User
 from tidemill.producers.environments.base import Split, TaskDraft, TaskQuery, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, parse_ledger
+from tidemill.schemas.config import HELD_OUT_ONE_IN
 
 
 class NobodyAsks(ValueError):
@@ -37,7 +38,9 @@ class Question:
         return f"{self.user.persona.name}-{self.number}"
 
 
-def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterator[Question]:
+def questions(
+    settings: UsersSettings, *, held_out_only: bool = False, one_in: int = HELD_OUT_ONE_IN
+) -> Iterator[Question]:
     """Yields questions without end. Raises NobodyAsks."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
@@ -47,7 +50,7 @@ def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterat
     if not roles:
         raise NobodyAsks("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
     weights = [shares[role] for role in roles]
-    sources = {role: _drafts(role, settings) for role in roles}
+    sources = {role: _drafts(role, settings, one_in) for role in roles}
     asked: dict[str, int] = {}
     while True:
         (role,) = rng.choices(roles, weights)
@@ -58,13 +61,13 @@ def questions(settings: UsersSettings, *, held_out_only: bool = False) -> Iterat
         yield Question(User(persona, settings), number, parse_ledger(draft.payload), draft.max_turns)
 
 
-def _drafts(role: PersonaRole, settings: UsersSettings) -> Iterator[TaskDraft]:
+def _drafts(role: PersonaRole, settings: UsersSettings, one_in: int) -> Iterator[TaskDraft]:
     """Distinct questions for users of a role."""
     split = Split.EVAL if role is PersonaRole.HELD_OUT else Split.TRAIN
     seed = Random(f"questions {settings.seed} {role}").getrandbits(62)
     seen: set[str] = set()
     for draft in LedgerEnvironment(settings.options).tasks(TaskQuery(seed)):
-        if split_of(draft.asks) is split and draft.asks not in seen:
+        if split_of(draft.asks, one_in) is split and draft.asks not in seen:
             seen.add(draft.asks)
             yield draft
 

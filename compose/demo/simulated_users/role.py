@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.demo.simulated_users.crowd import Crowd, Product, Seen
-from tidemill.compose.demo.simulated_users.questions import Question, questions
+from tidemill.compose.demo.simulated_users.questions import Question
 from tidemill.compose.demo.simulated_users.serving import open_product
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
@@ -19,12 +18,9 @@ Say = Callable[[Seen], None]
 
 
 def run(
-    kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, measured: int | None, say: Say
+    kafka: KafkaSettings, product: ProductSettings, settings: UsersSettings, asked: Iterator[Question], say: Say
 ) -> None:
-    """Simulate users until SIGINT or SIGTERM comes.
-
-    Args:
-        measured: ask only so many questions, all of held-out users, and end; None: everyone asks, without end.
+    """Let users ask `asked` until it ends, or SIGINT or SIGTERM comes.
 
     Raises:
         NobodyAsks, TaskError: the settings leave nobody, or nothing, to ask.
@@ -32,9 +28,8 @@ def run(
         BadAnswer: the serving path is not Tidemill's.
         FeedbackNotDelivered and the SDK's other errors.
     """
-    asked = questions(settings, held_out_only=measured is not None)
     try:
-        asyncio.run(_main(kafka, product, settings, islice(asked, measured), say))
+        asyncio.run(_main(kafka, product, settings, asked, say))
     except ExceptionGroup as group:
         # The first error is the cause; the group around it says nothing to the person at the keyboard.
         raise _first(group) from group

@@ -18,6 +18,7 @@ import pytest
 from confluent_kafka import Producer
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.records import build
 from tidemill.producers.config import FeedSettings
@@ -405,16 +406,40 @@ class Few(LedgerEnvironment):
         return itertools.cycle(drafts) if self.forever else iter(drafts)
 
 
-def source_of(*environments, feed=FEED, **entries):
+def source_of(*environments, feed=FEED, run=RUN, **entries):
     opened = [
         TaskEnvironment(EnvironmentEntry(name=f"e{n}", **{k: v[n] for k, v in entries.items()}), environment)
         for n, environment in enumerate(environments)
     ]
-    return TaskSource(opened, RUN, feed)
+    return TaskSource(opened, run, feed)
 
 
 def drawn(source, count, start=0):
     return [source.task(TaskName("run", Stage.TRAIN, 0, index), 0, 0) for index in range(start, start + count)]
+
+
+def evaluated(source, count):
+    return [source.task(TaskName("run", Stage.EVAL_BEFORE, 0, index), 0, 0) for index in range(count)]
+
+
+def test_an_environment_for_practice_is_never_evaluated():
+    source = source_of(Few(8, 8), Few(8, 0, name="practice"), evaluate=[True, False])
+    assert [task.environment for task in drawn(source, 4)] == ["e0", "e1", "e0", "e1"]
+    assert [task.environment for task in evaluated(source, FEED.eval_tasks)] == ["e0"] * FEED.eval_tasks
+    with pytest.raises(ValidationError, match="no environment is evaluated"):
+        RunSettings(environments=[EnvironmentEntry(name="ledger", evaluate=False)])
+
+
+@given(st.integers(2, 12))
+def test_the_run_says_which_share_of_the_questions_is_held_out(one_in):
+    questions = Few(350, 50)
+    sides = {asks: split_of(asks, one_in) for asks in questions.asked}
+    held_out = sum(side is Split.EVAL for side in sides.values())
+    feed = FEED.model_copy(update={"eval_tasks": held_out, "eval_during_tasks": 1})
+    source = source_of(questions, feed=feed, run=RUN.model_copy(update={"held_out_one_in": one_in}))
+    asked = {json.loads(task.payload) for task in drawn(source, len(sides) - held_out)}
+    assert asked == {asks for asks, side in sides.items() if side is Split.TRAIN}
+    assert len({task.payload for task in evaluated(source, held_out)}) == held_out
 
 
 @pytest.mark.parametrize("forever", [True, False])
