@@ -108,7 +108,7 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-            # Before a signal takes effect, so that whoever it ends stops this role as well.
+            # Before a signal takes effect, so that a process that it ends stops this role as well.
             self._roles[name] = Role(name, process, log, arguments, environment or {}, program)
         self._started(process.pid)
         return self._roles[name]

@@ -5,8 +5,8 @@
     auto      (default) Triton where a tensor is on a GPU, the compiled loops for all else. A GPU's tensor that cannot
               have Triton is copied to the CPU: slower, the same bytes, and said once, loudly
     strict    as auto, but that copy is an error that says why Triton cannot run
-    cpu       the compiled loops, whatever the tensor
-    triton    Triton, whatever the array: a CPU's is copied to the GPU, or stays where it is under Triton's interpreter
+    cpu       the compiled loops, for any tensor
+    triton    Triton, for any array: a CPU's is copied to the GPU, or stays where it is under Triton's interpreter
 
 The functions here are the kernels by the backend of their array: a numpy array of bit patterns or a PyTorch tensor.
 """
@@ -183,7 +183,7 @@ def triton_obstacle() -> str | None:
     bits, key = np.arange(1000, dtype=np.uint16), TensorKey.of("probe")
     try:
         found = fingerprint_by_triton(torch.from_numpy(bits).to(_triton_device()), key)
-    except Exception as error:  # noqa: BLE001 - a driver, compiler or memory that fails: whatever it is, Triton cannot run
+    except Exception as error:  # noqa: BLE001 - a driver, compiler or memory that fails, with any error: Triton cannot run
         return f"a first kernel failed: {type(error).__name__}: {error}"
     return None if found == fingerprint_on_cpu(bits, key) else "a first kernel gave a wrong result"
 

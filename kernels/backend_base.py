@@ -1,4 +1,4 @@
-"""The kernels of the weight loop, behind one interface: whatever runs them, the same input gives the same bytes.
+"""The kernels of the weight loop, behind one interface: on each backend the same input gives the same bytes.
 
 Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or u4), of the kind that the implementation works on:
 numpy arrays, or PyTorch tensors. Those of one call lie on one device. Tables, counts and streams are small and belong

@@ -86,7 +86,7 @@ class EncodedBlock:
 
 
 def write_block(header: BlockHeader, name: bytes, payload: bytes) -> bytes:
-    """The bytes of a block; the digest and the lengths in `header` are computed, whatever it says.
+    """The bytes of a block; the digest and the lengths in `header` are computed, not taken from it.
 
     `name` is the tensor's name, or the directory of several.
     """

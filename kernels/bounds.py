@@ -132,7 +132,7 @@ class ModelBounds:
         self._by_tensor: dict[str, DeltaBounds] = {}
 
     def count(self, dtype: str, old_bits: Bits, new_bits: Bits) -> None:
-        """Count a part of the current tensor, or all of it (uN, equal shapes). Raises DeltaError."""
+        """Count a part of the current tensor, or the whole (uN, equal shapes). Raises DeltaError."""
         if dtype not in self._current:
             self._current[dtype], self._whole[dtype] = DeltaCounts(dtype), DeltaCounts(dtype)
         self._current[dtype].count(old_bits, new_bits)

@@ -5,7 +5,7 @@
     trailer   40 bytes   magic, format, blocks, changed elements, xxh3-128 of these and of every block's digest in order
 
 The stream may be cut anywhere into chunks for the log; a block may span chunks. A reader holds one block at a time.
-Whatever is cut off, left out, repeated, moved or altered raises DeltaError, at the latest at the trailer: nothing may
+A part that is cut off, missing, repeated, moved or altered raises DeltaError, at the latest at the trailer: nothing may
 be made visible before the trailer has been read.
 """
 

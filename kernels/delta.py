@@ -3,7 +3,7 @@
 The whole codec in five calls: `encode_delta`, `decode_delta`, `resolve` or `resolve_all`, `apply_change`. What they
 keep true:
 
-- lossless: after the apply the target holds the new patterns, bit for bit, whatever they are;
+- lossless: after the apply the target holds the new patterns, bit for bit, for any patterns;
 - a block is applied to the very weights it was made from, or skipped where it is already in, or refused;
 - bytes from outside raise DeltaError and nothing else, before the first write, in memory bounded by a block.
 """
@@ -77,7 +77,7 @@ class BlockChange:
 def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> BlockChange | None:
     """What a block of one tensor changes in the weights `bits` (uN, any shape), or None where its target is there.
 
-    `bits` is the whole tensor, or, with `offset`, the local part of it that begins at flat element `offset` and holds
+    `bits` is the whole tensor, or, with `offset`, its local part that begins at flat element `offset` and holds
     the block. Nothing is written.
 
     Raises DeltaError when the tensor has another width or size, the block covers several, or the payload is malformed,

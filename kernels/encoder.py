@@ -73,7 +73,7 @@ class _Difference(NamedTuple):
 class DeltaEncoder:
     """Encodes the tensors of a delta one after the other: `add` for each, then `finish`.
 
-    Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` is all of it.
+    Each tensor's patterns may be overwritten once `add` has been exhausted. `encode` does both.
     """
 
     def __init__(self, settings: CodecSettings = DEFAULTS) -> None:
@@ -176,7 +176,7 @@ def encode_tensor(
 
     With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that begins at
     flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the tensor's
-    first element, whatever the part. PyTorch tensors on a GPU are compared and split there, as `kernels.backend` says.
+    first element, for every part. PyTorch tensors on a GPU are compared and split there, as `kernels.backend` says.
 
     Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
     """

@@ -11,7 +11,7 @@ xxh3-128 of its name. What this keeps true:
 - index and tensor name are bound in: two elements that change places, or two tensors, change the sum;
 - every bit counts (NaN payloads, the sign of zero), and a zero element counts as much as any other.
 
-It finds damage, not malice: whoever knows the keys can build collisions. Arithmetic wraps at 2**64 by design.
+It finds damage, not malice: a person who knows the keys can build collisions. Arithmetic wraps at 2**64 by design.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Fingerprint:
     hi: int
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
-        """Fingerprint of the union of two disjoint sets of elements, or of a tensor and a change of it."""
+        """Fingerprint of the union of two disjoint sets of elements, or of a tensor and its change."""
         return Fingerprint((self.lo + other.lo) & MASK, (self.hi + other.hi) & MASK)
 
     def __sub__(self, other: Fingerprint) -> Fingerprint:

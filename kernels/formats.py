@@ -112,7 +112,7 @@ def _gaps(indices: Indices) -> Indices:
 
 
 def _escaped(gaps: Indices) -> npt.NDArray[np.uint16]:
-    """Two-byte gaps; one that does not fit follows escapes that make up for the rest of it."""
+    """Two-byte gaps; one that does not fit follows escapes that hold the rest."""
     escapes = gaps // ESCAPE
     packed = np.full(gaps.size + int(escapes.sum()), ESCAPE, "<u2")
     packed[np.cumsum(escapes + 1) - 1] = gaps % ESCAPE

@@ -79,7 +79,7 @@ def unpack(
 ) -> ElementChanges:
     """What a payload changes in the block `old` (uN[n], contiguous), as indices + `start`, old and new patterns.
 
-    Raises DeltaError when the payload does not change exactly `n_changed` elements of it.
+    Raises DeltaError when the payload does not change exactly `n_changed` elements.
     """
     if encoding == Encoding.CLASSES:
         return _unpack_classes(payload, kind, old, n_changed, start)

@@ -5,7 +5,7 @@ environment said TRITON_INTERPRET=1 before triton was first imported. Every kern
 
 - integers only, no atomics, disjoint stores: the bytes do not depend on the schedule, the tile size or the GPU;
 - offsets of whole tiles are 64-bit, offsets within a tile 32-bit: tensors of more than 2**31 elements are in bounds;
-- whole tiles are read without a mask, so that loads are vectorised whatever the length; only the last one has a mask.
+- whole tiles are read without a mask, so that loads are vectorised for any length; only the last one has a mask.
 """
 
 from __future__ import annotations

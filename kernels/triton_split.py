@@ -34,7 +34,7 @@ LEAST_BINS = 32
 
 @dataclass(frozen=True, slots=True)
 class SplitTiling:
-    """How the work is cut; powers of two. Whatever they are, the result is the same."""
+    """How the work is cut; powers of two. The result is the same for all values."""
 
     row: int = 128
     """Elements of a row, which divides a segment."""

@@ -1,7 +1,7 @@
 """Sixty-four elements at a time: what the compiled loops ask of a processor's vectors, and of single machine words.
 
 A word is 64 consecutive elements; what holds for some of them is a mask, the u8 whose bit i speaks of element i. The
-functions are written in LLVM's types, which it lowers to whatever the processor has (AVX-512, AVX2, NEON or none), with
+functions are written in LLVM's types, which it lowers to what the processor has (AVX-512, AVX2, NEON or none), with
 the same result. They are called from compiled loops only, on contiguous rows, and check no bounds.
 """
 

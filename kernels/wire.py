@@ -19,7 +19,7 @@ def varint(value: int) -> bytes:
 
 
 class WireReader:
-    """Takes fields off the front of some bytes; whatever they do not hold raises DeltaError."""
+    """Takes fields off the front of some bytes; a field that they do not hold raises DeltaError."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -113,9 +113,9 @@ class RolloutSettings(Section):
     """A rollout record above this size leaves its segments in the object store."""
 
     record_turns: bool = True
-    """Write each sampled turn to `rollouts.progress`, so that whoever plays an interrupted task again goes on from its
-    turns. Costs the bytes of every sampled token (8, and 200 a turn) once more on the log, kept for 7 days, and about
-    a fifth of the worker's processor time; without it, an interrupted episode begins anew."""
+    """Write each sampled turn to `rollouts.progress`, so that a worker that plays an interrupted task again goes on
+    from its turns. It costs the bytes of every sampled token (8, and 200 a turn) once more on the log, kept for 7 days,
+    and about a fifth of the worker's processor time; without it, an interrupted episode begins anew."""
 
     environment_timeout_s: float = Field(default=30.0, gt=0)
     """Longest time that an environment in a process of its own may not answer; past it the process is killed, the

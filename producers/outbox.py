@@ -96,7 +96,7 @@ class Outbox:
             batch, self._waiting = self._waiting, []
             try:
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._send, batch)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is raised at each writer
+            except Exception as error:  # noqa: BLE001 - any error is raised at each writer
                 if not _settle(batch, error):
                     self._failure = error
             else:

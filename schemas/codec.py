@@ -103,7 +103,7 @@ def _read(body: memoryview, writer: _Schema) -> Record:
         return _CONVERTER.structure(fields, writer.record_type)
     except DecodeError:
         raise
-    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
+    except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
         raise DecodeError(f"{writer.record_type.__name__}: {type(error).__name__}: {error}") from error
 
 

@@ -20,7 +20,7 @@ OTHER_FILES = 128
 """Files that a process opens beside its clients' connections."""
 TELL_EVERY_S = 60.0
 _NETWORK_BYTES = 8
-"""Whoever has one IPv6 address has its /64 network."""
+"""An owner of one IPv6 address has its /64 network."""
 
 
 class Connection(Protocol):

@@ -103,7 +103,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._room.fits(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended, whoever ended it."""
+        """It has ended, on either side."""
         for timer in (self._deadline, self._reading_deadline):
             if timer is not None:
                 timer.cancel()

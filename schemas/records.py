@@ -264,7 +264,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled turn of a rollout under way, so that whoever takes the task over goes on from it.
+    """One sampled turn of a rollout under way, so that the worker that takes the task over goes on from there.
 
     Topic `rollouts.progress`, key `task_id`.
     """
@@ -302,7 +302,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A reference to one rollout of a group, with what group assembly decided of it."""
+    """A reference to one rollout of a group, with group assembly's decision on it."""
 
     rollout_id: str
     topic: str

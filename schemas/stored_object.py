@@ -1,7 +1,7 @@
 """Objects beside the log: bytes too large for records, in any store that fsspec reaches, checked as they are read.
 
 Keeps true: an object is stored in full before a record names it; what is read has the size and the digest that the
-record names, or there is an error; a reader never takes more than the named size, whatever lies there.
+record names, or there is an error; a reader never takes more than the named size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StoredObjectError(ValueError):
 
 
 class StoreUnavailableError(ConnectionError):
-    """The store did not do what was asked of it; it may later."""
+    """The store did not do what was asked; it may later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class Reweighted:
             return located
         self.applied.update(part.name for part in record.rewards if part.name in self.weights)
         parts = [replace(part, weight=self.weights.get(part.name, part.weight)) for part in record.rewards]
-        # Summed as whoever scored it did: in the order of the components, from the left.
+        # Summed as the scorer did: in the order of the components, from the left.
         reward = sum(part.value * part.weight for part in parts) if parts else record.reward
         return replace(located, record=replace(record, rewards=parts, reward=reward))
 

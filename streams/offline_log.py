@@ -1,7 +1,7 @@
 """The log for an offline run of a stream processor: its inputs up to a fixed end, and what was written for them.
 
-It only reads, without a consumer group. What was written is read first: all of it was decided by inputs that lie before
-the ends that are fixed afterwards.
+It only reads, without a consumer group. Outputs are read first: each was decided by inputs that lie before the ends,
+which are fixed afterwards.
 """
 
 from __future__ import annotations

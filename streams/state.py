@@ -64,7 +64,7 @@ def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a p
     """The record that `write_avro` was given. Raises StateError."""
     try:
         body: Any = fastavro.schemaless_reader(io.BytesIO(data), schema, None)
-    except Exception as error:  # hostile bytes raise whatever fastavro trips over; one clear error leaves
+    except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
         raise StateError(f"unreadable state: {type(error).__name__}: {error}") from error
     return dict(body)
 
@@ -72,7 +72,7 @@ def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a p
 def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
     try:
         return _CONVERTER.structure(body, kind)
-    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+    except Exception as error:  # cattrs raises groups of errors; callers get one
         raise StateError(f"unreadable {kind.__name__}: {error}") from error
 
 
@@ -138,7 +138,7 @@ class EntryBytes(Generic[E, Head]):
 
 
 class TimedEntries(Generic[E]):
-    """All entries of one machine in memory: found by key, called up by time. Whoever changes an entry saves it."""
+    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries."""
 
     def __init__(self, state: MachineState, encode: Callable[[E], bytes], decode: Callable[[str, bytes], E]) -> None:
         """Raises StateError."""

@@ -1,7 +1,7 @@
 """Advantages of the rollouts of one group, from their rewards: pure functions, float64 in and out.
 
 All take `rewards` f8[G], the total rewards of the completed members of one group, and return f8[G]. Members with equal
-rewards get exactly zero from every function that has a baseline, whatever the rounding of their mean.
+rewards get exactly zero from every function that has a baseline, for any rounding of their mean.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Packing: rollouts of the log become rows of tokens for the model.
 
 A row is one forward pass over a tree of tokens. Where segments in it begin with the same tokens, those stand in it
-once: the prompt of a group, a header common to all prompts, turns that branches of a rollout share. Whatever is sampled
+once: the prompt of a group, a header common to all prompts, turns that branches of a rollout share. A sampled token
 is predicted from the one token that stands for its context. A rollout is never split over rows, so that per-rollout
 quantities need one row only. The same rollouts in the same order give the same rows.
 """

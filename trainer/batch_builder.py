@@ -50,7 +50,7 @@ class Exclusion(StrEnum):
     ERASED = "erased"
     """Its user demanded that their data be deleted."""
     REJECTED_VERSION = "rejected_version"
-    """Sampled under a version that the gate rejected or rolled back from, or under a descendant of it."""
+    """Sampled under a version that the gate rejected or rolled back from, or under its descendant."""
     UNDEFINED_LAG = "undefined_lag"
     """Sampled under another incarnation's versions, or under one that this trainer has not made."""
     REPLAYED = "replayed"

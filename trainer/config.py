@@ -151,7 +151,7 @@ class TrainerSettings(Section):
 
     in_order: bool = False
     """Train the groups strictly in log order, each decided at the version that the batches before it lead to. The
-    weights of every step are then a function of `groups` and `rollouts`, whatever the timing and the stops. Needs
+    weights of every step are then a function of `groups` and `rollouts`, for any timing and stops. Needs
     `groups` in one partition (kafka.partitions 1)."""
 
     accept_replays: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What of one topic has ended: the bookkeeping by which every record ends exactly once, whatever the stops.
+"""The records of one topic that have ended: every record ends exactly once, across stops.
 
 A record has ended when a step trained it or excluded it. Records are told apart by their place; those that say the same
 again are known by their id. Pure.
@@ -18,7 +18,7 @@ DecidedStep = TrainStep | StepPlan
 
 @dataclass(frozen=True, slots=True)
 class TopicProgress:
-    """How far a topic is used up; what a checkpoint keeps of it."""
+    """How far a topic is used up; kept in the checkpoint."""
 
     next_offsets: Mapping[int, int] = field(default_factory=dict)
     """By partition: every record before this offset has ended or is not this run's."""

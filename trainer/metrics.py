@@ -71,7 +71,7 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
 
 
 def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """What users made of the answers of an online batch, and how much of it the gradient rests on.
+    """Users' reactions to the answers of an online batch, and the share that the gradient rests on.
 
     `ess` is the share of tokens that their weights between sampler and trainer leave; `effective_members` the number of
     interactions of equal advantage that would weigh as much as these: (sum |A|)^2 / sum A^2 over `advantages` f4[n].

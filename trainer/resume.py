@@ -1,7 +1,7 @@
 """Going on where a run stopped, from the log and the newest checkpoint.
 
 The log says which steps were trained; a checkpoint only saves making them again. Steps after it are repeated from their
-recorded inputs and checked, so whatever the moment of the stop, no group is trained twice and none is skipped. A step
+recorded inputs and checked, so at any moment of the stop, no group is trained twice and none is skipped. A step
 that was begun and has no record is left to `begun`.
 """
 

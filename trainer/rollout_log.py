@@ -1,4 +1,4 @@
-"""The `rollouts` topic by place, and what of it is held in memory ahead of the groups that refer to it."""
+"""The `rollouts` topic by place, and its records that are held in memory ahead of the groups that refer to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReadAhead:
         self._bytes = 0
 
     def put(self, located: ConsumedRecord) -> None:
-        """Keep one record; the newest is always kept, whatever its size."""
+        """Keep one record; the newest is always kept, at any size."""
         place = (located.partition, located.offset)
         if place in self._held:
             return

@@ -132,7 +132,7 @@ class Session:
         return record
 
     def repeat(self, record: TrainStep, batch: StepBatch) -> None:
-        """Make a recorded step again from its inputs, check it, and publish what of it is missing.
+        """Make a recorded step again from its inputs, check it, and publish the parts that are missing.
 
         Raises NotRepeatableError when the settings are others than then, or the weights come out different.
         """

@@ -268,7 +268,7 @@ def make_deterministic(threads: int) -> None:
 def keep_freed_memory() -> None:
     """Let this process keep what a step frees, where its allocator is glibc's: the next step needs as much again.
 
-    Given back, every page of it would be faulted in and cleared anew, a twentieth of a step.
+    Given back, every page would be faulted in and cleared anew, a twentieth of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,4 +1,4 @@
-"""Groups whose policy lag is undefined: counted while no batch fills, and told to whoever waits for one.
+"""Groups whose policy lag is undefined: counted while no batch fills, and told to the process that waits for one.
 
 A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. What is told
 says how many, why, and what to do; it is told once and then rarely, and only while these groups would have filled the

@@ -61,7 +61,7 @@ app.command(rich_help_panel="Consumers")(query)
 app.command(rich_help_panel="Consumers")(with_settings(trace))
 app.add_typer(gate_app, name="gate", rich_help_panel="Consumers")
 app.add_typer(users_app, name="users", rich_help_panel="Consumers")
-app.command(rich_help_panel="All of it")(demo)
+app.command(rich_help_panel="The whole loop")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)
 """Errors whose message is written for the person at the keyboard; anything else keeps its traceback."""

@@ -28,7 +28,7 @@ def audit(
         bool,
         typer.Option(
             "--complete",
-            help="The run is over: whatever is still open is a fault, but for groups left after step run.max_steps.",
+            help="The run is over: what is still open is a fault, but for groups left after step run.max_steps.",
         ),
     ] = False,
     ended: Annotated[

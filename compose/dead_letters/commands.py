@@ -46,7 +46,7 @@ dead_letters_app = typer.Typer(
 A letter is named by its place, for instance `rollouts.dlq/3/17`.
 
     tidemill dead-letters list                                        # what there is, and why
-    tidemill dead-letters show rollouts.dlq/3/17                      # bytes, headers, what can be read of it
+    tidemill dead-letters show rollouts.dlq/3/17                      # bytes, headers, the fields that can be read
     tidemill dead-letters redrive --topic rollouts                    # what would go back (a dry run)
     tidemill dead-letters redrive --topic rollouts --transform mend:value --yes""",
 )
@@ -76,7 +76,7 @@ def show(
     name: Annotated[str, typer.Argument(metavar="TOPIC/PARTITION/OFFSET", help="A letter, as `list` names it.")],
     whole: Annotated[bool, typer.Option("--whole", help="All of its bytes, not only the first.")] = False,
 ) -> None:
-    """Show one dead letter as JSON: reason, headers, bytes, and what can be read of it now.
+    """Show one dead letter as JSON: reason, headers, bytes, and the fields that can be read now.
 
     Example: `tidemill dead-letters show rollouts.dlq/3/17`
     """

@@ -35,7 +35,7 @@ OPERATOR = "demonstration"
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What only this act knows beside the log: what users said of it."""
+    """What this act knows beside the log: users' opinions."""
 
     before: Satisfaction | None
     """Of the version that users met first."""

@@ -74,7 +74,7 @@ class DemoWatch:
 
 @contextlib.contextmanager
 def spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show that something is under way; gives a function that shows a detail of it."""
+    """Show that something is under way; gives a function that shows a detail."""
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(text, total=1)

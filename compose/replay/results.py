@@ -2,7 +2,7 @@
 
 They go to topics under a prefix of their own, which must be empty and read by nobody, and carry the headers of a
 replay. Their timestamps are those of the records by which they were decided, so that two replays write the same; and
-the topics keep them whatever their age.
+the topics keep them at any age.
 """
 
 from __future__ import annotations

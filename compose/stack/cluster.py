@@ -79,7 +79,7 @@ def load_cluster(data_dir: Path) -> Cluster | None:
 
 
 def save_cluster(data_dir: Path, cluster: Cluster) -> None:
-    """Write the record so that a reader sees the old one or the new one, never half of it."""
+    """Write the record so that a reader sees the old one or the new one, never a half."""
     staging = data_dir / f".{RECORD}.{os.getpid()}"
     staging.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
     staging.replace(data_dir / RECORD)

@@ -60,7 +60,7 @@ def log_command(
 
     One line a version: parent, optimizer step, learning rate, density (changed elements of all), bytes of the delta,
     bytes for each changed element, whether it has an anchor, from which older versions skip-deltas lead to it, which
-    replicas proved it from their live tensors, and what was decided of it.
+    replicas proved it from their live tensors, and the gate's decisions on it.
 
     Example: `tidemill weights log --branch main --last 10`
     """

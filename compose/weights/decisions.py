@@ -1,6 +1,6 @@
 """`tidemill weights pin|rollback|release`: decisions of an operator on `gate.decisions`.
 
-The trainer goes on whatever is decided: only what replicas serve changes.
+The trainer goes on after any decision: only the version that replicas serve changes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Working:
-    """What is being done, and how much of it is done."""
+    """The work, and how much is done."""
 
     def __init__(self, bar: Progress, title: str, total: int | None) -> None:
         self._bar, self._title = bar, title

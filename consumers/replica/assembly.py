@@ -1,4 +1,4 @@
-"""A running replica put together from its parts, whatever feeds it: engine, ledger, subscriber, HTTP application.
+"""A running replica put together from its parts: engine, ledger, subscriber, HTTP application.
 
 Keeps true: the parts exist only around an engine whose live tensors were proved to be the joined version, and the
 engine core is gone when the context ends.

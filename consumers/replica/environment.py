@@ -1,4 +1,4 @@
-"""Environment of the engine, set before vLLM is imported (`vllm.envs` reads much of it once, at import).
+"""Environment of the engine, set before vLLM is imported (`vllm.envs` reads most variables once, at import).
 
 Why each is set: the multiprocessing executor would add a process and two hops to every call; the one compiled
 logprob helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend

@@ -1,6 +1,6 @@
 """The replica role: joins from the newest anchor, opens the HTTP server, follows the branch until it is told to stop.
 
-One process serves HTTP and follows the log; its engine core is a child of it and dies with it. The port opens only
+One process serves HTTP and follows the log; its engine core is its child and dies with it. The port opens only
 once the live tensors were proved to be the version that the status names.
 """
 

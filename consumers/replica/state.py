@@ -102,7 +102,7 @@ class ReplicaState:
         return None
 
     def refusals(self) -> list[Refuse]:
-        """What to say while `plan` says to stay, each of it said once.
+        """The messages for the log while `plan` says to stay, each once.
 
         The versions newer than the served one that cannot or may not be gone to; and the served one, where it should
         be left and nothing leads away from it.

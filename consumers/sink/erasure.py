@@ -1,7 +1,7 @@
 """What the tables must not hold: rows of users who had themselves erased, and rows under keys that the log let go of.
 
 Two things order a deletion. An ERASE request takes every row of its user that dates from before it, and what others
-said about their interactions; a tombstone takes the older rows of its own key. In whatever order topics are read, and
+said about their interactions; a tombstone takes the older rows of its own key. In any order of reading, also
 when the log is read again from its beginning, this stays true: a row that dates from before its user's newest ERASE is
 not written. A row dates from the earlier of its event time and its time in the log.
 

@@ -24,7 +24,7 @@ from tidemill.consumers.sink.statement import READONLY_CODE
 
 EXCEPTION_CODE = "X-ClickHouse-Exception-Code"
 PID_HEADER = "X-Tidemill-Pid"
-"""Tells the sink of a state file from whoever got its port later."""
+"""Tells the sink of a state file from another process that got its port later."""
 SYNTAX_ERROR = 62
 STATUS_OF_CODE = {46: 404, 47: 404, 60: 404, 81: 404, 159: 408, READONLY_CODE: 403}
 """Unknown function, identifier, table, database; timeout; read-only. Any other error of a query is 400."""

@@ -1,6 +1,6 @@
 """Asking ClickHouse about a run: SQL or a named query, of a running sink, of a server, or of the tables on disk.
 
-Whoever answers, the statement only reads. One process owns the embedded engine's directory, so a running sink is asked
+The statement only reads, in either engine. One process owns the embedded engine's directory, so a running sink is asked
 over HTTP, at the address in its state file; when none runs, the directory is opened here for the length of the query.
 """
 

@@ -33,7 +33,7 @@ class VersionRow:
     refused_by: dict[str, str]
     """Replicas that refused it, with the reason."""
     decisions: list[str]
-    """What was decided of it, in order."""
+    """The gate's decisions on it, in order."""
     expired: bool
     """The log no longer keeps its delta."""
     fork: str

@@ -1,6 +1,6 @@
 """A running OpenEnv server, as `openenv:http://HOST:PORT`: observations are messages, turns are actions.
 
-The server has the tasks and the rewards. A task is a reset with its own seed, or whatever else the reset takes; it is
+The server has the tasks and the rewards. A task is a reset with its own seed and further arguments; it is
 drawn with the observation that it begins with, so that held-out tasks and training tasks are apart by what they ask.
 """
 

@@ -1,7 +1,7 @@
 """A session of a running OpenEnv server, over its WebSocket: reset, steps, tools.
 
 The protocol is that of the package `openenv` 0.10 and of `openenv-core` before it: JSON messages {"type", "data"}, one
-answer to each, one environment for each connection. Whatever a server does but answer in form fails the episode.
+answer to each, one environment for each connection. Anything but a well-formed answer of the server fails the episode.
 """
 
 from __future__ import annotations

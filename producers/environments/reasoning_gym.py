@@ -1,7 +1,7 @@
 """The tasks of reasoning-gym, as `reasoning_gym:TASK`: one question, one reply, graded by the library.
 
 The library draws an item from its seed plus its index, so that the streams of two seeds share questions: the split is
-by the question alone, whatever the task and its options. Its graders give 0 to 1 and some credit for a reply that only
+by the question alone, for any task and options. Its graders give 0 to 1 and some credit for a reply that only
 contains the answer; a reply solves the task at exactly 1.
 """
 

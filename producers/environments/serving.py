@@ -82,7 +82,7 @@ class EpisodeServer:
         self._answers: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._faults: dict[int, str] = {}
-        """Why episodes have failed, whatever the environment makes of the GenerationFailed that it was told."""
+        """Why episodes have failed, also where the environment catches GenerationFailed."""
 
     def take(self, frame: list[Any]) -> None:
         """Act on one message of the worker."""
@@ -169,7 +169,7 @@ class EpisodeServer:
             return self._encode(["failed", episode, *failure(EnvironmentFailed(f"the score {error}"))])
         except MemoryError:
             raise
-        except BaseException as error:  # noqa: BLE001 - whatever foreign code raises, the other episodes go on
+        except BaseException as error:  # noqa: BLE001 - foreign code raises any error, and the other episodes go on
             cause = GenerationFailed(self._faults[episode]) if episode in self._faults else error
             return self._encode(["failed", episode, *failure(cause)])
 

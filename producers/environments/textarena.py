@@ -46,7 +46,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "Sokoban-v0-medium": "it takes up to minutes to make a board",
 }
 UNSEEN = frozenset(("GuessTheNumber", "Mastermind", "Minesweeper"))
-"""Games that begin with the same words whatever is to be found out: their openings end with the number of the game, so
+"""Games that begin with the same words for every solution: their openings end with the number of the game, so
 that tasks differ in what they ask."""
 DEFAULTS: Mapping[str, Mapping[str, object]] = {"Countdown": {"numbers": None, "target": None}}
 """In place of TextArena's own, which leave a single game to play."""

@@ -35,7 +35,7 @@ class FeedbackProducer(Shorthand[str]):
         kafka: the brokers, "host:port,host:port", or settings.
         product: the keys that the serving path signs with; `ProductSettings.from_environment()` reads them.
         source: who reports, for instance the name of the backend; it is written into each record.
-        deadline_s: longest that `send` takes, whatever the log does.
+        deadline_s: longest that `send` takes, also when the log does not answer.
         max_queued: signals that wait for the log's acknowledgement at most.
         linger_ms: milliseconds that a signal waits for others, to be written with them as one batch.
         delivery_timeout_s: seconds after which an unacknowledged signal has failed.
@@ -90,7 +90,7 @@ class FeedbackProducer(Shorthand[str]):
             value: as the kind reads it (`SignalKind`); None withdraws the event that `corrects` names.
             user: the product's own id of the user who gave it; None where the request that was answered named nobody.
             event_id: the signal sent again with the same id counts once. None: derived from the other arguments, so
-                that whoever may send again gives it, or `observed_at`.
+                that a caller that may send again gives it, or `observed_at`.
             corrects: event id of the signal that this one replaces.
             observed_at: when it happened: an aware datetime or microseconds since the Unix epoch. None: now.
 

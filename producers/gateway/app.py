@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they were served.
 
 Each event names the answer by the signed id that the serving path gave with it, and its user. Give `event_id` or
-`observed_at`: an event sent twice then counts once, so that whatever was answered with 429 or 503, or not at all, may
+`observed_at`: an event sent twice then counts once, so that a request answered with 429 or 503, or not at all, may
 be sent again."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"model": ProblemOut, "description": "The body is no JSON."},

@@ -1,4 +1,4 @@
-"""Counts requests by route and status, whatever answered them."""
+"""Counts requests by route and status."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ What holds:
 - an answer is sampled as in process: seed, temperature, top_p and stop of a request are not taken, as they would bias
   it; a field that asks for another kind of answer is refused by name;
 - a client that goes away takes its generation with it, and the rollout has failed;
-- after an agent posted its result, no call of it is answered.
+- after an agent posted its result, none of its calls is answered.
 """
 
 from __future__ import annotations

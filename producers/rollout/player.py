@@ -130,7 +130,7 @@ class Player:
             raise
         except TaskError as error:
             raise EnvironmentFailed(f"task: {error}") from error
-        except Exception as error:  # whatever an environment's code raises, the worker's other episodes go on
+        except Exception as error:  # an environment's code raises any error, and the worker's other episodes go on
             if limit.expired() and policy.failure in ("", GIVEN_UP):
                 reason = f"timeout: no result within {limit_s:.1f} s; {policy.session.trouble()}"
                 raise EnvironmentFailed(reason) from error

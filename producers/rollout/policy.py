@@ -5,7 +5,7 @@ What holds:
 - sampled ids are kept as they came, and contexts only grow (`schemas.chat.contexts`);
 - a recorded turn answers the request whose context has its digest, equal contexts in order of recording; all sampled
   tokens of a rollout are of one incarnation of version numbers: across two, policy lag has no meaning;
-- a generation that failed fails the rollout, whatever the environment makes of the error; a full context does not;
+- a generation that failed fails the rollout, also where the environment catches the error; a full context does not;
 - no call is answered after the end of the episode.
 """
 
@@ -148,7 +148,7 @@ class RolloutPolicy:
             raise
         except (GenerationFailed, ContextFull):
             raise
-        except Exception as error:  # a defect of ours: whoever called may go on as if it were an answer
+        except Exception as error:  # a defect of ours: the caller could go on as if it were an answer
             self._failed(f"the completion layer raised {error!r:.300}")
             raise
         finally:

@@ -3,8 +3,8 @@
 What holds:
 
 - a task's offset is committed when the log has acknowledged all its rollouts, and never past an unfinished task; what a
-  crash or a rebalance interrupts is taken up under the same rollout ids by whoever gets the task next: rollouts that
-  the log has are not played again, the others go on from their recorded turns;
+  crash or a rebalance interrupts is taken up under the same rollout ids by the worker that gets the task next:
+  rollouts that the log has are not played again, the others go on from their recorded turns;
 - nothing of a task is played before the log has acknowledged its dispatch, so that it is known who had begun what;
 - every task that can be read ends in exactly `group_size` rollouts, completed or failed with a reason; one that cannot
   be read ends in the dead-letter topic, and the worker goes on;

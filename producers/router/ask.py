@@ -1,4 +1,4 @@
-"""What a product asks for: an OpenAI request, checked, and the fields of it that are sent to a replica.
+"""What a product asks for: an OpenAI request, checked, and its fields that are sent to a replica.
 
 What holds: only fields that are known go on; the replica is always asked for token ids and the sampled tokens'
 logprobs; sampling that the recorded logprobs would not describe is named.

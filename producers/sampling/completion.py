@@ -1,4 +1,4 @@
-"""A completion as a replica answers it, checked before a token of it is believed.
+"""A completion as a replica answers it, checked before its tokens are used.
 
 The replica speaks vLLM's `/v1/completions` with `return_token_ids`, `logprobs: 0`, and two extensions of the choice:
 `weight_versions`, a list of [version, start, end) over the sampled tokens, and `weight_incarnation`, which names the

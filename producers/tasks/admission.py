@@ -6,7 +6,7 @@ The formula is AReaL's capacity, (eta + v + 1) * B - (accepted + running), count
 
 with `eta` the policy lag allowed and `B` the groups of a step. What holds:
 
-- a group counts once, whatever order its records come in and however often: the state is a set, rebuilt from the log;
+- a group counts once, in any order of its records and any number of copies: the state is a set, rebuilt from the log;
 - a trained group frees its place when the version that it made is *served*, not when it is trained: a group issued in
   between would start on tokens already one version older than the bound assumes;
 - a group that cannot be trained frees its place as soon as that is certain: when it closes without a signal, or when

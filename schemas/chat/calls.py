@@ -185,7 +185,7 @@ def _tagged_calls(
 ) -> Callable[[str, Schemas], list[ToolCall]]:
     """One call a body: its name by a pattern, then each argument's key and value between two texts.
 
-    One `frame` on either side of a value is no part of it.
+    One `frame` on either side of a value is not part of the value.
     """
     pattern = re.compile(name)
 

@@ -36,7 +36,7 @@ class ChatRequest:
     tools: Tools
     max_tokens: int | None
     stop: tuple[str, ...] = ()
-    """Texts that end the turn, and are not part of it."""
+    """Texts that end the turn, and are not part of the turn."""
     alternatives: int | None = None
     """Likely tokens to tell beside the logprob of each sampled one; None: no logprobs are wanted."""
     token_ids: bool = False

@@ -103,7 +103,7 @@ class ChatTurn:
         return self._asked.ids
 
     def body(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
-        """The request to `/v1/completions`; `sampling`: further fields of it, such as the temperature."""
+        """The request to `/v1/completions`; `sampling`: further fields, such as the temperature."""
         request = self._request
         body = {**sampling, "prompt": self.prompt, "return_token_ids": True}
         body |= {FILL_CONTEXT: True} if request.max_tokens is None else {"max_tokens": request.max_tokens}

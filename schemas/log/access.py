@@ -37,7 +37,7 @@ class _Found:
 
     refusal: str = ""
     closed_early: bool = False
-    """A broker took a connection and closed it before it answered anything. Whatever stands before brokers does the
+    """A broker took a connection and closed it before it answered anything. A proxy before the brokers does the
     same while there are none."""
     closed_late: bool = False
     """A broker answered what it answers to anybody, and closed the connection at the next request."""

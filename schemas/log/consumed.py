@@ -23,7 +23,7 @@ HEADER_REPLAY_SOURCE = "tidemill-replay-source"
 
 Headers = Iterable[tuple[str, bytes | None]]
 Partition = tuple[str, int]
-"""Full name of a topic, and a partition of it."""
+"""Full name of a topic, and a partition."""
 
 
 class LogReference(Protocol):

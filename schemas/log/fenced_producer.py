@@ -1,4 +1,4 @@
-"""Writing records that one process at a time may write: who begins to write shuts out whoever did so before.
+"""Writing records that one process at a time may write: a process that begins to write shuts out the one before.
 
 Each call of `send_acked` is one transaction under a name. What this keeps true:
 

@@ -71,7 +71,7 @@ class GroupConsumer:
 
         Raises:
             RetentionGap: the log deleted records of a partition after the committed offset. The member stands at the
-                first one that is kept: whoever can do without goes on polling.
+                first one that is kept: a caller that can do without goes on polling.
             TopicMadeAnew: the committed offset lies behind a partition's end.
             ReadingStalled: records wait and the client delivers none of them for `kafka.stall_timeout_s`.
             AccessRefused: the brokers let nobody in with these settings.

@@ -126,7 +126,7 @@ class ReadingWatch:
         if not self._timeout_s:
             return False
         if now_s - self._polled_at_s > self._interval_s:
-            # Whoever polls was busy elsewhere: the partitions could not move.
+            # The polling thread was busy elsewhere: the partitions could not move.
             self._still.forget()
             self._answered_at_s = now_s
         self._polled_at_s = now_s

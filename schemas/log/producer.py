@@ -21,7 +21,7 @@ class DeliveryError(RuntimeError):
 
 
 class AckedWriter(Protocol):
-    """Whatever writes records and waits for the log."""
+    """A writer of records that waits for the log."""
 
     def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
         """Write (key, record) pairs and wait for the log: their positions, in order. Raises DeliveryError."""

@@ -1,7 +1,7 @@
-"""How clients and brokers prove who they are: the one reading of what `kafka.client_options` says of it.
+"""How clients and brokers prove who they are: the one reading of `kafka.client_options`.
 
-The options are librdkafka's, and librdkafka takes them as they are. Whoever speaks to Kafka without it is set up from
-what is read here.
+The options are librdkafka's, and librdkafka takes them as they are. A client without it is set up from what is read
+here.
 """
 
 from __future__ import annotations

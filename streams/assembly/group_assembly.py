@@ -3,7 +3,7 @@
 Invariants:
 
 - the outcome is a function of the partition's log prefix alone: no wall clock, no randomness but the group's id;
-- a group closes once, by size or by event-time deadline; whatever comes after is a duplicate or a late record;
+- a group closes once, by size or by event-time deadline; a record that comes after is a duplicate or late;
 - members are a set keyed by rollout_id, so that a record delivered twice changes nothing;
 - going on from entries that are newer than their head gives the same outputs: older versions wrote such states.
 """

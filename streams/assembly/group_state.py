@@ -42,7 +42,7 @@ class GroupHeader:
 
 @dataclass(slots=True)
 class Member:
-    """What is kept of one rollout of an open group: where it lies, and what the group record says of it."""
+    """One rollout of an open group: its position, and its entry in the group record."""
 
     rollout_id: str
     index: int
@@ -190,7 +190,7 @@ def decode(key: str, data: bytes, ttl_us: int) -> OpenGroup | DoneGroup:
                 return DoneGroup(key, body["partition"], body["closed_clock_us"], set(body["rollout_ids"]), ttl_us)
     except StateError:
         raise
-    except Exception as error:  # cattrs raises groups of whatever did not fit; one clear error leaves
+    except Exception as error:  # cattrs raises groups of errors; callers get one
         raise StateError(f"unreadable group: {type(error).__name__}: {error}") from error
     raise StateError(f"a group begins with b'o' or b'd', not {data[:1]!r}")
 

@@ -44,7 +44,7 @@ class GateSettings(Section):
     """Outcomes of one user that count in one comparison. He counts once, by their mean."""
 
     user_window_s: float = Field(default=600.0, gt=0)
-    """A user with fewer outcomes counts so long after his first."""
+    """A user with fewer outcomes counts so long after their first."""
 
     min_users: int = Field(default=20, ge=1)
     """Users with a reward that each arm needs before a candidate is promoted."""

@@ -5,7 +5,7 @@ say, where a fifth of the users see the candidate), and each block gives one num
 members. `Capital` bets on those numbers. What stays true:
 
 - of a block nothing but its members' order decides who is in it, so that a block's expected contrast is the difference
-  of the arms, whatever the arms' sizes; a drift that meets both arms alike cancels within the block;
+  of the arms, for any sizes of the arms; a drift that meets both arms alike cancels within the block;
 - a member that is corrected corrects its block, and the evidence becomes that of the corrected numbers.
 """
 

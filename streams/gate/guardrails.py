@@ -3,7 +3,7 @@
 Two comparisons, both by user: with the arm that is served the baseline at the same time (`ArmGuards`), and with numbers
 that were frozen earlier (`FrozenGuards`), since many small steps, each within its tolerance, can go a long way. The
 alerts of one comparison share its level, so that a comparison that is as it was gives any alert at all with a chance of
-at most that. An alert stays, whatever comes after it.
+at most that. An alert stays.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ArmGuards:
         }
 
     def observe(self, arm: int, user_id: str, means: Mapping[str, float]) -> None:
-        """Take a settled user in, or his corrected numbers."""
+        """Take a settled user in, or their corrected numbers."""
         for name, arms in self._arms.items():
             if name in means:
                 arms.observe(arm, user_id, means[name])
@@ -139,7 +139,7 @@ class FrozenGuards:
         self._values: dict[str, dict[str, float]] = {name: {} for name in sorted(watched)}
 
     def observe(self, user_id: str, means: Mapping[str, float]) -> None:
-        """Take a settled user in, or his corrected numbers."""
+        """Take a settled user in, or their corrected numbers."""
         for name, values in self._values.items():
             if name in means:
                 self._bet(name, values.get(user_id), means[name])

@@ -40,7 +40,7 @@ class Capital:
 
     Args:
         bound: the mean that is bet against, strictly between -1 and 1.
-        side: on which side of it the evidence is looked for.
+        side: the side on which the evidence is looked for.
     """
 
     __slots__ = ("_bets", "_bound", "_logs", "_sign", "peak")

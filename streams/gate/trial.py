@@ -2,7 +2,7 @@
 
 The comparison begins with the decision that gives the canary pool its share, and counts only answers that were served
 after it, whole by the candidate in the canary arm or whole by the baseline in the stable arm. The first conclusion
-stands: whatever is looked at later, a verdict by evidence is wrong with a chance of `alpha` at most. What is concluded
+stands: however often it is read, a verdict by evidence is wrong with a chance of `alpha` at most. The conclusion
 depends on the outcomes in the log's order and on event time alone, so that a restarted gate concludes the same.
 """
 
@@ -95,7 +95,7 @@ class ArmComparison:
             self._end("as long as may be")
 
     def forget(self, user_id: str) -> None:
-        """Let go of what a user said, as far as he is not counted yet."""
+        """Let go of what a user said, as far as they are not counted yet."""
         self._users.forget(user_id)
 
     def numbers(self) -> dict[str, float]:
@@ -161,7 +161,7 @@ class ArmComparison:
         return all(self._rewards.count(number) >= self._gate.min_users for number in _NUMBER.values())
 
     def _end(self, limit: str) -> None:
-        """A limit is reached: whoever was seen is counted, and what there is decides."""
+        """A limit is reached: all users seen so far are counted, and the evidence so far decides."""
         self._take(self._users.settle_all())
         if self.conclusion is not None or not self._enough_users():
             return
@@ -236,7 +236,7 @@ class Watch:
         self._take(self._users.advance(at_us))
 
     def forget(self, user_id: str) -> None:
-        """Let go of what a user said, as far as he is not counted yet."""
+        """Let go of what a user said, as far as they are not counted yet."""
         self._users.forget(user_id)
 
     def _take(self, settled: Iterable[Settled]) -> None:

@@ -1,10 +1,10 @@
 """Outcomes gathered by user: the unit that arms are compared by.
 
-Whole users are assigned to arms, and answers to one user have his taste in common. Taken one by one they would look
+Whole users are assigned to arms, and answers to one user have their taste in common. Taken one by one they would look
 like far more evidence than they are, so that an A/A test raises false alarms at any level (`bench_gate.py` shows how
-often). A user therefore counts once in a test: by the means of his first outcomes in it. What stays true:
+often). A user therefore counts once in a test: by the means of their first outcomes in it. What stays true:
 
-- a user is settled when he has `most` outcomes, or `window_us` of event time after his first; what comes later does not
+- a user is settled when they have `most` outcomes, or `window_us` of event time after their first; later ones do not
   count, except for corrections of what counted;
 - a user belongs to the arm where he was first seen; what he says elsewhere does not count;
 - the same outcome twice changes nothing, and a higher revision replaces a lower one.
@@ -27,7 +27,7 @@ class Settled(NamedTuple):
     arm: str
     user_id: str
     means: Mapping[str, float]
-    """By measure; without a measure that none of his outcomes has."""
+    """By measure; without a measure that none of their outcomes has."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Users:
 
     Args:
         most: outcomes of a user that count.
-        window_us: how long after his first outcome a user is waited for, microseconds of event time.
+        window_us: how long after their first outcome a user is waited for, microseconds of event time.
     """
 
     def __init__(self, most: int, window_us: int) -> None:
@@ -90,7 +90,7 @@ class Users:
         return self.advance(max((due for due, _ in self._due), default=0))
 
     def forget(self, name: str) -> None:
-        """Let go of a user's outcomes. What he was settled with stands: a sum cannot be asked for one of its terms."""
+        """Let go of a user's outcomes. Their settled means stand: a sum cannot be asked for one of its terms."""
         self._users.pop(name, None)
 
     def _settle(self, name: str) -> Settled:

@@ -5,7 +5,7 @@ Invariants:
 - the outcomes are a function of the two logs alone, however their records interleave while they are read: both are
   decided in one order (`merge`), and time is what the clocks of both have passed;
 - every interaction of the run ends in exactly one outcome of revision 0: a reward, or an exclusion with its reason;
-  whatever changes its reward afterwards is one more outcome with the next revision;
+  a later change of its reward is one more outcome with the next revision;
 - an event counts once, by its id; a correction replaces the event that it names, whichever of them is read first;
 - only the user who was served is heard;
 - memory is bounded in event time: an ended interaction, feedback without interaction and an idle user are forgotten.
@@ -276,7 +276,7 @@ class FeedbackJoin:
     # Users
 
     def _is_bot(self, user_id: str, at_us: int) -> bool:
-        """Count an event of a user; whether he is a bot now."""
+        """Count an event of a user; whether they are a bot now."""
         window_us = to_us(self._settings.bot_window_s)
         activity = self._store.activity(user_id, at_us)
         if at_us >= activity.opened_at + window_us:
@@ -355,7 +355,7 @@ class FeedbackJoin:
     # Endings
 
     def _exclusion(self, case: Case) -> str:
-        """Why an interaction is left out whatever the signals say; empty when it is not."""
+        """Why an interaction is left out for any signals; empty when it is not."""
         wishes = self._store.wishes(case.user_id)
         if wishes.erased(case.served_at):
             return ERASED

@@ -2,7 +2,7 @@
 
 Each topic has a clock, the running maximum of its record timestamps; a record's time is its topic's clock at its
 offset. Records are decided in the order (time, place of the topic, offset), each as soon as no record that may still
-come can stand before it. Invariant: the order is a function of the logs alone, and what is decided is a prefix of it.
+come can stand before it. Invariant: the order is a function of the logs alone, and what is decided is its prefix.
 """
 
 from __future__ import annotations

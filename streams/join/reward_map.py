@@ -1,4 +1,4 @@
-"""From the signals of one interaction to its reward: a pure function of the map and the signals, in whatever order.
+"""From the signals of one interaction to its reward: a pure function of the map and the signals, in any order.
 
 Invariants: "no signal" is a decision of the map and never a silent zero; of several votes of one kind the latest holds;
 a corrected or withdrawn event holds no longer, whichever of the two was read first.

@@ -64,7 +64,7 @@ class BatchSettings(Section):
 
     max_share_per_user: float = Field(default=0.5, gt=0, le=1)
     """Largest share of one user in the members of a batch, though one member is never too many; and in `max_tokens`.
-    What he has on top is counted as `user_cap`."""
+    Interactions above it are counted as `user_cap`."""
 
     corrections: Corrections = Corrections.COUNT
     """What becomes of a reward that changed after its interaction was in a batch."""

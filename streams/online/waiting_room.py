@@ -1,4 +1,4 @@
-"""Who waits for which batch: the members that a batch would have if it closed now, with no user above his share."""
+"""Members waiting for a batch: those that it would have if it closed now, with no user above their share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WaitingRoom:
 
 
 def within_share(waiting: Sequence[Waiting], share: float) -> list[Waiting]:
-    """The first of each user, as many as keep him at `share` of the result; one of each at the least."""
+    """The first of each user, as many as keep them at `share` of the result; one of each at the least."""
     members = Counter(one.user_id for one in waiting)
     most = max(members.values(), default=0)
     # Fewer of one user make the whole smaller, and with it every share: the largest number that fits is looked for.

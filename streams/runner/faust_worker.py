@@ -137,7 +137,7 @@ class FaustRunner:
         partitions = sorted({event.message.partition for event in events})
         changes = {p: self._journals[p].redo(self._machines[p].take_changes()) for p in partitions}
         for step in state_steps(self._table.changelog_topic_name, changes):
-            # Whoever has the partition now may have written newer heads, and deletions that stand on them.
+            # The new owner of the partition may have written newer heads, and deletions that stand on them.
             if not self._owns(generation):
                 return
             self._remember(step)
@@ -224,7 +224,7 @@ class FaustRunner:
             now_ms = to_ms(now_us())
             due = list(self._idle.due(self._machines, now_ms * 1000))
             await self._write([self._writes.tick(topic, partition, now_ms) for topic, partition in due])
-        except Exception as error:  # whatever kept a tick from the log would keep deadlines from passing, unseen
+        except Exception as error:  # an error here would keep deadlines from passing, unseen
             self._fail(error)
             raise
 
@@ -233,7 +233,7 @@ class FaustRunner:
     async def _restore(self, *_sender: object, **_arguments: object) -> None:
         try:
             self._make_machines()
-        except Exception as error:  # whatever keeps a machine from being made, Faust would try again for ever
+        except Exception as error:  # Faust would try again for ever after any error here
             self._fail(error)
             raise
         self._ready = True

@@ -7,7 +7,7 @@ The decisions are those of the processor's machines, one a partition; here is on
   the transaction serve lag monitors, and shut out a worker that its group has given up: the log refuses them, and with
   them the transaction;
 - everything of a transaction is in the log before its offsets are sent, so that the next owner of a partition waits
-  for the end of whatever the last one may still commit;
+  for the end of what the last one may still commit;
 - equal partitions of all inputs are read by one worker (assignor `range`) and given to one machine;
 - a transaction that fails is aborted, and its records are decided again from the state in the log.
 

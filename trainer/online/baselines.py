@@ -6,7 +6,7 @@ interaction's own reward leaves the expected gradient as it is; the mean of the 
 shrinks the gradient by (n - 1) / n.
 
 All take `rewards` f8[n] and `arms`, the experiment arm of each, and return f8[n]. Equal rewards get exactly zero from
-every baseline, whatever the rounding of their mean.
+every baseline, for any rounding of their mean.
 """
 
 from __future__ import annotations

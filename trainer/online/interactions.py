@@ -28,7 +28,7 @@ class InteractionLog:
     """Fetches interactions by place.
 
     Args:
-        accept_replays: replays whose interactions may be trained; None: whatever wrote them, since that was decided.
+        accept_replays: replays whose interactions may be trained; None: of any writer, since that was decided.
     """
 
     def __init__(self, kafka: KafkaSettings, vocab_size: int, accept_replays: frozenset[str] | None = None) -> None:

@@ -10,7 +10,7 @@ What it keeps true:
 - nothing is trained of a user who demanded to be erased after it was served, nothing whose policy lag is undefined, and
   nothing that a replay wrote which the trainer was not told of.
 
-The oldest batch is offered first (`next`); whoever holds its interactions asks what is left of it (`settle`), and
+The oldest batch is offered first (`next`); the holder of its interactions asks which are left (`settle`), and
 trains that (`take`) or excludes the batch.
 """
 

@@ -1,4 +1,4 @@
-"""An online batch that can be trained on: its record, its place in the log, and the interactions left of it."""
+"""An online batch that can be trained on: its record, its place in the log, and the interactions that are left."""
 
 from __future__ import annotations
 

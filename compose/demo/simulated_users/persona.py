@@ -1,7 +1,7 @@
 """Who the simulated users are: each a person with habits, drawn once from a seed.
 
 What holds: the same settings give the same people; a held-out user never consents and never reacts, so nothing is ever
-learnt from him.
+learnt from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PersonaRole(StrEnum):
     BOT = "bot"
     """Votes at random on everything, many times."""
     HELD_OUT = "held_out"
-    """Asks held-out questions and keeps his opinion to himself: satisfaction is measured on him."""
+    """Asks held-out questions and keeps their opinion to themselves: satisfaction is measured on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Persona:
     """The product's own identifier of the user."""
     role: PersonaRole
     consents: bool
-    """Whether he lets the product learn from him."""
+    """Whether they let the product learn from them."""
     vote_rate: float
-    """Share of the answers that he votes on."""
+    """Share of the answers that they vote on."""
     vote_delay_s: float
-    """Mean time that he takes to vote."""
+    """Mean time that they take to vote."""
     leaves_at: int | None
-    """Number of questions after which he withdraws his consent; None: never."""
+    """Number of questions after which they withdraw their consent; None: never."""
 
 
 def population(settings: UsersSettings) -> list[Persona]:

@@ -1,4 +1,4 @@
-"""How a user reacts to an answer, and what the product measures of it. Pure: the same user, question and answer give
+"""How a user reacts to an answer, and what the product measures. Pure: the same user, question and answer give
 the same signals.
 
 Thumbs carry the hidden preference; what people do otherwise (keep the change, ask again, walk away) follows from
@@ -43,28 +43,28 @@ class Reaction:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """One user: his habits and his taste."""
+    """One user: their habits and their taste."""
 
     persona: Persona
     settings: UsersSettings
 
     def consents(self, question: int) -> bool:
-        """Whether the product may learn from his question of this number, counted from 0."""
+        """Whether the product may learn from their question of this number, counted from 0."""
         leaves_at = self.persona.leaves_at
         return self.persona.consents and (leaves_at is None or question < leaves_at)
 
     def likes_polite(self, at_s: float) -> bool:
-        """What he likes, so many seconds after the start."""
+        """Their taste, so many seconds after the start."""
         changed_at = self.settings.changed_preference_at
         changed = changed_at is not None and at_s >= changed_at
         return self.settings.likes_polite != changed
 
     def satisfied(self, answer: Conversation, at_s: float) -> bool:
-        """What he truly feels: content with an answer that is right and closes as he likes it."""
+        """Whether they are content: with an answer that is right and closes as they like it."""
         return answer.right and answer.polite == self.likes_polite(at_s)
 
     def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
-        """What is reported of the answer to his question of this number, `at_s` seconds after the start."""
+        """The signals for the answer to their question of this number, `at_s` seconds after the start."""
         rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
         match self.persona.role:
             case PersonaRole.HELD_OUT:
@@ -100,7 +100,7 @@ class User:
 
 
 def measured(answer: Conversation) -> Iterator[Reaction]:
-    """What the product itself sees of an answer: true, whoever the user is."""
+    """What the product itself sees of an answer: true for every user."""
     for place in sorted(answer.errors):
         yield Reaction(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
     final = answer.turns[answer.last]

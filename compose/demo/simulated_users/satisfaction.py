@@ -36,7 +36,7 @@ class SatisfactionTally:
         self._right: Counter[int] = Counter()
 
     def count(self, answer: Conversation, *, satisfied: bool) -> None:
-        """Take one held-out user's answer and what he thought of it."""
+        """Take one held-out user's answer and their opinion."""
         versions = {turn.version for turn in answer.turns}
         if len(versions) != 1:
             return

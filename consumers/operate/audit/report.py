@@ -16,7 +16,7 @@ class AuditRules:
 
     run_id: str
     ended: bool = False
-    """No worker plays rollouts any more: a rollout without a result is lost, whatever its deadline."""
+    """No worker plays rollouts any more: a rollout without a result is lost, also before its deadline."""
     complete: bool = False
     """The run is over: everything that is still open is a fault, groups that wait for the trainer included."""
     last_step: int | None = None

@@ -86,7 +86,7 @@ def _trained_by(facts: Facts, reference: StepInput) -> list[str]:
 @check(
     "groups",
     "every group is closed for the reason it gives, its members are rollouts that lie where it says with the rewards "
-    "it says, its advantages follow from them, and a second record of it is the same byte for byte",
+    "it says, its advantages follow from them, and its second record is the same byte for byte",
 )
 def groups(run: AuditedRun) -> Iterator[Finding]:
     """Find groups that disagree with their task or their rollouts, and groups with two contents."""

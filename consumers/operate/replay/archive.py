@@ -134,7 +134,7 @@ class ArchiveOrigin:
         try:
             self.manifest = _manifest_of(self._file)
             self._plan = self._checked(progress)
-        except BaseException:  # whatever went wrong, the file is given back
+        except BaseException:  # the file is given back after any error
             self._file.close()
             raise
         self.prefix = self.manifest.source_prefix
@@ -198,7 +198,7 @@ def _manifest_of(file: BinaryIO) -> ArchiveManifest:
     try:
         metadata = fastavro.reader(file).metadata
         text, digest = metadata[MANIFEST], metadata[MANIFEST_SHA256]
-    except Exception as error:  # whatever fastavro trips over in bytes that are no archive
+    except Exception as error:  # fastavro raises errors of many types on bytes that are no archive
         raise ArchiveError(f"this is no archive of Tidemill: {type(error).__name__}: {error}") from error
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise ArchiveError("the archive's manifest is damaged or was changed")
@@ -225,7 +225,7 @@ def _records(file: BinaryIO) -> Iterator[RawRecord]:
         for row in fastavro.reader(file):
             headers = tuple((entry["name"], entry["value"]) for entry in row["headers"])
             yield RawRecord(**{**row, "headers": headers})
-    except Exception as error:  # whatever fastavro trips over in damaged blocks
+    except Exception as error:  # fastavro raises errors of many types on damaged blocks
         raise ArchiveError(f"the archive is damaged or cut short: {type(error).__name__}: {error}") from error
 
 

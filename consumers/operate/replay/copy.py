@@ -122,7 +122,7 @@ class Copier:
         self.copied.written += 1
         self._next[record.lane] += 1
         if first:
-            # Whoever carries this replay on finds its beginning in its first copy: no other may be there before it.
+            # A process that carries this replay on finds its beginning in its first copy: none may be there before it.
             self._writer.flush()
 
     def _value(self, record: RawRecord) -> bytes | None:

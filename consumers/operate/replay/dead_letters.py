@@ -75,7 +75,7 @@ class StoredLetter:
 
 
 def letter_of(raw: RawRecord, prefix: str) -> StoredLetter:
-    """A record of a dead-letter topic as a letter, whatever its headers are."""
+    """A record of a dead-letter topic as a letter, with any headers."""
     topic = raw.topic.removesuffix(DEAD_LETTER_SUFFIX)
     partition, offset = _number(raw, HEADER_PARTITION), _number(raw, HEADER_OFFSET)
     own = _text(raw, HEADER_TOPIC, "") == prefix + topic and partition is not None
@@ -159,7 +159,7 @@ class Verdict:
 def judge(letter: StoredLetter, sequel: Sequel, codec: Codec, limit: int, transform: Transform | None) -> Verdict:
     """Whether and as what a letter goes back: only what its readers can read now does.
 
-    Raises whatever the transformation raises.
+    Raises the transformation's errors.
     """
     attempts = sequel.attempts(letter) + 1
     why_not = sequel.why_not(letter, limit)

@@ -170,7 +170,7 @@ def _by_partition(items: Mapping[str, Item]) -> dict[int, dict[str, Item]]:
 
 
 def identity(item: Item) -> str:
-    """What makes two records the same one, whatever they say."""
+    """The key by which two records count as the same one, with any content."""
     match item.record:
         case Group(group_id=group_id, closed_by=closed_by, members=members):
             late = closed_by is CloseReason.LATE and members

@@ -297,7 +297,7 @@ class Planner:
     def _first_text(self, lane: Lane) -> str:
         first = self._source.first(lane)
         if first is None:
-            return "the log holds nothing of it"
+            return "the log holds no record of it"
         return f"the log begins at offset {first.offset}, written {utc_text(first.timestamp_ms)}"
 
     def _named_places(self, selection: Selection) -> set[Place]:

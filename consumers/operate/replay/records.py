@@ -19,7 +19,7 @@ from tidemill.schemas.records import Record
 
 Header = tuple[str, bytes | None]
 Lane = tuple[str, int]
-"""A topic's name without its prefix, and a partition of it."""
+"""A topic's name without its prefix, and a partition."""
 
 RANK = {
     name: rank

@@ -58,7 +58,7 @@ class TargetState:
     """What lies in the topics of a replay."""
 
     begun: Beginning | None = None
-    """None: nothing of it lies there."""
+    """None: it has no record there."""
     copied: dict[Lane, list[int]] = field(default_factory=dict)
     """Offsets of the originals that were copied, by partition, in order."""
     first: dict[Lane, int] = field(default_factory=dict)

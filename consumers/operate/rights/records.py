@@ -36,7 +36,7 @@ class UserRecord:
     dated_at: int
     """Event time, in microseconds."""
     claims: tuple[Claim, ...]
-    """Where bytes of it lie beside the log: of this value and of the ones that it replaced."""
+    """Where its bytes lie beside the log: of this value and of the ones that it replaced."""
 
 
 Slot = tuple[Topic, int, bytes]

@@ -1,6 +1,6 @@
 """A user's requests about their data: opting out of training and in again, and erasure, as `user.requests` holds them.
 
-A request is written once into `user.requests`, then copied into every partition whose readers must know of it. The
+A request is written once into `user.requests`, then copied into every partition whose readers must know it. The
 copies carry the request's own id and time, so that writing them again changes nothing: a command that was stopped
 between the two starts again with the copies.
 """

@@ -36,7 +36,7 @@ class InteractionTrace:
     """What the log says of one interaction.
 
     Args:
-        history: the versions of its run; observed by whoever reads the model's topics.
+        history: the versions of its run; observed by the reader of the model's topics.
     """
 
     def __init__(self, interaction_id: str, history: VersionHistory | None = None) -> None:
@@ -54,13 +54,13 @@ class InteractionTrace:
 
     @property
     def run_id(self) -> str | None:
-        """The run that it belongs to; None while nothing of it was observed."""
+        """The run that it belongs to; None while none of its records was observed."""
         told = [self._served, *(end for _, end in self._outcomes), *(batch for _, batch in self._batches)]
         return next((record.run_id for record in told if record is not None), None)
 
     @property
     def found(self) -> bool:
-        """Whether the log says anything of it."""
+        """Whether the log has a record of it."""
         return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
 
     def observe(self, located: ConsumedRecord) -> None:

@@ -43,7 +43,7 @@ class Event:
     source: str
     observed_at: int
     fate: str
-    """What became of it, in words."""
+    """How it ended, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RefusedRecord:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An outcome of it: how it ended, or a correction of that."""
+    """Its outcome: how it ended, or a correction of that."""
 
     place: Position
     revision: int
@@ -137,7 +137,7 @@ def end_of(record: Outcome, place: Position) -> End:
 
 
 def member_of(members: list[OnlineMember], interaction_id: str) -> list[OnlineMember]:
-    """The members of a batch that are this interaction: its end, and corrections of it."""
+    """The members of a batch that are this interaction: its end, and the corrections."""
     return [member for member in members if member.interaction_id == interaction_id]
 
 

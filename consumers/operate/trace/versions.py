@@ -28,7 +28,7 @@ class VersionDecision:
 
 @dataclass(frozen=True, slots=True)
 class TracedVersion:
-    """A weight version, and what became of it."""
+    """A weight version, and how it ended."""
 
     version: int
     parent: int | None
