@@ -18,8 +18,6 @@ Trees = Mapping[str, ast.Module]
 
 CIRCLES: Set[tuple[str, ...]] = {
     ("compose", "compose/demo"),
-    ("producers/environments", "producers/rollout"),
-    ("trainer", "trainer/online"),
 }
 """Folders that import each other, directly or by way of others of the group."""
 

@@ -27,8 +27,7 @@ from tidemill.schemas.records import CloseReason, Group, Mode, Rollout, StepExcl
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
-from tidemill.trainer.groups import TrainableGroup, completed, has_signal
-from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, completed, has_signal
 from tidemill.trainer.undefined_lag import SetAside
 
 

@@ -14,14 +14,12 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.endings import DecidedStep
-from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import group_log, trainable
-from tidemill.trainer.online.interactions import InteractionLog
-from tidemill.trainer.online.queue import repeated
-from tidemill.trainer.online.source import batch_log
-from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.online_input import InteractionLog, batch_log
+from tidemill.trainer.online_queue import repeated
 from tidemill.trainer.rollout_log import CLIENT, RolloutLog
 from tidemill.trainer.session import NotRepeatableError
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 
 class HistoryError(RuntimeError):

@@ -24,8 +24,8 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
-from tidemill.trainer.groups import TrainableGroup, completed
 from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog
+from tidemill.trainer.trainable import TrainableGroup, completed
 from tidemill.trainer.undefined_lag import Reminder
 
 _log = logging.getLogger(__name__)

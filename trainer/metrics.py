@@ -12,8 +12,7 @@ from torch import Tensor
 from tidemill.schemas.records import LagCount, Rollout
 from tidemill.trainer import divergence
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
-from tidemill.trainer.groups import TrainableGroup
-from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from tidemill.trainer.begun import take_begun
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.online.feed import OnlineFeed
-from tidemill.trainer.online.source import OnlineInput
+from tidemill.trainer.online_input import OnlineFeed, OnlineInput
 from tidemill.trainer.resume import OpenRun, open_session
 from tidemill.trainer.rollout_log import CLIENT
 

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
-from tidemill.trainer.advantages import ADVANTAGES, penalise
+from tidemill.trainer.advantages import ADVANTAGES, batch_advantages, penalise
 from tidemill.trainer.batch import PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, correction_weights, sequence_sum
-from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.objectives import (
     OBJECTIVES,
@@ -39,10 +38,9 @@ from tidemill.trainer.objectives import (
     loss,
     policy_gradient,
 )
-from tidemill.trainer.online.baselines import batch_advantages
-from tidemill.trainer.online.trainable import TrainableBatch
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
 """REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come

@@ -101,6 +101,21 @@ class Policy(Protocol):
         raise EnvironmentFailed("no HTTP endpoint is offered here")
 
 
+class AttemptPolicy(ABC):
+    """The `Policy` of one attempt at one rollout, which an agent program may play and post the result of."""
+
+    failure: str
+    """Why the rollout has failed; empty while it has not."""
+    conversation: Sequence[Message]
+    """The messages of the last call that was answered, and its answer."""
+    posted: Score | None
+    """The result that an agent program posted."""
+
+    @abstractmethod
+    async def result(self) -> Score:
+        """The result of an agent program, once it is posted."""
+
+
 class EnvironmentOptions(BaseModel):
     """Options of an environment: a pydantic model with a docstring under each field. Unknown names are refused."""
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tidemill.producers.environments.base import (
+    AttemptPolicy,
     Endpoint,
     Environment,
     EnvironmentFailed,
@@ -31,7 +32,6 @@ from tidemill.producers.environments.base import (
     TaskQuery,
 )
 from tidemill.producers.environments.spawning import child_variables
-from tidemill.producers.rollout.policy import RolloutPolicy
 from tidemill.schemas.chat.messages import Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
 
@@ -61,7 +61,7 @@ class Program(Environment):
 
     async def play(self, task: Task, policy: Policy) -> Score:
         """Run the program. Raises EnvironmentFailed for one without a result, besides what the inner one raises."""
-        if not isinstance(policy, RolloutPolicy):
+        if not isinstance(policy, AttemptPolicy):
             raise EnvironmentFailed("an agent program needs the endpoint of a rollout worker")
         messages, tools = await self._first_request(task)
         told = json.dumps({"messages": messages, "tools": tools, "task_id": task.task_id})

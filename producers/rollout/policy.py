@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tidemill.producers.environments.base import ContextFull, Endpoint, GenerationFailed, Reply, Score
+from tidemill.producers.environments.base import AttemptPolicy, ContextFull, Endpoint, GenerationFailed, Reply, Score
 from tidemill.producers.rollout.record import RecordedTurn, context_digest
 from tidemill.producers.sampling.completion import BadResponse, Completion, Sampling
 from tidemill.producers.sampling.replicas import ReplicaIdentity, ReplicaSession
@@ -41,7 +41,7 @@ class PolicyLimits:
     temperature: float
 
 
-class RolloutPolicy:
+class RolloutPolicy(AttemptPolicy):
     """The `Policy` of one attempt at one rollout."""
 
     def __init__(
@@ -74,15 +74,12 @@ class RolloutPolicy:
         self.resumed = 0
         """Recorded turns that were used."""
         self.failure = ""
-        """Why the rollout has failed; empty while it has not."""
         self.other_incarnation = False
         """It failed since recorded turns are of another incarnation than the replicas serve: it can begin anew."""
         self.full: Sequence[Message] = ()
         """The conversation that filled the context, where one has."""
         self.conversation: Sequence[Message] = ()
-        """The messages of the last call that was answered, and its answer."""
         self.posted: Score | None = None
-        """The result that an agent program posted."""
         self._has_result = asyncio.Event()
 
     @property

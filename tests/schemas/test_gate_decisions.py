@@ -19,7 +19,7 @@ from tidemill.schemas.gate_decisions import GENERATION, LIMITS, NAMES, BranchDec
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict
 from tidemill.streams.gate.branch import Branch
 from tidemill.streams.gate.config import GateSettings
-from tidemill.trainer.online.line import WeightLine
+from tidemill.trainer.online_queue import WeightLine
 
 V = GateVerdict
 NEWEST = 5

@@ -25,8 +25,7 @@ from tidemill.schemas.records import (
     StepInput,
     VersionSpan,
 )
-from tidemill.trainer.groups import TrainableGroup
-from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 VOCAB = 64
 

@@ -25,9 +25,8 @@ from tidemill.schemas.records import (
     UserRequest,
     UserWish,
 )
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import StepHistory, read_history
-from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.run import run
 from tidemill.trainer.session import Session
 

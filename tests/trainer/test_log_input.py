@@ -30,9 +30,9 @@ from tidemill.schemas.records import (
 )
 from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, StepBatch, StepRules
 from tidemill.trainer.endings import TopicProgress
-from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.rollout_log import ReadAhead
+from tidemill.trainer.trainable import TrainableGroup
 from tidemill.trainer.undefined_lag import Reminder
 
 RULES = StepRules(

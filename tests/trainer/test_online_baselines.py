@@ -8,10 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.trainer.advantages import GroupTooSmallError
+from tidemill.trainer.advantages import BASELINES, GroupTooSmallError, advantages, batch_advantages, has_signal
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.objectives import Options, Tokens, Totals, loss
-from tidemill.trainer.online.baselines import BASELINES, advantages, batch_advantages, has_signal
 from tidemill.trainer.step import ONLINE
 
 REWARDS = np.array([1.0, 0.0, 0.5, -0.5])

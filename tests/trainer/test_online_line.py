@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.schemas.records import GateDecision, GateVerdict
-from tidemill.trainer.online.line import RejectedLineError, WeightLine
+from tidemill.trainer.online_queue import RejectedLineError, WeightLine
 
 V = GateVerdict
 

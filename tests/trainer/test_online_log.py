@@ -22,10 +22,9 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.checkpoint import CheckpointStore
-from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.online.config import OnlineSettings
-from tidemill.trainer.online.interactions import InteractionLog
-from tidemill.trainer.online.queue import OnlineQueue
+from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.online_input import InteractionLog
+from tidemill.trainer.online_queue import OnlineQueue
 from tidemill.trainer.run import run
 from tidemill.trainer.session import NotRepeatableError
 

@@ -13,9 +13,8 @@ from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, Train
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.endings import TopicProgress
-from tidemill.trainer.online.line import WeightLine
-from tidemill.trainer.online.queue import OnlineQueue, OnlineRules, WaitingBatch, repeated
-from tidemill.trainer.online.trainable import TrainableBatch
+from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WaitingBatch, WeightLine, repeated
+from tidemill.trainer.trainable import TrainableBatch
 
 RULES = OnlineRules(
     run_id="run", branch="main", max_policy_lag=0, correction_lag=2, min_members=2, baseline=BaselineKind.LEAVE_ONE_OUT,

@@ -12,9 +12,8 @@ from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch import InvalidRolloutError, pack
 from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.choices import AdvantageKind, BaselineKind, CorrectionKind, Estimator, ObjectiveName
-from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.resume import online_rules_of, rules_of
 from tidemill.trainer.serving_view import fingerprint_of, serving_view

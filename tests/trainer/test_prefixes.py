@@ -14,9 +14,8 @@ from tidemill.trainer import attention, policy, tree
 from tidemill.trainer.attention import TreeAttention
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
-from tidemill.trainer.config import CorrectionSettings, KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.online.config import OnlineSettings
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.serving_view import fingerprint_of, serving_view

@@ -13,8 +13,8 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepRules
-from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
+from tidemill.trainer.trainable import TrainableGroup
 
 
 def at(offset: int) -> Position:

@@ -18,8 +18,8 @@ from typing import Any
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.schemas.records import Interaction, Rollout, Segment
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.groups import TrainableGroup
 from tidemill.trainer.replay.steps import Halt, ReplayedStep
+from tidemill.trainer.trainable import TrainableGroup
 
 
 def write_halt(root: Path, halt: Halt) -> Path:

@@ -15,7 +15,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import Group, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.batch_builder import Exclusion
-from tidemill.trainer.groups import completed
+from tidemill.trainer.trainable import completed
 
 
 class Moved(StrEnum):

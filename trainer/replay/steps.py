@@ -25,9 +25,8 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import RecordedInputs, read_steps
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.model import load_model
-from tidemill.trainer.online.rewind import way_back
 from tidemill.trainer.replay.reading import NoProducer
-from tidemill.trainer.resume import make_learner
+from tidemill.trainer.resume import make_learner, way_back
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.session import NotRepeatableError
 

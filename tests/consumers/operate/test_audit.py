@@ -30,7 +30,7 @@ from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.trainer.batch_builder import BatchBuilder, StepRules
-from tidemill.trainer.groups import TrainableGroup
+from tidemill.trainer.trainable import TrainableGroup
 
 STATES = {
     "evaluated": 2,

@@ -1,0 +1,202 @@
+"""The inputs of a trainer that learns from users: online batches, the interactions that they refer to, groups beside.
+
+Decisions of the gate and users' demands are read to the end of the log whenever a batch has come, before anything is
+decided about it: so what was said before a batch is known when it is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_interaction
+from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, OnlineMember, StepInput, UserRequest
+from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
+from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepBatch
+from tidemill.trainer.config import OnlineSettings
+from tidemill.trainer.log_input import LogInput, ReferenceLog
+from tidemill.trainer.online_queue import OnlineQueue, WeightLine
+from tidemill.trainer.rollout_log import CLIENT
+from tidemill.trainer.trainable import TrainableBatch
+
+INTERACTIONS_CLIENT = "tidemill-trainer-interactions"
+
+Found = Interaction | Exclusion
+"""An interaction with its segments, or why it cannot be trained."""
+
+
+class InteractionLog:
+    """Fetches interactions by partition and offset, each partition read once, from the first wanted one to the last.
+
+    A record may be gone, by a tombstone and compaction or by retention; what is read then is a gap, and never another
+    record.
+
+    Args:
+        accept_replays: replays whose interactions may be trained; None: of any writer, since that was decided.
+    """
+
+    def __init__(self, kafka: KafkaSettings, vocab_size: int, accept_replays: frozenset[str] | None = None) -> None:
+        self._accept_replays = accept_replays
+        self._codec = Codec(kafka.registry_url)
+        self._vocab_size = vocab_size
+        self._log = LogReader(kafka, client_id=INTERACTIONS_CLIENT, codec=self._codec)
+
+    def fetch(self, members: Iterable[OnlineMember]) -> dict[Position, Found]:
+        """What lies where each member points to, checked.
+
+        Raises TimeoutError when the broker does not deliver, KafkaException for an error that lasts.
+        """
+        places = {Position.of(member): member for member in members}
+        read = self._log.fetch({place for place in places if place.topic == Topic.INTERACTIONS})
+        return {place: self._checked(member, read.get(place)) for place, member in places.items()}
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._log.close()
+
+    def _checked(self, member: OnlineMember, located: ConsumedRecord | None) -> Found:
+        if member.topic != Topic.INTERACTIONS:
+            return Exclusion.INVALID_INTERACTION
+        if located is None or located.value is None:
+            return Exclusion.MISSING_INTERACTION
+        if located.replay_id and self._accept_replays is not None and located.replay_id not in self._accept_replays:
+            return Exclusion.REPLAYED
+        record = located.record
+        if not isinstance(record, Interaction) or record.interaction_id != member.interaction_id:
+            return Exclusion.INVALID_INTERACTION
+        try:
+            whole = claimed_interaction(record, self._codec)
+            check(whole, self._vocab_size)
+        except (ClaimError, DecodeError):
+            return Exclusion.MISSING_INTERACTION
+        except (ForeignClaimError, InvalidRolloutError):
+            return Exclusion.INVALID_INTERACTION
+        versions = sampled_versions(whole)
+        said = (whole.version_min, whole.version_max)
+        return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
+
+
+_log = logging.getLogger(__name__)
+
+
+def batch_log(
+    kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]
+) -> ReferenceLog[OnlineBatch]:
+    """The `online-batches` topic."""
+    return ReferenceLog(kafka, producer, Topic.ONLINE_BATCHES, OnlineBatch, lambda batch: batch.batch_id, start)
+
+
+class OnlineInput:
+    """Feeds an `OnlineQueue` and a `WeightLine` from the log."""
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        queue: OnlineQueue,
+        line: WeightLine,
+        producer: RecordProducer,
+        vocab_size: int,
+        accept_replays: frozenset[str] = frozenset(),
+    ) -> None:
+        self._queue, self._line = queue, line
+        self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
+        self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
+        self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
+        self._found: tuple[StepInput, Mapping[Position, Interaction | Exclusion]] | None = None
+        for located in self._standing.read_to_end():
+            self._observe(located)
+
+    def poll(self) -> None:
+        """Read on, without waiting for what is not there yet."""
+        came = self._batches.poll(0.0)
+        for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
+            self._observe(located)
+        for read in came:
+            self._queue.read(read.place, read.record, read.replay_id)
+
+    def ready(self, current: int) -> TrainableBatch | None:
+        """What is left of the batch to be trained next at version `current`; batches with nothing left are excluded."""
+        while (waiting := self._queue.next(current)) is not None:
+            if self._found is None or self._found[0] != waiting.place:
+                self._found = waiting.place, self._interactions.fetch(waiting.batch.members)
+            left = self._queue.settle(waiting, self._found[1], current)
+            if isinstance(left, TrainableBatch):
+                return left
+            self._queue.exclude(waiting, left)
+        return None
+
+    def _observe(self, located: ConsumedRecord) -> None:
+        match located.record:
+            case GateDecision():
+                self._line.observe(located.record)
+            case UserRequest():
+                self._queue.observe_request(located.record)
+            case _:
+                # Not a dead letter: everybody reads these topics from their beginning, again after each start.
+                _log.warning(
+                    "%s offset %d is left out: %s", located.topic, located.offset, located.error or "no decision"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._standing.close()
+        self._batches.close()
+        self._interactions.close()
+
+
+class OnlineFeed:
+    """An online batch, and the simulated groups that join it.
+
+    A step is taken when an online batch can be trained, and waits a while for its groups. Groups that come while there
+    is none wait, and grow stale by the ordinary rule.
+    """
+
+    def __init__(
+        self,
+        groups: LogInput,
+        builder: BatchBuilder,
+        online: OnlineInput,
+        queue: OnlineQueue,
+        line: WeightLine,
+        settings: OnlineSettings,
+    ) -> None:
+        self._groups, self._builder = groups, builder
+        self._online, self._queue = online, queue
+        self._line = line
+        self._settings = settings
+        self._since: tuple[StepInput, float] | None = None
+
+    def poll(self, timeout_s: float, version: int) -> None:
+        """Read on at trainer version `version`, for at most about `timeout_s` where nothing comes."""
+        self._online.poll()
+        self._builder.abandon(self._line.abandoned)
+        self._groups.poll(timeout_s, version)
+
+    def close(self, version: int, now: float) -> StepBatch | None:
+        """The inputs of the next step at trainer version `version`, or None while they are not all there.
+
+        `now` is any clock in seconds; how long is waited for groups is counted by it.
+        """
+        self._builder.sweep(version)
+        left = self._online.ready(version)
+        if left is None:
+            return None
+        if self._since is None or self._since[0] != left.place:
+            self._since = left.place, now
+        wanted = self._settings.simulated_groups_per_batch
+        if self._builder.waiting < wanted and now < self._since[1] + self._settings.max_wait_seconds:
+            return None
+        simulated = self._builder.take(wanted)
+        return StepBatch(simulated.groups, [*simulated.exclusions, *self._queue.take(left)], left)
