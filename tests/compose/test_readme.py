@@ -33,7 +33,7 @@ BENCHES = sorted(
 LISTENERS = {
     "producers/router/role.py": "router",
     "producers/gateway/server.py": "gateway",
-    "producers/rollout/endpoint.py": "a worker's loopback",
+    "producers/rollout/endpoint.py": "a local port of the worker",
     "consumers/sink/server.py": "sink",
     "consumers/replica/role.py": "the replicas' HTTP",
 }
@@ -64,7 +64,7 @@ def test_every_role_names_topics_of_the_catalogue():
     named = {name for _, *columns in roles for column in columns for name in re.findall(r"`([^`]+)`", column)}
     assert named <= {topic.value for topic in CATALOGUE}
     written = {name for *_, writes in roles for name in re.findall(r"`([^`]+)`", writes)}
-    by_commands = set(re.findall(r"`([a-z.-]+)`", ARCHITECTURE.split("Two groups of commands")[1].split("\n\n")[0]))
+    by_commands = set(re.findall(r"`([a-z.-]+)`", ARCHITECTURE.split("Other commands write too")[1].split("\n\n")[0]))
     assert {topic.value for topic in CATALOGUE} - by_commands <= written
 
 
