@@ -1,4 +1,4 @@
--- How did every rollout end? Trained once, excluded with a reason, failed, or still open; held-out tasks never trained.
+-- How did every rollout end: trained once, excluded with a reason, failed, or still open? Held-out tasks are never trained.
 WITH
     members AS
     (

@@ -1,4 +1,4 @@
--- How did each arm do under each version: reward, latency, and what guardrails watch?
+-- What were the reward, the latency and the guardrail measures of each arm, by version?
 SELECT
     run_id,
     branch,

@@ -1,4 +1,4 @@
--- Are slow tasks trained as often as quick ones: rollouts by number of turns, as they were dispatched and as they were trained?
+-- Are slow tasks trained as often as quick ones? Compares dispatched and trained rollouts by number of turns.
 WITH
     steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     used AS

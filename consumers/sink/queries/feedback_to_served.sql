@@ -1,4 +1,4 @@
--- How long after a user's signal was a version served that learnt from it, by version (that one or a later one)?
+-- How long after a user's signal did a replica serve a version that learnt from it, or a later one?
 WITH
     steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     batches AS (SELECT * FROM online_batches ORDER BY _offset LIMIT 1 BY run_id, branch, batch_id),

@@ -1,4 +1,4 @@
--- What was the greatest policy lag of a trained token, beside the bound, and what was excluded to keep it?
+-- What was the greatest policy lag of a trained token, what is the bound, and what was excluded to keep it?
 SELECT
     run_id,
     max(arrayMax(arrayPushFront(lag.lag, 0))) AS max_policy_lag,

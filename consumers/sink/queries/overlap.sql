@@ -1,4 +1,4 @@
--- For what part of the trainer's busy time were samplers busy as well?
+-- For which share of the trainer's working time were replicas sampling too?
 WITH
     steps AS
     (
