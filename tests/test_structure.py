@@ -16,9 +16,7 @@ FOLDERS = ("schemas", "kernels", "producers", "streams", "trainer", "consumers",
 Trees = Mapping[str, ast.Module]
 """The parsed modules, by dotted name; a package by its own."""
 
-CIRCLES: Set[tuple[str, ...]] = {
-    ("compose", "compose/demo"),
-}
+CIRCLES: Set[tuple[str, ...]] = set()
 """Folders that import each other, directly or by way of others of the group."""
 
 TWICE: Set[str] = set()

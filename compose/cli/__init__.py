@@ -13,6 +13,7 @@ import typer
 from tidemill.compose.cli.audit_command import audit
 from tidemill.compose.cli.env_command import env_app
 from tidemill.compose.cli.query_command import query
+from tidemill.compose.cli.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.cli.topics_command import topics
 from tidemill.compose.cli.trace_command import trace
@@ -22,7 +23,6 @@ from tidemill.compose.gate import gate_app
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.replay import replay_app
-from tidemill.compose.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 

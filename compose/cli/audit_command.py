@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
+from tidemill.compose.progress import working
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
-from tidemill.compose.weights.connect import with_reachable_log
-from tidemill.compose.weights.progress import working
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.audit.report import AuditReport

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from tidemill.compose.cli.trace_text import path_lines, rollout_lines, user_lines
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
+from tidemill.compose.progress import working
 from tidemill.compose.rows import JsonOption
-from tidemill.compose.users.who import pseudonym_of
-from tidemill.compose.weights.connect import with_reachable_log
-from tidemill.compose.weights.progress import working
+from tidemill.compose.users.commands import pseudonym_of
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 

@@ -6,6 +6,7 @@ version users meet first. Everything after that is the gate's.
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
@@ -13,17 +14,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 
 from rich.console import Console
 
-from tidemill.compose.demo.first_version import promote_first
+from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
 from tidemill.compose.demo.simulated_users.crowd import Seen
 from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
-from tidemill.compose.demo.users_report import newest_report, rate_of
 from tidemill.compose.demo.view import online_screen
-from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, DemoWatch, display, last_line, spinner
+from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, DemoWatch, display, last_line
 from tidemill.compose.processes import Supervisor
+from tidemill.compose.progress import spinner
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import now_us
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.records import GateDecision, GateVerdict
 
 BEFORE = "users-before"
 AFTER = "users-after"
@@ -188,3 +194,41 @@ def _line(stage: _Stage) -> str:
         f"batch {online.learnt_batches}  satisfied {rates or '-'}  {len(online.interactions)} interactions  "
         f"{online.votes} votes  gate: {online.stage()}  {served}"
     )
+
+
+def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> None:
+    """Give everyone `version`. Raises DeliveryError when the log refuses."""
+    run = settings.run
+    decision = GateDecision(
+        run_id=run.run_id,
+        branch=run.branch,
+        verdict=GateVerdict.PROMOTE,
+        version=version,
+        reason="the version that users meet first",
+        decided_by=decided_by,
+        numbers={},
+        at=now_us(),
+    )
+    with RecordProducer(settings.kafka, "tidemill-demo") as producer:
+        producer.send_acked(Topic.GATE, [(run.branch, decision)])
+
+
+def newest_report(log: Path) -> Seen | None:
+    """The last whole report in a log of `tidemill users simulate --json`; None before the first."""
+    if not log.exists():
+        return None
+    whole = [line for line in log.read_text("utf-8", errors="replace").splitlines(keepends=True) if line.endswith("\n")]
+    newest = next((line for line in reversed(whole) if line.startswith("{")), None)
+    return None if newest is None else _report(json.loads(newest))
+
+
+def _report(document: dict[str, object]) -> Seen:
+    satisfaction = document.pop("satisfaction")
+    assert isinstance(satisfaction, list)
+    return Seen(**document, satisfaction=[Satisfaction(**each) for each in satisfaction])  # type: ignore[arg-type]
+
+
+def rate_of(seen: Seen | None, version: int | None) -> Satisfaction | None:
+    """How satisfied held-out users were with a version; None where they were not asked about it."""
+    found = seen.satisfaction if seen is not None else []
+    return next((each for each in found if each.version == version), None)

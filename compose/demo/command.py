@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.summary import Summary
 from tidemill.compose.options import BootstrapOption, ConfigOption, SetOption, given, key_values, settings_from
 from tidemill.schemas.config import EnvironmentEntry

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
 
-from tidemill.compose.demo.config import CorpusSettings
+from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo.demonstrator import Demonstrator
 from tidemill.producers.environments.base import Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, parse_ledger

@@ -16,8 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.stack.ports import pick_ports
 from tidemill.producers.product.api_keys import key_hash
 from tidemill.producers.product.settings import ProductSettings

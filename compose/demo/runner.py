@@ -16,19 +16,19 @@ from functools import partial
 
 from rich.console import Console
 
-from tidemill.compose.config import TidemillSettings
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo import act_one, act_two
-from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import OnlineSummary, Summary, summarise, summarise_online
 from tidemill.compose.demo.view import closing
-from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line, spinner
+from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line
 from tidemill.compose.guard import Guard
 from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.processes import Supervisor
+from tidemill.compose.progress import spinner
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import audit_log
 from tidemill.consumers.operate.audit.report import AuditRules

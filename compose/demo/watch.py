@@ -1,4 +1,4 @@
-"""What both acts share: the reader of the log with the states folded from it, spinners, and giving up in time."""
+"""What both acts share: the reader of the log with the states folded from it, the display, and giving up in time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.plan import DemoPlan
@@ -70,16 +69,6 @@ class DemoWatch:
             raise DemoFailed(
                 f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {plan.log_directory}"
             )
-
-
-@contextlib.contextmanager
-def spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Show that something is under way; gives a function that shows a detail."""
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(text, total=1)
-        yield lambda detail: progress.update(task, description=f"{text}: {detail}")
-        progress.update(task, completed=1, description=text)
 
 
 def last_line(log: Path) -> str:

@@ -16,10 +16,9 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.gate.tables import print_decisions, print_status
-from tidemill.compose.local_log import with_local_log
+from tidemill.compose.local_log import with_local_log, with_reachable_log
 from tidemill.compose.options import given, with_settings
 from tidemill.compose.rows import CsvOption, JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.decisions import (
     NO_REASON,
     RECENT_S,

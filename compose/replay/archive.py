@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import with_settings
+from tidemill.compose.progress import remaining
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.choice import SelectionOf, with_selection
 from tidemill.compose.replay.copy import (
@@ -21,10 +23,8 @@ from tidemill.compose.replay.copy import (
     YesOption,
     carry_out,
 )
-from tidemill.compose.replay.progress import remaining
 from tidemill.compose.replay.stage import SettingsOf
 from tidemill.compose.rows import CsvOption, JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 
 
 @replay_app.command("export")

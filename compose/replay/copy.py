@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import with_settings
+from tidemill.compose.progress import remaining
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.choice import SelectionOf, with_selection
-from tidemill.compose.replay.progress import remaining
 from tidemill.compose.replay.stage import SettingsOf
 from tidemill.compose.replay.tables import note_lines, print_manifest
 from tidemill.compose.rows import CsvOption, JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.copy import Copied

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import with_settings
+from tidemill.compose.progress import working
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines
 from tidemill.compose.replay.stage import ShowOption, TimeoutOption, located_item
 from tidemill.compose.rows import JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
-from tidemill.compose.weights.progress import working
 from tidemill.consumers.operate.replay.differences import Item, compare, out_of_order
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings

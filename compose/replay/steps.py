@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings, parse_assignments
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import with_settings
+from tidemill.compose.progress import working
 from tidemill.compose.replay.app import replay_app
 from tidemill.compose.replay.stage import SettingsOf, TimeoutOption
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
-from tidemill.compose.weights.connect import with_reachable_log
-from tidemill.compose.weights.progress import working
 
 if TYPE_CHECKING:
     from tidemill.trainer.config import TrainerSettings

@@ -15,11 +15,10 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
+from tidemill.compose.progress import working
 from tidemill.compose.rows import JsonOption
 from tidemill.compose.users.text import choice_lines, erasure_lines, standing_lines
-from tidemill.compose.users.who import pseudonym_of
-from tidemill.compose.weights.connect import with_reachable_log
-from tidemill.compose.weights.progress import working
 from tidemill.schemas.records import UserWish
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
@@ -115,3 +114,14 @@ def _print(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
         typer.echo(json.dumps(document, indent=2))
     else:
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
+
+
+def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
+    """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
+    from tidemill.consumers.operate.rights.requests import checked_pseudonym
+
+    if is_pseudonym:
+        return checked_pseudonym(user)
+    from tidemill.producers.product.pseudonym import Pseudonyms
+
+    return checked_pseudonym(Pseudonyms(settings.product).of(user))

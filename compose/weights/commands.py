@@ -14,12 +14,12 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import given, with_settings
+from tidemill.compose.progress import working
 from tidemill.compose.rows import CsvOption, JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.decisions import pin, release, rollback
 from tidemill.compose.weights.diff import diff
-from tidemill.compose.weights.progress import working
 from tidemill.compose.weights.tables import checkout_lines, print_chain, verification_lines
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]

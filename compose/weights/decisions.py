@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import given
+from tidemill.compose.progress import working
 from tidemill.compose.rows import JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.operands import version_number
-from tidemill.compose.weights.progress import working
 from tidemill.schemas.records import GateDecision, GateVerdict
 
 if TYPE_CHECKING:

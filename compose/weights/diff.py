@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tidemill.compose.config import TidemillSettings
+from tidemill.compose.local_log import with_reachable_log
 from tidemill.compose.options import given
+from tidemill.compose.progress import working
 from tidemill.compose.rows import CsvOption, JsonOption
-from tidemill.compose.weights.connect import with_reachable_log
 from tidemill.compose.weights.operands import Operand, VersionOperand, operand
-from tidemill.compose.weights.progress import working
 from tidemill.compose.weights.tables import print_formats, report_lines
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from tests.chaos.storm import FaultKind, Share, Storm, counted, draw
 from tests.chaos.tally import FEED
 from tests.chaos.undisturbed import Chains, train_undisturbed
 from tests.chaos.verdict import Answer, audit, steps_again
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.schemas.log.reader import LogReader

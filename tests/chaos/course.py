@@ -16,8 +16,7 @@ from tests.chaos import observed_users
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.tally import BATCHES, FEED, GATE, GATEWAY, JOIN, ROUTE, SINK, STREAM, TRAIN, USERS
 from tests.second_act import QUICK_SECOND_ACT
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.plan import CANARY, CONFIG_NAME, ONLINE_CONFIG_NAME, STABLE, DemoPlan
 from tidemill.compose.processes import TIDEMILL
 from tidemill.compose.stack.ports import pick_ports

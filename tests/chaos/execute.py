@@ -18,8 +18,8 @@ from tests.chaos.sink_tables import SinkTables
 from tests.chaos.site import Site
 from tests.chaos.storm import Fault, FaultKind, Storm
 from tests.chaos.tally import SINK, USERS, Tally
-from tidemill.compose.demo.config import Act
-from tidemill.compose.demo.first_version import promote_first
+from tidemill.compose.config import Act
+from tidemill.compose.demo.act_two import promote_first
 from tidemill.compose.demo.plan import STABLE
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings

@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.chaos.campaign import Order, endure, figures
 from tests.chaos.rolling import roll, rolled_figures
 from tests.chaos.storm import FaultKind
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act
 
 
 def main() -> int:

@@ -19,9 +19,8 @@ from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its 
 from tests.chaos.course import Course, assignments_of, course_of, specs_of
 from tests.chaos.keeper import RoleSpec
 from tests.chaos.link import Links
-from tidemill.compose.config import TidemillSettings
+from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.command import DEFAULT_RECIPE, RECIPES
-from tidemill.compose.demo.config import Act
 from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.local_log import with_address
 from tidemill.compose.options import given, settings_from

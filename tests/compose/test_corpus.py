@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from tests.records import build
+from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo import corpus as corpus_role
-from tidemill.compose.demo.config import CorpusSettings
 from tidemill.compose.demo.corpus import corpus
 from tidemill.compose.demo.demonstrator import Demonstrator
 from tidemill.producers.environments.base import Split, TaskQuery, split_of

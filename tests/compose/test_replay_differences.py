@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.records import build
+from tidemill.compose.moments import moment_us
 from tidemill.compose.replay.difference_text import comparison_document, comparison_lines, field_lines
-from tidemill.compose.replay.moment import moment_us
 from tidemill.compose.replay.steps import step_range
 from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.demo.simulated_users.conversation import Conversation, NoAnswer, ServedTurn, converse
-from tidemill.compose.demo.simulated_users.crowd import Crowd, Pace, Seen, UserReport
+from tidemill.compose.demo.simulated_users.crowd import Crowd, Pace, Seen, ThumbShuffle, UserReport
 from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole, population
 from tidemill.compose.demo.simulated_users.questions import NobodyAsks, questions
 from tidemill.compose.demo.simulated_users.reaction import BOT_VOTES, Reaction, User
@@ -23,7 +23,6 @@ from tidemill.compose.demo.simulated_users.role import simulate
 from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction, SatisfactionTally
 from tidemill.compose.demo.simulated_users.serving import BadAnswer
 from tidemill.compose.demo.simulated_users.serving import served as read_answer
-from tidemill.compose.demo.simulated_users.shuffle import ThumbShuffle
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas import signals as legal

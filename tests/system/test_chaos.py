@@ -42,7 +42,7 @@ from tests.consumers.product_support import interaction, outcome, product_run, u
 from tests.consumers.sink_support import START_US
 from tests.producers.conftest import FakeReplica, byte_tokenizer
 from tests.records import build
-from tidemill.compose.demo.config import Act
+from tidemill.compose.config import Act
 from tidemill.compose.processes import Supervisor
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Names, Topic, feedback_key

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tidemill.compose.demo.config import CorpusSettings
+from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo.corpus import corpus
 from tidemill.compose.demo.corpus import run as write_corpus
 from tidemill.schemas.catalogue import Names, Topic

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
@@ -20,7 +21,6 @@ from tidemill.compose.demo.simulated_users.persona import PersonaRole
 from tidemill.compose.demo.simulated_users.questions import Question
 from tidemill.compose.demo.simulated_users.reaction import Reaction
 from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction, SatisfactionTally
-from tidemill.compose.demo.simulated_users.shuffle import ThumbShuffle
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import SignalKind
@@ -180,3 +180,18 @@ class _Paced:
         served = await self._model.complete(messages, tools)
         self._counts["interactions"] += 1
         return served
+
+
+class ThumbShuffle:
+    """Exchanges each vote with one among the votes before it."""
+
+    def __init__(self, seed: int, window: int) -> None:
+        """`window` is even: the votes before the first ones are half up and half down."""
+        self._rng = Random(f"shuffled thumbs {seed}")
+        self._held = [1.0, -1.0] * (window // 2)
+
+    def exchange(self, vote: float) -> float:
+        """An earlier vote in place of this one, which is kept for a later one."""
+        place = self._rng.randrange(len(self._held))
+        earlier, self._held[place] = self._held[place], vote
+        return earlier

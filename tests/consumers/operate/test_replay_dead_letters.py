@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.consumers.operate.replay_support import rollout
 from tests.consumers.operate.test_replay_log import records_of
 from tidemill.compose.cli import app
-from tidemill.compose.dead_letters.transformation import TransformError, transformation
+from tidemill.compose.dead_letters.commands import TransformError, transformation
 from tidemill.consumers.operate.replay.dead_letters import (
     HEADER_ATTEMPTS,
     HEADER_REDRIVE_OF,
