@@ -153,13 +153,6 @@ class ModelBounds:
         return dict(self._by_tensor)
 
 
-def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> DeltaBounds:
-    """The bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
-    counts = DeltaCounts(dtype)
-    counts.count(old_bits, new_bits)
-    return counts.bounds()
-
-
 def _choice_bits(counts: Counts) -> float:
     """n H: bits to say which of some kinds each of n things is, when `counts` of each kind occur."""
     seen = counts[counts > 0].astype(np.float64)

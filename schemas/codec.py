@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, get_args
@@ -180,9 +179,3 @@ class _Registry:
             except Exception as error:  # an unknown id, bad JSON and a foreign schema are one answer
                 raise DecodeError(f"schema id {schema_id} of the registry is not readable: {error}") from error
         return self._schemas[schema_id]
-
-
-def known_schemas() -> Iterator[tuple[type, bytes]]:
-    """Record type and fingerprint of every readable schema."""
-    for mark, schema in _by_fingerprint().items():
-        yield schema.record_type, mark

@@ -23,16 +23,8 @@ TWICE: Set[str] = set()
 """Class names with several definitions."""
 
 UNUSED: Set[str] = {
-    "consumers/sink/engine.py:SYNTAX_ERROR_CODE",
-    "kernels/bounds.py:delta_bounds",
-    "kernels/weights/anchor.py:read_anchor",
-    "kernels/weights/checkpoint.py:checkpoint_changes",
     "kernels/weights/sharded_publish.py:ShardedPublisher",
     "kernels/weights/sharded_ranks.py:open_ranks",
-    "schemas/codec.py:known_schemas",
-    "streams/gate/sequential.py:most_observations",
-    "streams/online/batcher.py:DROP_REASONS",
-    "trainer/model.py:load_tokenizer",
     "trainer/sharded_view.py:local_parts",
 }
 """Public names of modules that only tests use, or nobody."""

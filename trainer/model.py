@@ -70,14 +70,6 @@ def load_model(directory: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(_checkpoint(directory), dtype=torch.float32)
 
 
-def load_tokenizer(directory: str) -> Tokenizer:
-    """The tokenizer of a checkpoint directory. Raises FileNotFoundError when there is none."""
-    file = _checkpoint(directory) / TOKENIZER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: the checkpoint needs a fast tokenizer's {TOKENIZER_FILE}")
-    return Tokenizer.from_file(str(file))
-
-
 def save_checkpoint(
     directory: str,
     model: PreTrainedModel,

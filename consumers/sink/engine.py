@@ -22,7 +22,6 @@ from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement,
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-SYNTAX_ERROR_CODE = 62
 UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 

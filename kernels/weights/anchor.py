@@ -22,7 +22,6 @@ from typing import Any
 import fsspec
 import xxhash
 
-from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
 from tidemill.kernels.weights.checkpoint import (
     INDEX,
@@ -127,11 +126,6 @@ def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
     filesystem, path = fsspec.core.url_to_fs(uri)
     filesystem.pipe_file(f"{path}/{MARKER}", _marker(files))
     return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
-
-
-def read_anchor(uri: str) -> dict[str, Bits]:
-    """The weights of an anchor, by name, as bit patterns in their shapes. Raises like `anchor_weights`."""
-    return {name: weight.bits for name, weight in anchor_weights(uri)}
 
 
 def anchor_weights(uri: str) -> Iterator[tuple[str, Weight]]:

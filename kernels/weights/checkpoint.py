@@ -52,14 +52,6 @@ def map_checkpoint(path: Path) -> dict[str, Weight]:
     return {name: tensor for file in files for name, tensor in _map_file(file)}
 
 
-def checkpoint_changes(base: Path, target: Path) -> Iterator[TensorChange]:
-    """Every tensor of two checkpoints, before and after, in the order of the names.
-
-    Raises WeightFilesError like `map_checkpoint` and `tensor_changes`.
-    """
-    return tensor_changes(map_checkpoint(base), map_checkpoint(target))
-
-
 def tensor_changes(old: Mapping[str, Weight], new: Mapping[str, Weight]) -> Iterator[TensorChange]:
     """Every tensor before and after, in the order of the names.
 

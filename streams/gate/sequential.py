@@ -18,7 +18,7 @@ or a plugged-in variance, and then promise something about large samples only. T
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
 BETS = tuple(0.99 * 0.5**power for power in range(6))
@@ -86,23 +86,3 @@ def log_mean_exp(logs: Sequence[float]) -> float:
     """log(mean(exp(logs))), without overflow."""
     top = max(logs)
     return top + math.log(math.fsum(math.exp(log - top) for log in logs) / len(logs))
-
-
-def most_observations(law: Iterable[tuple[float, float]], bound: float, alpha: float) -> float:
-    """Expected number of observations until evidence of level `alpha` that a mean is above a bound, or a little more.
-
-    By Wald's identity the best single bet l needs log(n_bets / alpha) / E[log(1 + l * (x - m))] observations on average
-    to carry the mixture alone over 1/alpha, up to its last gain; the other bets only help.
-
-    Args:
-        law: the observations' law, (value, probability).
-        bound: the mean that is bet against.
-
-    Returns infinity where no bet grows.
-    """
-    known = list(law)
-    rates = (
-        math.fsum(chance * math.log1p(bet / (1.0 + bound) * (value - bound)) for value, chance in known) for bet in BETS
-    )
-    best = max(rates)
-    return math.log(len(BETS) / alpha) / best if best > 0 else math.inf

@@ -38,6 +38,9 @@ from tidemill.streams.state import NEVER, NO_IDENTIFIER, Changes, MachineState, 
 
 BATCHES_PARTITION = 0
 
+# Why an outcome with a reward is in no batch. `old_map`: the map changed before its batch had enough members;
+# `replaced`: its reward changed while it waited, and the new one counts; `correction`: its reward changed after it was
+# in a batch, or was withdrawn.
 OLD_VERSION = "old_version"
 MIXED_VERSIONS = "mixed_versions"
 OTHER_ARM = "other_arm"
@@ -46,10 +49,6 @@ ERASED = "erased"
 USER_CAP = "user_cap"
 CORRECTION = "correction"
 REPLACED = "replaced"
-DROP_REASONS = (OLD_VERSION, MIXED_VERSIONS, OTHER_ARM, OLD_MAP, ERASED, USER_CAP, CORRECTION, REPLACED)
-"""Every reason for which an outcome with a reward is in no batch. `old_map`: the map changed before its batch had
-enough members; `replaced`: its reward changed while it waited, and the new one counts; `correction`: its reward
-changed after it was in a batch, or was withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)

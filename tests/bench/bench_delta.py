@@ -40,7 +40,7 @@ from tidemill.kernels.delta import (
     resolve,
 )
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.checkpoint import checkpoint_changes
+from tidemill.kernels.weights.checkpoint import map_checkpoint, tensor_changes
 
 LEARNING_RATES = {
     "bfloat16": (3e-7, 1e-6, 3e-6, 6e-6),
@@ -184,7 +184,9 @@ def measure_pairs(chosen: argparse.Namespace) -> None:
             base, target = Path(pair["base"][served]), Path(pair["target"][served])
             told = {"data": chosen.name, "lr": pair["lr"], "parameters": pair["parameters"]}
             settings = CodecSettings(coder=chosen.coder)
-            result = compare(checkpoint_changes(base, target), settings, against=chosen.against)
+            result = compare(
+                tensor_changes(map_checkpoint(base), map_checkpoint(target)), settings, against=chosen.against
+            )
             report_size("size", result, **told)
             if chosen.against:
                 report_against(result, arc(chosen.arc_python, base, target), dtype=served, **told)
@@ -309,7 +311,8 @@ def measure_recency(chosen: argparse.Namespace) -> None:
             _report_recency(tensors, chosen.steps, data="synthetic", dtype=dtype, lr=learning_rate)
         if chosen.pairs is not None:
             pairs = [json.loads(line) for line in chosen.pairs.read_text("utf-8").splitlines()]
-            versions = (checkpoint_changes(Path(p["base"][dtype]), Path(p["target"][dtype])) for p in pairs)
+            mapped = ([map_checkpoint(Path(p[side][dtype])) for side in ("base", "target")] for p in pairs)
+            versions = (tensor_changes(old, new) for old, new in mapped)
             _report_recency(versions, len(pairs), data=chosen.name, dtype=dtype, lr=pairs[-1]["lr"])
 
 

@@ -22,10 +22,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
-from tests.streams.gate.gate_support import QUICK, Product, arrivals, exact_first_passage, peeked_t_test
+from tests.streams.gate.gate_support import (
+    QUICK,
+    Product,
+    arrivals,
+    exact_first_passage,
+    most_observations,
+    peeked_t_test,
+)
 from tests.streams.gate.hack_toy import MAPS, course
 from tidemill.streams.gate.contrast import CANDIDATE, TwoArms, difference
-from tidemill.streams.gate.sequential import Capital, Side, most_observations
+from tidemill.streams.gate.sequential import Capital, Side
 
 ALPHA = 0.05
 MIXTURE_SCALE = 0.2

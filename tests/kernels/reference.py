@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.kernels.class_tiles import SEGMENT
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable
 from tidemill.kernels.coder_rans import write_fields
@@ -129,3 +130,10 @@ def _code_symbols(symbols: list[tuple[int, int, int, int]]) -> tuple[list[int], 
             states[which] >>= 16
         states[which] = (states[which] // frequency << precision) + states[which] % frequency + start
     return words[::-1], states
+
+
+def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> DeltaBounds:
+    """The bounds of one tensor's change (uN, equal shapes). Raises DeltaError."""
+    counts = DeltaCounts(dtype)
+    counts.count(old_bits, new_bits)
+    return counts.bounds()

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tidemill.kernels.bounds import DeltaCounts, ModelBounds, delta_bounds
+from tests.kernels.reference import delta_bounds
+from tidemill.kernels.bounds import DeltaCounts, ModelBounds
 from tidemill.kernels.elements import ELEMENT_TYPES, DeltaError, element_type
 
 UNHURRIED = settings(deadline=None, max_examples=40)

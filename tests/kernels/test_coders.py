@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.reference import rans_reference
-from tidemill.kernels.bounds import delta_bounds
+from tests.kernels.reference import delta_bounds, rans_reference
 from tidemill.kernels.classes import ClassStreams
 from tidemill.kernels.coders import CODERS, PCODEC, RANS, encode_streams
 from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, encode_tensor, resolve

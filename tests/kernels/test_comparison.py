@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels.reference import delta_bounds
 from tidemill.kernels import comparison
-from tidemill.kernels.bounds import delta_bounds
 from tidemill.kernels.comparison import compare
 from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange, encode_delta
 from tidemill.kernels.elements import ELEMENT_TYPES

@@ -9,10 +9,11 @@ from enum import StrEnum
 
 import fastavro
 import pytest
+from fastavro.schema import fingerprint, to_parsing_canonical_form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, current_schema, known_schemas
+from tidemill.schemas.codec import RECORD_TYPES, Codec, DecodeError, current_schema
 from tidemill.schemas.records import Document, Record, Task, Tick
 
 LONG = st.integers(-(2**63), 2**63 - 1)
@@ -67,7 +68,8 @@ def codec_of(url: str | None) -> Codec:
 def test_framings_are_the_standard_ones():
     tick = Tick("worker", 5)
     single = Codec().encode(tick)
-    assert single[:2] == b"\xc3\x01" and single[2:10] in dict((mark, t) for t, mark in known_schemas())
+    mark = fingerprint(to_parsing_canonical_form(current_schema(Tick)), "CRC-64-AVRO")
+    assert single[:2] == b"\xc3\x01" and single[2:10] == bytes.fromhex(mark)
     confluent = codec_of("mock://codec").encode(tick)
     assert confluent[:1] == b"\x00" and confluent[5:] == single[10:]
 

@@ -183,7 +183,10 @@ class _Paced:
 
 
 class ThumbShuffle:
-    """Exchanges each vote with one among the votes before it."""
+    """A control: exchanges each vote with one among the votes before it.
+
+    The votes then say nothing about their answers, though they are as many, as late and as often up.
+    """
 
     def __init__(self, seed: int, window: int) -> None:
         """`window` is even: the votes before the first ones are half up and half down."""

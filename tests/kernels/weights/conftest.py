@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
-from tidemill.kernels.weights.anchor import read_anchor
+from tidemill.kernels.weights.anchor import anchor_weights
 from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.tensor_table import with_tensors
@@ -37,6 +37,11 @@ SHAPES = {
     "norm": ("float32", (16,)),
 }
 WIDTHS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
+
+
+def read_anchor(uri: str) -> dict[str, np.ndarray]:
+    """The weights of an anchor, by name, as bit patterns in their shapes. Raises like `anchor_weights`."""
+    return {name: weight.bits for name, weight in anchor_weights(uri)}
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.weights.anchor import (
     MARKER,
     AnchorError,
     anchor_uri,
     anchor_weights,
     fetch_anchor,
-    read_anchor,
     write_anchor,
 )
 from tidemill.kernels.weights.bits import Weight

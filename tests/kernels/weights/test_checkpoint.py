@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, WeightFilesError, checkpoint_changes, map_checkpoint
+from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS, WeightFilesError, map_checkpoint, tensor_changes
 
 TYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 
@@ -49,7 +49,7 @@ def test_two_checkpoints_make_changes_in_the_order_of_names(tmp_path):
     base, target = tmp_path / "base.safetensors", tmp_path / "target.safetensors"
     save_file({"b": tensor(seed=1), "a": tensor(seed=2)}, base)
     save_file({"a": tensor(seed=3), "b": tensor(seed=1)}, target)
-    first, second = checkpoint_changes(base, target)
+    first, second = tensor_changes(map_checkpoint(base), map_checkpoint(target))
     assert (first.name, second.name, first.dtype) == ("a", "b", "bfloat16")
     np.testing.assert_array_equal(second.old_bits, second.new_bits)
     np.testing.assert_array_equal(first.new_bits.view(np.uint8), patterns(tensor(seed=3)))
@@ -67,7 +67,7 @@ def test_checkpoints_that_do_not_match_are_refused(tmp_path, other, message):
     save_file({"a": tensor(), "b": tensor()}, tmp_path / "base.safetensors")
     save_file(other, tmp_path / "target.safetensors")
     with pytest.raises(WeightFilesError, match=message):
-        list(checkpoint_changes(tmp_path / "base.safetensors", tmp_path / "target.safetensors"))
+        tensor_changes(map_checkpoint(tmp_path / "base.safetensors"), map_checkpoint(tmp_path / "target.safetensors"))
 
 
 def test_damage_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.weights.anchor import read_anchor
+from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, DeltaShard
 from tidemill.kernels.weights.graph import VersionError

@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import AnchorError, read_anchor
+from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
 from tidemill.kernels.weights.sharded_parts import (

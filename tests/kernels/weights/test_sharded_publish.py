@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.weights import sharded_worker
+from tests.kernels.weights.conftest import read_anchor
 from tests.kernels.weights.sharded_worker import (
     CHAIN_LENGTH,
     LARGE_SHAPE,
@@ -26,7 +27,6 @@ from tests.kernels.weights.sharded_worker import (
 )
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
-from tidemill.kernels.weights.anchor import read_anchor
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath
 from tidemill.kernels.weights.mirror import Mirror

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tidemill.kernels.weights.anchor import read_anchor
+from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.weights.publish import PublishSettings
 from tidemill.kernels.weights.skips import SkipPublisher
 from tidemill.schemas.records import Manifest, SkipDelta

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, block_shape, difference, log_ratio
-from tidemill.streams.gate.sequential import BETS, Capital, Side, most_observations
+from tidemill.streams.gate.sequential import BETS, Capital, Side
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gate_support import arrivals, exact_first_passage, peeked_t_test
+from gate_support import arrivals, exact_first_passage, most_observations, peeked_t_test
 
 ALPHA = 0.05
 observations = st.lists(st.floats(-1, 1, width=32), max_size=30)
