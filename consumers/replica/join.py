@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.staging import RefusedAnchorError, RefusedDeltaError, Staging
+from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move, ReplicaState
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, open_fetcher
 from tidemill.kernels.weights.mirror import Mirror
+from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.reader import LogReader

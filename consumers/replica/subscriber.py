@@ -22,10 +22,11 @@ from typing import ParamSpec, Protocol, TypeVar
 from tidemill.consumers.replica.ledger import Ledger, Timings
 from tidemill.consumers.replica.patience import Patience
 from tidemill.consumers.replica.proof import Applied, Proof
-from tidemill.consumers.replica.staging import Prepared, RefusedAnchorError, RefusedDeltaError, Staging
+from tidemill.consumers.replica.staging import Prepared, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
 from tidemill.kernels.weights.mirror import ElementChange, Mirror
+from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
 from tidemill.schemas.records import AckStatus, Manifest
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
-"""Builds versions in memory from the log and the object store, with the replica's own fetcher, decoder and mirror.
+"""Builds versions in memory from the log and the object store, over any path of the graph that works.
 
 Keeps true: what is built has the fingerprints of its manifest; after each delta the fingerprints of the tensors that it
-changed are computed again from the weights themselves; whatever cannot be used raises `Unusable` with the reason.
+changed are computed again from the weights themselves; what cannot be used raises `Unusable` with the reason.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import fsspec
 
 from tidemill.consumers.replica.config import FETCH_BYTES
 from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.delta import DeltaError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.decode import Decoder
-from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError, SharedFetcher, open_fetcher
+from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, SharedFetcher, open_fetcher
 from tidemill.kernels.weights.graph import Delta, Unreachable, UpdatePath, VersionGraph
 from tidemill.kernels.weights.mirror import Draft, Mirror
+from tidemill.kernels.weights.rebuild import PathStep, Rebuilder, RefusedAnchorError, RefusedDeltaError
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest
@@ -61,12 +60,12 @@ class Builder:
     def __init__(
         self, fetcher: SharedFetcher, directory: Path, progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._fetcher, self._directory, self._progress = fetcher, directory, progress
-        self._decoder = Decoder(os.cpu_count() or 1)
+        self._directory, self._progress = directory, progress
+        self._rebuilder = Rebuilder(fetcher, os.cpu_count() or 1, directory)
 
     def close(self) -> None:
         """End the threads."""
-        self._decoder.close()
+        self._rebuilder.close()
 
     def with_tensors(self, manifest: Manifest) -> Manifest:
         """The manifest with its tensors listed in it. Raises Unusable."""
@@ -75,13 +74,17 @@ class Builder:
 
     def from_anchor(self, manifest: Manifest) -> Mirror:
         """A version from its anchor, every tensor checked. Raises Unusable."""
+        mirror = Mirror()
         with _as_unusable():
-            return Mirror.from_anchor(self._anchor_directory(manifest), manifest)
+            self._rebuilder.follow(UpdatePath(manifest, ()), Draft(mirror))
+        return mirror
 
     def check_anchor(self, manifest: Manifest) -> None:
         """Compare an anchor with its manifest, one tensor in memory at a time. Raises Unusable."""
+        if manifest.anchor is None:
+            raise Unusable(f"version {manifest.version} has no anchor")
         with _as_unusable():
-            tensors = map_checkpoint(self._anchor_directory(manifest))
+            tensors = map_checkpoint(fetch_anchor(manifest.anchor.uri, self._directory))
             objection = fingerprint_objection(tensors, with_tensors(manifest))
         if objection:
             raise Unusable(f"it is not version {manifest.version}: {objection}")
@@ -91,13 +94,11 @@ class Builder:
 
         The mirror is as it was after an error.
         """
-        draft = self._draft(delta, mirror)
-        draft.keep()
+        self._advanced(delta, mirror).keep()
 
     def check(self, delta: Delta, mirror: Mirror) -> None:
         """As `apply`, and bring the mirror back. Raises Unusable."""
-        draft = self._draft(delta, mirror)
-        draft.revert()
+        self._advanced(delta, mirror).revert()
 
     def build(self, graph: VersionGraph, version: int) -> Built:
         """A version over the best path that works; what turns out unusable is on no path of `graph` from then on.
@@ -110,48 +111,29 @@ class Builder:
                 path = graph.require_path(version, anchor_exists)
             except Unreachable as error:
                 raise Unreachable("; ".join([str(error), *reasons])) from error
-            built = self._try(graph, path, reasons)
-            if built is not None:
-                return built
-
-    def _try(self, graph: VersionGraph, path: UpdatePath, reasons: list[str]) -> Built | None:
-        assert path.anchor is not None
-        self._progress(f"anchor {path.anchor.version}")
-        try:
-            mirror = self.from_anchor(path.anchor)
-        except Unusable as error:
-            reasons.append(f"the anchor of version {path.anchor.version}: {error}")
-            graph.refuse_anchor(path.anchor.version)
-            return None
-        for delta in path.deltas:
-            self._progress(f"version {delta.version}")
+            mirror, begun = Mirror(), list[PathStep]()
             try:
-                self.apply(delta, mirror)
+                return Built(mirror, path, self._follow(path, mirror, begun))
             except Unusable as error:
-                reasons.append(f"the delta from {delta.base} to {delta.version}: {error}")
-                graph.refuse_delta(delta.base, delta.version)
-                return None
-        return Built(mirror, path, self._anchor_directory(path.anchor))
+                reasons.append(f"{_refuse(graph, begun[-1])}: {error}")
 
-    def _draft(self, delta: Delta, mirror: Mirror) -> Draft:
-        if mirror.version != delta.base:
-            raise Unusable(f"it starts from version {delta.base}, version {mirror.version} is held")
+    def _advanced(self, delta: Delta, mirror: Mirror) -> Draft:
         draft = Draft(mirror)
-        try:
-            with _as_unusable():
-                changes = self._decoder.decode(delta, self._fetcher.pieces, mirror.resolve).changes
-                draft.advance(changes, delta.manifest)
-                draft.check(with_tensors(delta.manifest))
-            _recount(mirror, {change.name for change in changes})
-        except BaseException:
-            draft.revert()
-            raise
+        with _as_unusable():
+            self._rebuilder.follow(UpdatePath(None, (delta,)), draft, recount=True)
         return draft
 
-    def _anchor_directory(self, manifest: Manifest) -> Path:
-        if manifest.anchor is None:
-            raise Unusable(f"version {manifest.version} has no anchor")
-        return fetch_anchor(manifest.anchor.uri, self._directory)
+    def _follow(self, path: UpdatePath, mirror: Mirror, begun: list[PathStep]) -> Path:
+        """Bring an empty mirror to the end of a path, adding to `begun` each step; the anchor's directory."""
+
+        def begin(step: PathStep) -> None:
+            begun.append(step)
+            self._progress(f"{'version' if isinstance(step, Delta) else 'anchor'} {step.version}")
+
+        with _as_unusable():
+            followed = self._rebuilder.follow(path, Draft(mirror), recount=True, progress=begin)
+        assert followed.anchor is not None
+        return followed.anchor
 
 
 @contextmanager
@@ -195,20 +177,20 @@ def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> 
     return ""
 
 
-def _recount(mirror: Mirror, names: set[str]) -> None:
-    """Compute fingerprints from the weights that a delta made: the mirror's own follow from the delta."""
-    claimed = mirror.fingerprints
-    for name in sorted(names):
-        made = fingerprint(mirror.bits(name), TensorKey.of(name)).hex()
-        if made != claimed[name]:
-            raise Unusable(f"{name} became {made}, not {claimed[name]}")
+def _refuse(graph: VersionGraph, step: PathStep) -> str:
+    """Take a step off the paths of a graph; its name."""
+    if isinstance(step, Delta):
+        graph.refuse_delta(step.base, step.version)
+        return f"the delta from {step.base} to {step.version}"
+    graph.refuse_anchor(step.version)
+    return f"the anchor of version {step.version}"
 
 
 @contextmanager
 def _as_unusable() -> Iterator[None]:
     try:
         yield
-    except (WeightFilesError, StoredObjectError, CorruptDeltaError, DeltaError) as error:
+    except (RefusedAnchorError, RefusedDeltaError, WeightFilesError, StoredObjectError) as error:
         raise Unusable(str(error)) from error
     except (StoreUnavailableError, FetchTimeoutError) as error:
         raise Unusable(f"it cannot be read now: {error}") from error
@@ -217,5 +199,4 @@ def _as_unusable() -> Iterator[None]:
 def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, Weight]:
     """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
     mirror = builder.build(chain, version).mirror
-    listed = builder.with_tensors(chain.manifest(version)).tensors
-    return {info.name: Weight(info.dtype, mirror.bits(info.name).reshape(info.shape)) for info in listed}
+    return mirror.weights(builder.with_tensors(chain.manifest(version)).tensors)

@@ -233,13 +233,13 @@ class SharedFetcher:
 
 @contextmanager
 def open_fetcher(
-    kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int
+    kafka: KafkaSettings, timeout_s: float, connections: int, client_id: str, fetch_bytes: int | None = None
 ) -> Iterator[SharedFetcher]:
     """A fetcher of deltas over so many connections, following the log from its end on.
 
     Args:
         timeout_s: how long a chunk may take after the last one that came.
-        fetch_bytes: the most that one answer of the log carries over a connection.
+        fetch_bytes: the most that one answer of the log carries over a connection; by default as `LogReader`.
 
     Raises LookupError when the topic does not exist.
     """

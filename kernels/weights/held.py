@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import torch
 
-from tidemill.kernels.delta import BlockChange, TensorChange, apply_change
+from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, changed, tensor_info, total_fingerprint
 from tidemill.kernels.weights.graph import VersionError
@@ -26,7 +26,7 @@ class HeldVersion:
 
     Args:
         version: which one.
-        weights: every tensor; written to by `take_over` and `apply`, read by nobody else.
+        weights: every tensor; written to by `take_over`, read by nobody else.
         tensors: what a manifest says of them, in its order.
     """
 
@@ -83,10 +83,6 @@ class HeldVersion:
             yield TensorChange(name, new.dtype, held, new.bits)
             np.copyto(held, new.bits)
         self._require_all(version, seen)
-
-    def apply(self, change: BlockChange) -> None:
-        """Write what a block changes. Raises DeltaError when it does not fit."""
-        apply_change(change, self.weights[change.name].bits)
 
     def becomes(self, version: int, changes: Mapping[str, Fingerprint]) -> None:
         """Be called `version` from now on, its weights having been changed by `changes`, by tensor."""

@@ -4,25 +4,32 @@ A mirror holds each tensor's own bit patterns, whatever its dtype. It moves to a
 knows the way back. What stays true:
 
 - outside a draft the mirror holds, bit for bit, one version whose fingerprints are its manifest's;
-- a step of a draft is taken whole or not at all: it makes exactly the version that its manifest names, or is an error;
-- `revert` brings back what was there before the draft, bit for bit.
+- a step of a draft makes exactly the version that its manifest names, or is an error;
+- `revert` brings back what was there before the draft, bit for bit. A draft of an empty mirror has no way back to keep:
+  it writes each block as it comes, and holds one copy of the weights and the blocks under way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, resolve_all
+from tidemill.kernels.delta import (
+    BlockChange,
+    DeltaError,
+    EncodedBlock,
+    FingerprintMismatch,
+    apply_change,
+    resolve_all,
+)
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.bits import TensorSpec, Weight
-from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint
-from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.kernels.weights.checkpoint import save_checkpoint
 from tidemill.schemas.records import Manifest, TensorInfo
 
 Indices = npt.NDArray[np.int64]
@@ -51,15 +58,6 @@ class Mirror:
         self._tensors: dict[str, Bits] = {}
         self._fingerprints: dict[str, Fingerprint] = {}
 
-    @classmethod
-    def from_anchor(cls, directory: Path, manifest: Manifest) -> Mirror:
-        """A version read from its anchor. Raises WeightFilesError unless every fingerprint is the manifest's."""
-        mirror = cls()
-        draft = Draft(mirror)
-        draft.load(directory, with_tensors(manifest))
-        draft.keep()
-        return mirror
-
     @property
     def fingerprint(self) -> Fingerprint:
         """Fingerprint of the whole version."""
@@ -78,6 +76,10 @@ class Mirror:
     def bits(self, name: str) -> Bits:
         """One tensor, uN[n], flat: the mirror's own memory, for reading. Raises KeyError."""
         return self._tensors[name]
+
+    def weights(self, tensors: Iterable[TensorInfo]) -> dict[str, Weight]:
+        """Tensors by name, in the types and shapes given: the mirror's own memory."""
+        return {info.name: Weight(info.dtype, self._tensors[info.name].reshape(info.shape)) for info in tensors}
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
         """What a block changes here; nothing where its target is there already. From any thread; nothing is written.
@@ -108,36 +110,60 @@ class Draft:
     """A mirror on its way to another version. End it with `keep` or `revert`."""
 
     def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
+        self.mirror = mirror
         self.fresh = not mirror._specs
         """Whether the mirror was empty before it."""
         self._before = (mirror.version, dict(mirror._specs), dict(mirror._fingerprints))
         self._held: list[_Overwritten] = []
         self._steps = 0
 
-    def load(self, directory: Path, manifest: Manifest) -> None:
-        """Become the version of an anchor, `manifest` listing its tensors. Memory: one tensor, and what differs.
+    def load(
+        self, weights: Iterable[tuple[str, Weight]], uri: str, manifest: Manifest, outline: Sequence[TensorInfo] = ()
+    ) -> None:
+        """Become the version of an anchor. Memory: one tensor, and what differs.
 
-        Raises WeightFilesError unless every tensor's fingerprint is the manifest's, and they add up to the version's.
+        Args:
+            weights: of the anchor, each tensor once.
+            uri: of the anchor, for errors.
+            manifest: of the version.
+            outline: names, types and shapes of the tensors, for a manifest that does not list them.
+
+        Raises AnchorError unless the tensors are those of the mirror, each has the fingerprint that the manifest lists,
+        and they add up to the version's.
         """
-        tensors = map_checkpoint(directory)
-        expected = {tensor.name: tensor for tensor in manifest.tensors}
-        if set(tensors) != set(expected):
-            raise AnchorError(f"anchor {directory} does not name the tensors of version {manifest.version}")
-        if self._mirror._tensors and set(expected) != set(self._mirror._tensors):
+        missing = {tensor.name: tensor for tensor in manifest.tensors or outline}
+        if self.mirror._tensors and missing.keys() != self.mirror._tensors.keys():
             raise AnchorError(f"version {manifest.version} has other tensors than the version that is served")
-        for name in tensors:
-            self._take_tensor(tensors, expected[name])
-        if self._mirror.fingerprint.hex() != manifest.fingerprint:
-            raise AnchorError(f"the tensors of anchor {directory} do not add up to version {manifest.version}")
+        for name, weight in weights:
+            if name not in missing:
+                raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
+            self._take_tensor(weight, missing.pop(name), listed=bool(manifest.tensors))
+        if missing:
+            raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
+        if self.mirror.fingerprint.hex() != manifest.fingerprint:
+            raise AnchorError(f"the tensors of anchor {uri} do not add up to version {manifest.version}")
         self._step(manifest)
 
-    def advance(self, changes: Sequence[BlockChange], manifest: Manifest) -> None:
-        """Take the changes of one delta, every block of it resolved against the mirror as it is now.
+    def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
+        """What a block of the next delta changes, for `advance`; from any thread. Raises like `Mirror.resolve`.
 
-        Raises FingerprintMismatch when they do not make the manifest's version; nothing was written.
+        A draft of an empty mirror writes it now: what is given back holds the fingerprints alone.
         """
-        made = dict(self._mirror._fingerprints)
+        found = self.mirror.resolve(block)
+        if not self.fresh:
+            return found
+        for change in found:
+            apply_change(change, self.mirror._tensors[change.name])
+        # Not slices: they would keep the memory that they are cut from.
+        nowhere, none = np.empty(0, np.int64), np.empty(0, np.uint8)
+        return tuple(replace(change, indices=nowhere, old_bits=none, new_bits=none) for change in found)
+
+    def advance(self, changes: Sequence[BlockChange], manifest: Manifest) -> None:
+        """Take the changes of one delta, every block of it resolved by `resolve` since the last step.
+
+        Raises FingerprintMismatch when they do not make the manifest's version; nothing was written here.
+        """
+        made = dict(self.mirror._fingerprints)
         for change in changes:
             made[change.name] = made[change.name] + change.target - change.base
         total = sum(made.values(), start=ZERO).hex()
@@ -147,17 +173,27 @@ class Draft:
             )
         for change in changes:
             self._write(change.name, change.indices, change.old_bits, change.new_bits)
-        self._mirror._fingerprints = made
+        self.mirror._fingerprints = made
         self._step(manifest)
 
     def check(self, manifest: Manifest) -> None:
         """Raises FingerprintMismatch unless every tensor is what the manifest says of it, where it lists them."""
-        wrong = _differing(self._mirror._fingerprints, manifest) if manifest.tensors else ""
+        wrong = _differing(self.mirror._fingerprints, manifest) if manifest.tensors else ""
         if wrong:
             raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {wrong}")
 
+    def recount(self, names: Iterable[str]) -> None:
+        """Raises FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
+        for name in sorted(set(names)):
+            made, claimed = fingerprint(self.mirror._tensors[name], TensorKey.of(name)), self.mirror._fingerprints[name]
+            if made != claimed:
+                raise FingerprintMismatch(f"{name} became {made.hex()}, not {claimed.hex()}")
+
     def changes(self) -> tuple[ElementChange, ...]:
-        """What leads from the version before the draft to the mirror as it is now: each element at most once."""
+        """What leads from the version before the draft to the mirror as it is now: each element at most once.
+
+        Not for a draft of an empty mirror, which keeps nothing of the way.
+        """
         if self._steps == 1 and all(held.indices is not None for held in self._held):
             return tuple(self._element_change(held.name, held.indices) for held in self._held)
         by_name: dict[str, list[_Overwritten]] = {}
@@ -172,7 +208,7 @@ class Draft:
 
     def revert(self) -> None:
         """Bring back what was there before the draft."""
-        mirror = self._mirror
+        mirror = self.mirror
         for held in reversed(self._held):
             if held.indices is None:
                 mirror._tensors[held.name] = held.bits
@@ -182,20 +218,20 @@ class Draft:
         mirror._tensors = {name: mirror._tensors[name] for name in mirror._specs}
         self._held.clear()
 
-    def _take_tensor(self, tensors: Mapping[str, Weight], expected: TensorInfo) -> None:
-        name, bits = expected.name, bits_in_memory(tensors, expected.name)
+    def _take_tensor(self, weight: Weight, expected: TensorInfo, *, listed: bool) -> None:
+        name, bits = expected.name, np.array(weight.bits, copy=True).reshape(-1)
         made = fingerprint(bits, TensorKey.of(name))
-        if made.hex() != expected.fingerprint:
+        if listed and made.hex() != expected.fingerprint:
             raise AnchorError(f"{name} of the anchor has fingerprint {made.hex()}, not {expected.fingerprint}")
-        held = self._mirror._tensors.get(name)
+        held = self.mirror._tensors.get(name)
         if held is None:
-            self._mirror._tensors[name] = bits
-        elif self._mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
+            self.mirror._tensors[name] = bits
+        elif self.mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
             raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
         else:
             self._take_differences(name, held, bits)
-        self._mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
-        self._mirror._fingerprints[name] = made
+        self.mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
+        self.mirror._fingerprints[name] = made
 
     def _take_differences(self, name: str, held: Bits, bits: Bits) -> None:
         differing = np.flatnonzero(held != bits)
@@ -203,18 +239,19 @@ class Draft:
             self._write(name, differing, held[differing], bits[differing])
         else:
             self._held.append(_Overwritten(name, None, held))
-            self._mirror._tensors[name] = bits
+            self.mirror._tensors[name] = bits
 
     def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:
-        self._held.append(_Overwritten(name, indices, old))
-        self._mirror._tensors[name][indices] = new
+        if not self.fresh:
+            self._held.append(_Overwritten(name, indices, old))
+        self.mirror._tensors[name][indices] = new
 
     def _step(self, manifest: Manifest) -> None:
-        self._mirror.version = manifest.version
+        self.mirror.version = manifest.version
         self._steps += 1
 
     def _differences(self, name: str, parts: Sequence[_Overwritten]) -> Indices:
-        now = self._mirror._tensors[name]
+        now = self.mirror._tensors[name]
         # An anchor is the first step of a draft: what it replaced whole is what the engine holds.
         if parts[0].indices is None:
             return np.flatnonzero(parts[0].bits != now)
@@ -226,7 +263,7 @@ class Draft:
 
     def _element_change(self, name: str, indices: Indices | None) -> ElementChange:
         assert indices is not None
-        return ElementChange(name, indices, self._mirror._tensors[name][indices])
+        return ElementChange(name, indices, self.mirror._tensors[name][indices])
 
 
 def _differing(made: Mapping[str, Fingerprint], manifest: Manifest) -> str:

@@ -27,6 +27,7 @@ from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.mirror import Draft, Mirror
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import chatml
 from tidemill.schemas.codec import Codec
@@ -149,6 +150,13 @@ def publish_skip(log: Any, version: int, base: int, old: ServingView, new: Servi
     return SkipDelta(RUN.run_id, RUN.branch, version, base, n_changed, n_bytes, shards, int(time.time() * 1e6))
 
 
+def anchored(directory: Path, manifest: Manifest) -> Mirror:
+    """A mirror with the version of an anchor."""
+    mirror = Mirror()
+    Draft(mirror).load(map_checkpoint(directory).items(), str(directory), manifest)
+    return mirror
+
+
 def anchor_of(directory: Path) -> Anchor:
     """A checkpoint directory as an anchor."""
     return Anchor(str(directory), sum(file.stat().st_size for file in directory.iterdir()))
@@ -211,7 +219,6 @@ async def serve(config: dict[str, Any]) -> None:
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.state import ReplicaState
     from tidemill.kernels.weights.delta_fetch import ChunkFetcher
-    from tidemill.kernels.weights.mirror import Mirror
     from tidemill.schemas.address import bind
 
     bit_flip.install()
@@ -220,7 +227,7 @@ async def serve(config: dict[str, Any]) -> None:
     anchor = Path(manifest.anchor.uri)
     settings = ReplicaSettings(port=config["port"], replica_id="replica-t", kv_cache_mb=32, **config["settings"])
     state.observe(manifest)
-    joined = Joined(manifest, Mirror.from_anchor(anchor, manifest), anchor, {})
+    joined = Joined(manifest, anchored(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
     outside = Surroundings(chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])

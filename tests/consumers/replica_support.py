@@ -17,7 +17,6 @@ from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher, ChunkLog
-from tidemill.kernels.weights.mirror import Mirror
 from tidemill.schemas.records import Manifest, WeightAck
 
 SHAPES = {"a.weight": (40, 30), "b.weight": (500,)}
@@ -86,7 +85,7 @@ class ArrayReplica:
         self, first: Manifest, chunks: ChunkLog, directory: Path, timeout_s: float = 0.5, reason="start", pool=Pool.ALL
     ):
         anchor = Path(first.anchor.uri)
-        mirror = Mirror.from_anchor(anchor, first)
+        mirror = driver.anchored(anchor, first)
         self.engine = ArrayEngine(first.version, {name: mirror.bits(name) for name in mirror.fingerprints})
         self.acks, self.lags = [], []
         self.state = ReplicaState(first.run_id, first.branch, pool)

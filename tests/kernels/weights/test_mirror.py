@@ -19,7 +19,7 @@ from tidemill.kernels.weights.checkpoint import WeightFilesError, bits_in_memory
 from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
-from tidemill.kernels.weights.mirror import Draft, Mirror
+from tidemill.kernels.weights.mirror import Draft
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 
 DTYPES = {
@@ -62,6 +62,10 @@ def save(view, directory):
     return directory
 
 
+def load(draft, directory, manifest):
+    draft.load(map_checkpoint(directory).items(), str(directory), manifest)
+
+
 def delta_between(mirror, old, new, version, parent):
     """A delta's changes, decoded over the mirror, and its manifest."""
     stream = list(encode_delta(version, parent, [TensorChange(n, n, old[n], new[n]) for n in new]))
@@ -80,7 +84,7 @@ def same(mirror, view):
 
 @pytest.fixture
 def mirror(tmp_path):
-    return Mirror.from_anchor(save(any_view(0), tmp_path / "v0"), manifest_of(0, any_view(0)))
+    return driver.anchored(save(any_view(0), tmp_path / "v0"), manifest_of(0, any_view(0)))
 
 
 def test_every_element_type_goes_through_anchor_delta_and_checkpoint(mirror, tmp_path):
@@ -101,7 +105,7 @@ def test_a_draft_goes_back_over_an_anchor_and_deltas(mirror, tmp_path):
         views.append(nudged(views[-1], seed))
     before = mirror.fingerprints
     draft = Draft(mirror)
-    draft.load(save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
+    load(draft, save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
     for version in (2, 3):
         draft.advance(*delta_between(mirror, views[version - 1], views[version], version, version - 1))
     assert same(mirror, views[3]) and mirror.version == 3
@@ -117,7 +121,7 @@ def test_the_changes_of_a_draft_lead_from_what_was_there_to_what_is(mirror, tmp_
     if begins_with_anchor:
         views[1] = any_view(9)
         views[2] = nudged(views[1], 2)
-        draft.load(save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
+        load(draft, save(views[1], tmp_path / "v1"), manifest_of(1, views[1]))
     else:
         draft.advance(*delta_between(mirror, views[0], views[1], 1, 0))
     draft.advance(*delta_between(mirror, views[1], views[2], 2, 1))
@@ -172,7 +176,7 @@ def test_an_anchor_that_is_not_its_manifests_version_is_refused(mirror, tmp_path
         manifest = manifest_of(1, view)
     draft = Draft(mirror)
     with pytest.raises(AnchorError):
-        draft.load(save(view, tmp_path / "bad"), manifest)
+        load(draft, save(view, tmp_path / "bad"), manifest)
     draft.revert()
     assert same(mirror, any_view(0))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.consumers.replica_driver import anchored
 from tests.kernels.weights import sharded_worker
 from tests.kernels.weights.conftest import read_anchor
 from tests.kernels.weights.sharded_worker import (
@@ -184,7 +185,7 @@ def assert_anchor(manifest, view, n_ranks):
     assert loaded.keys() == view.keys()
     for name, bits in view.items():
         np.testing.assert_array_equal(loaded[name], bits)
-    assert Mirror.from_anchor(directory, manifest).fingerprint.hex() == manifest.fingerprint
+    assert anchored(directory, manifest).fingerprint.hex() == manifest.fingerprint
 
 
 def test_every_rank_learns_the_same_versions(jobs):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.delta import decode_delta, encode_delta, resolve_all
+from tidemill.kernels.delta import apply_change, decode_delta, encode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.weights.bits import Weight, as_weight, changed, tensor_infos
 from tidemill.kernels.weights.config import CodecChoice, PublishSettings
@@ -80,7 +80,7 @@ def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view):
     changes = {}
     for block in decode_delta(encode_delta(1, 0, HeldVersion.copy_of(0, old).take_over(1, new)), 1, 0):
         for change in resolve_all(block, {name: weight.bits for name, weight in held.weights.items()}):
-            held.apply(change)
+            apply_change(change, held.weights[change.name].bits)
             changes[change.name] = change.target - change.base
     held.becomes(1, changes)
     assert (held.version, held.tensors) == (1, tensor_infos(new))
