@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("trl==1.16.0", "transformers==5.19.0", "torch==2.13.0", "accelerate", "datasets")
-OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "answer": "last_number"}
-DRAWN, HELD_OUT = 5_000, 16
-"""Questions drawn, of which 200 are different; held-out ones, as many as the recipe evaluates on."""
+RECIPE = tomllib.loads((ROOT / "compose/demo/recipes/smollm2.toml").read_text("utf-8"))
+DRAWN = 5_000
+"""Questions drawn, of which 200 are different."""
 
 
 def say(**values: object) -> None:
@@ -41,14 +42,17 @@ def questions(seed: int) -> dict[str, list[dict[str, str]]]:
     from tidemill.producers.environments.base import Split, TaskQuery, split_of
     from tidemill.producers.environments.find import environment_type
 
-    environment = environment_type("reasoning_gym:chain_sum").open(OPTIONS)
+    run = RECIPE["run"]
+    (entry,) = run["environments"]
+    environment = environment_type(entry["name"]).open(entry["options"])
     found: dict[str, list[dict[str, str]]] = {split.value: [] for split in Split}
     seen: set[str] = set()
     for draft in islice(environment.tasks(TaskQuery(seed)), DRAWN):
         if draft.asks not in seen:
             seen.add(draft.asks)
-            found[split_of(draft.asks).value].append({"prompt": draft.asks, "payload": draft.payload})
-    return {"train": found["train"], "eval": found["eval"][:HELD_OUT]}
+            side = split_of(draft.asks, run["held_out_one_in"])
+            found[side.value].append({"prompt": draft.asks, "payload": draft.payload})
+    return {"train": found["train"], "eval": found["eval"][: RECIPE["feed"]["eval_tasks"]]}
 
 
 class Memory(threading.Thread):
