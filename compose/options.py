@@ -20,7 +20,7 @@ ConfigOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting, a list as JSON; repeat."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set one setting (a list as JSON); may be repeated."),
 ]
 BootstrapOption = Annotated[
     str | None, typer.Option("--bootstrap", help="Kafka address, host:port. Default: the local stack, where it runs.")

@@ -33,14 +33,14 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="""Train a language model continuously from the events of a running product, on a durable, replayable log.
 
-Try it: `tidemill demo`. Each role also runs alone against any Kafka:
+Try it: `tidemill demo`. You can also start each role separately, with any Kafka:
 
     tidemill topics --create --bootstrap kafka:9092
     tidemill train --bootstrap kafka:9092 --run-id tuesday
     tidemill serve --bootstrap kafka:9092 --run-id tuesday --port 8100
 
 Settings come from a TOML file (`--config`), then the environment (`TIDEMILL_TRAINER__MAX_STEPS=40`), then flags
-(`--set trainer.max_steps=40`); later ones win.""",
+(`--set trainer.max_steps=40`). A flag overrides the environment, which overrides the file.""",
 )
 
 app.add_typer(stack_app, name="stack")

@@ -33,10 +33,12 @@ def audit(
     ] = False,
     ended: Annotated[
         bool,
-        typer.Option("--ended", help="Nobody plays rollouts any more: one without a result, or in no group, is lost."),
+        typer.Option(
+            "--ended", help="No worker plays rollouts any more: a rollout without a result, or in no group, is lost."
+        ),
     ] = False,
     allow_truncated: Annotated[
-        bool, typer.Option("--allow-truncated", help="What is past a topic's retention is no fault.")
+        bool, typer.Option("--allow-truncated", help="Records that retention deleted are no fault.")
     ] = False,
     grace_s: Annotated[
         float, typer.Option("--grace", min=0.0, help="Seconds of event time that something may be overdue.")
@@ -44,8 +46,9 @@ def audit(
 ) -> None:
     """Audit the whole log of a run: was everything trained once or ended with a reason, and is every record true?
 
-    Reads every topic but the weights' bytes and derives the life of each rollout from them alone: queued, dispatched,
-    running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it checks that
+    Reads every topic except the bytes of the weights and derives the state of each rollout from them: queued,
+    dispatched, running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it
+    checks that
 
     - no record is gone, unreadable without a dead letter, or on an offset that nobody can read;
     - every rollout has one end, and none is trained twice; groups say what their rollouts say;
@@ -53,11 +56,11 @@ def audit(
     - versions are what the steps made, and were proved by a replica before it served them;
     - every answer to a user has one end, lies in one batch at most, and is not trained on after an erasure.
 
-    What is merely under way is no fault: a rollout within its deadline, a group that waits for the trainer. Exit
-    status 1 means a fault; the first offender is named with its topic, partition and offset, and `tidemill trace`
+    Unfinished work is no fault: a rollout within its deadline, a group that waits for the trainer. Exit
+    status 1 means a fault; the first one is named with its topic, partition and offset, and `tidemill trace`
     follows it. Nothing is written, and a log in use may be audited.
 
-    A run that was killed is over as well: `--complete --set run.max_steps=N`, N the last step that it took.
+    To audit a run that was killed, give its last step: `--complete --set run.max_steps=N`.
 
     Examples: `tidemill audit --run-id tuesday` · `tidemill audit --complete --json`
     """

@@ -17,11 +17,12 @@ from rich.console import Console
 from tidemill.compose.options import key_values
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
-env_app = typer.Typer(no_args_is_help=True, help="Environments: listed, shown, tried, and their contract checked.")
+env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
 NameArgument = Annotated[str, typer.Argument(help="An installed environment, or package.module:object.")]
 OptionOption = Annotated[
-    list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; repeat.")
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="An option of the environment; may be repeated."),
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the tasks.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smollm2, or a name on the hub.")]
@@ -33,9 +34,9 @@ def list_environments(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """List the installed environments; those that cannot be offered say why.
+    """List the installed environments; for those that cannot be used, with the reason.
 
-    Your own need no installation: name them as package.module:object.
+    Your own environments need no installation: name them as package.module:object.
     """
     from tidemill.producers.environments.find import listed
 
@@ -55,7 +56,7 @@ def show(
 ) -> None:  # fmt: skip
     """Show an environment: its options, an example task, its prompt as a model reads it, its reward components.
 
-    With --csv the options alone.
+    With --csv only the options.
 
     Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
     """
@@ -71,8 +72,8 @@ def try_environment(
         str | None, typer.Option(help="Base URL of an OpenAI endpoint, a replica's too: http://host:port/v1.")
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.")] = "none",
-    n: Annotated[int, typer.Option("--n", min=1, help="Episodes, each of another task.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a turn.")] = 256,
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of episodes, each with a different task.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Greatest number of tokens in a turn.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of --model.")] = 1.0,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
@@ -81,7 +82,7 @@ def try_environment(
     """Play episodes and print their transcripts and rewards.
 
     With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
-    any server that speaks OpenAI's chat protocol. With --csv the rewards alone.
+    any server that speaks OpenAI's chat protocol. With --csv only the rewards.
     """
     if (model is None) == (endpoint is None):
         raise typer.BadParameter("give one of --model and --endpoint")
@@ -98,7 +99,7 @@ def check(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Try the contract: determinism, hostile turns, deadlines, held-out apart from training. Status 1 when it fails."""
+    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
     ok = asyncio.run(_check(name, key_values(option or []), seed, limit_s, as_json, as_csv))
     if not ok:
         raise typer.Exit(1)

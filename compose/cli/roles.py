@@ -53,7 +53,7 @@ def route(
     stable: Annotated[list[str] | None, typer.Option(help="Address of a stable replica, http://host:port.")] = None,
     canary: Annotated[list[str] | None, typer.Option(help="Address of a canary replica, http://host:port.")] = None,
 ) -> None:
-    """Serve product traffic: OpenAI's protocol in front of the replica pools, every answer an interaction in the log.
+    """Serve product traffic with OpenAI's protocol, and write each answer to the log as an interaction.
 
     Each backend needs an API key ([router] api_keys), the product its own two ([product]); it says how to make them.
     The gate's newest canary decision sets how many users the canary pool answers.
@@ -74,9 +74,9 @@ def documents(settings_of: SettingsOf) -> None:
 
 def feed(
     settings_of: SettingsOf,
-    sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,
+    sync: Annotated[bool | None, typer.Option("--sync/--async", help="Issue only one step's tasks at a time.")] = None,
 ) -> None:
-    """Issue tasks, within the bound on staleness, and held-out tasks for evaluation."""
+    """Issue tasks, within the bound on policy lag, and held-out tasks for evaluation."""
     settings = _begin(settings_of, feed__sync=sync)
     from tidemill.producers.environments.open import host_limits
     from tidemill.producers.tasks.feeder import run
@@ -86,12 +86,14 @@ def feed(
 
 def rollout(
     settings_of: SettingsOf,
-    replica: Annotated[list[str] | None, typer.Option(help="Address of a replica, http://host:port; repeat.")] = None,
+    replica: Annotated[
+        list[str] | None, typer.Option(help="Address of a replica, http://host:port; may be repeated.")
+    ] = None,
     worker_id: Annotated[
-        str | None, typer.Option(help="Name of this worker, its own: it takes up its tasks at once when started again.")
+        str | None, typer.Option(help="Unique name of this worker: when started again, it continues its tasks at once.")
     ] = None,
 ) -> None:
-    """Run a rollout worker: episodes of tasks against replicas, tokens in and tokens out."""
+    """Run a rollout worker: play episodes of tasks with replicas, with token ids in and out."""
     settings = _begin(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
     from tidemill.producers.rollout.worker import run
 
@@ -123,9 +125,9 @@ def stream(
         ),
     ] = ProcessorName.ASSEMBLY,
 ) -> None:
-    """Run one of the stream processors. Start each of them once, or more often to share its partitions.
+    """Run one of the stream processors. Start each of them at least once; several workers share its partitions.
 
-    `stream.runner` chooses how it writes: faust (at least once) or transactional (once, a transaction a batch).
+    `stream.runner` chooses how it writes: faust (at least once) or transactional (once; each batch is a transaction).
     """
     settings = _begin(settings_of)
     from tidemill.streams.runner.worker import Rules, processor_of, run

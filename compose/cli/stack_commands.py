@@ -17,7 +17,7 @@ from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
 stack_app = typer.Typer(
     no_args_is_help=True,
-    help="""Apache Kafka on this machine, loopback only: start it, stop it, see how it is.
+    help="""Apache Kafka on this machine, loopback only: start it, stop it, show its state.
 
 Needs Java 17 and, the first time, Maven. The commands of the other roles find it by themselves.""",
 )
@@ -29,7 +29,8 @@ DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="The clus
 BrokersOption = Annotated[int | None, typer.Option("--brokers", help="1 (the default) or 3; fixed at the first start.")]
 HeapOption = Annotated[int | None, typer.Option("--heap-mb", help="Java heap of each broker in MiB; default 384.")]
 PortOption = Annotated[
-    int | None, typer.Option("--port", help="First of 2 ports a broker; default: free ones, kept for later starts.")
+    int | None,
+    typer.Option("--port", help="First port; each broker takes 2. Default: free ports, kept for later starts."),
 ]
 
 
@@ -43,7 +44,7 @@ def up(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Start the brokers and wait until they serve. Safe to repeat: what runs is left alone.
+    """Start the brokers and wait until they serve. Safe to repeat: brokers that run are not touched.
 
     Example: tidemill stack up --brokers 3 --port 19092
     """

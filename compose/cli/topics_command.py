@@ -23,7 +23,7 @@ def topics(
     bootstrap: BootstrapOption = None,
     topic_prefix: PrefixOption = None,
 ) -> None:
-    """List the topics beside what the catalogue declares; status 1 when one is missing or differs.
+    """Compare the topics with the catalogue; status 1 when a topic is missing or differs.
 
     Example: `tidemill topics --create --bootstrap kafka:9092`
     """

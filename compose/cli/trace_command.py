@@ -27,13 +27,13 @@ def trace(
         typer.Argument(help="Id of an interaction (or its signed id), of a feedback event, or of a rollout."),
     ] = None,
     user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow their data.")] = None,
-    is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is the log's pseudonym already.")] = False,
+    is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is already the log's pseudonym.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Follow one event through the log: served, judged, batched, trained, decided and served again, with offsets.
 
     Says where the path ends and why: excluded, dropped, waiting, erased, or served now by which replicas. With --user
-    lists the versions that a user's data touched, also after their erasure.
+    lists the versions that learnt from a user's data, also after their erasure.
 
     Examples: `tidemill trace 3f2a…` · `tidemill trace --user 4711 --json`
     """

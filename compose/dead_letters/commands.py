@@ -37,15 +37,15 @@ NamesArgument = Annotated[
     typer.Argument(metavar="[TOPIC/PARTITION/OFFSET]...", help="Letters, as `list` and `show` name them."),
 ]
 ReasonOption = Annotated[str, typer.Option("--reason", metavar="TEXT", help="Only letters whose reason contains this.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Times that the same content is sent back at most.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="How often the same content is sent back at most.")]
 DEFAULT_LIMIT = 3
 
 dead_letters_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Dead letters: values that could not be used, kept with their place and the reason.
+    help="""Dead letters: values that could not be used, kept with their position and the reason.
 
-A letter is named by its place, for instance `rollouts.dlq/3/17`.
+A letter is named by its position, for instance `rollouts.dlq/3/17`.
 
     tidemill dead-letters list                                        # what there is, and why
     tidemill dead-letters show rollouts.dlq/3/17                      # bytes, headers, the fields that can be read
@@ -102,7 +102,7 @@ def transform(
     topic: TopicOption = None,
     reason: ReasonOption = "",
 ) -> None:
-    """Try a transformation: what it would make of each letter, as JSON. Nothing is written.
+    """Try a transformation: show its result for each letter, as JSON. Nothing is written.
 
     The function is found in a module of the current directory or of the environment. It gets a letter (`letter.value`,
     `letter.key`, `letter.reason`) and returns the value that goes back, or None to leave the letter where it is.
@@ -124,18 +124,20 @@ def redrive(
     reason: ReasonOption = "",
     function: Annotated[
         str | None,
-        typer.Option("--transform", metavar="MODULE:FUNCTION", help="Mends each value first; see `transform`."),
+        typer.Option("--transform", metavar="MODULE:FUNCTION", help="Repairs each value first; see `transform`."),
     ] = None,
     limit: LimitOption = DEFAULT_LIMIT,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it only say what would go back.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Write. Without it, only show which letters would be sent back.")
+    ] = False,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
     """Send dead letters back to the topics that they came from, under their key, partition and time.
 
-    Only what can be read now goes back, and only once: the record in the topic names the one that failed. If it fails
-    again it is another dead letter, one attempt further, up to --limit. Letters so old that the log no longer shows
-    whether they went back stay where they are, as do those whose key was erased.
+    Only values that can be read now are sent back, each once: the new record names the one that failed. If it fails
+    again, it becomes another dead letter, with one more attempt, up to --limit. Letters so old that the log no longer
+    shows whether they were sent back are not sent; nor are those whose key was erased.
 
     Examples: `tidemill dead-letters redrive --topic rollouts --reason "unknown framing"` ·
     `tidemill dead-letters redrive rollouts.dlq/3/17 --transform mend:value --yes`

@@ -25,7 +25,7 @@ def demo(
         str, typer.Option(help=f"Settings to start from: {', '.join(RECIPES)}.", metavar="NAME")
     ] = DEFAULT_RECIPE,
     environment: Annotated[
-        str | None, typer.Option(help="What to practise, in place of the recipe's task (`tidemill env list`).")
+        str | None, typer.Option(help="Environment to learn, instead of the recipe's (`tidemill env list`).")
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -38,7 +38,7 @@ def demo(
         typer.Option(help="Model to start from: a directory, smollm2, or a name on the hub. Default: the recipe's."),
     ] = None,
     replicas: Annotated[int | None, typer.Option(help="vLLM replicas.")] = None,
-    sync: Annotated[bool | None, typer.Option("--sync/--async", help="One step's tasks at a time.")] = None,
+    sync: Annotated[bool | None, typer.Option("--sync/--async", help="Issue only one step's tasks at a time.")] = None,
     act: Annotated[
         Act | None, typer.Option(help="one: learn in simulation; two: learn from users; default: both.")
     ] = None,
@@ -46,7 +46,7 @@ def demo(
         bool | None, typer.Option("--shuffle-rewards", help="Control run: rewards permuted within each group.")
     ] = None,
     shuffle_thumbs: Annotated[
-        bool | None, typer.Option("--shuffle-thumbs", help="Control run: users' votes change places.")
+        bool | None, typer.Option("--shuffle-thumbs", help="Control run: users' votes are exchanged between answers.")
     ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the summary as JSON.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where demonstrations keep their data.")] = None,
@@ -54,11 +54,12 @@ def demo(
     assignments: SetOption = None,
     bootstrap: BootstrapOption = None,
 ) -> None:
-    """Run the whole loop: Kafka, rollouts, groups, steps, versions, a vLLM replica; the model gets better.
+    """Run the whole loop: Kafka, rollouts, groups, steps, versions, a vLLM replica. You see the model improve.
 
-    The recipe `ledger` makes a tiny model from nothing. Then users arrive: a stable and a canary replica behind a
-    router, feedback, online batches, the gate; the model learns what they like, which no simulated reward asks for. The
-    recipe `smollm2` takes a real, pre-trained model and a task that nobody here wrote.
+    The recipe `ledger` trains a tiny model with random initial weights. Then simulated users come: with a stable and a
+    canary replica behind a router, feedback, online batches and the gate, the model learns a preference of the users
+    that the simulated reward does not measure. The recipe `smollm2` takes a pre-trained model and a task of
+    reasoning-gym.
 
     Examples: `tidemill demo --seed 1 --json summary.json`, `tidemill demo --recipe smollm2 --environment
     reasoning_gym:gcd --option max_value=30 --steps 20`

@@ -36,28 +36,28 @@ SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 gate_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""The gate: nothing ships to users but through it.
+    help="""The gate decides which version users get.
 
-The newest version is benched on held-out tasks in the canary pool, then compared with the served one among a share of
-the users, then promoted, rejected or held for a person; a promoted one that collapses is rolled back. Every decision
-is a record on `gate.decisions`, with its numbers. People win over the gate.
+In the canary pool the newest version is tested on held-out tasks (the bench), then compared among a share of the users
+with the promoted version. Then it is promoted, rejected or held for a person. A promoted version that fails later is
+rolled back. Every decision is a record on `gate.decisions`, with its numbers. A person's decision overrides the gate's.
 
-    tidemill gate run                                # keep the gate of the run's branch
-    tidemill gate status                             # what is tried, how it stands, what was decided
-    tidemill gate hold 40 --reason "a launch today"  # no further than 40; the gate rests
+    tidemill gate run                                # run the gate of the run's branch
+    tidemill gate status                             # the candidate, its numbers, the decisions
+    tidemill gate hold 40 --reason "a launch today"  # no further than 40; the gate waits
     tidemill gate veto 41 --reason "it flatters"     # never serve 41
-    tidemill gate rollback 39 --wait 60              # back to 39, for everyone; the gate rests
-    tidemill gate release                            # the gate goes on""",
+    tidemill gate rollback 39 --wait 60              # back to 39, for everyone; the gate waits
+    tidemill gate release                            # the gate decides again""",
 )
 
 
 @gate_app.command()
 @with_settings
 def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
-    """Keep the gate of the run's branch, until Ctrl-C.
+    """Run the gate of the run's branch, until Ctrl-C.
 
-    Reads the log from its beginning, stands where it stands, and goes on from there: a gate may be killed at any time,
-    and started anywhere. Of two gates of one branch the one that started first stops.
+    Reads the log from its beginning and continues from its state: a gate may be killed at any time, and started on any
+    machine. If a second gate starts for a branch, the first one stops.
 
     Example: `tidemill gate run --run-id tuesday --set gate.share=0.1`
     """
@@ -73,11 +73,11 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
 def status(
     settings_of: SettingsOf, branch: BranchOption = None, as_json: JsonOption = False, as_csv: CsvOption = False
 ) -> None:
-    """Show where the gate stands, from the log alone: whether one runs makes no difference.
+    """Show the gate's state, from the log: no gate needs to run.
 
     The version served, the candidate with its stage and numbers, who holds the branch, what each replica serves, and
-    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at. With --csv the
-    newest decisions alone.
+    the newest decisions. p_worse, p_not_worse and p_better are valid however often they are looked at. With --csv
+    only the newest decisions.
 
     Example: `tidemill gate status --json`
     """
@@ -96,7 +96,7 @@ def status(
 hold = on_version(
     "hold",
     GateVerdict.HOLD,
-    """Go no further than a version: a trial ends, and the gate decides nothing until `release`.
+    """Go no further than a version (as `weights pin`). A trial ends, and the gate decides nothing until `release`.
 
     Example: `tidemill gate hold 40 --reason "a launch today" --by ada`
     """,
@@ -105,7 +105,7 @@ hold = on_version(
 veto = on_version(
     "veto",
     GateVerdict.REJECT,
-    """Never serve a version: its trial ends; where everyone is served it, the gate goes back to the one before.
+    """Never serve a version. Its trial ends; if everyone is served it, the gate goes back to the version before.
 
     Example: `tidemill gate veto 41 --reason "it flatters" --by ada`
     """,
@@ -114,7 +114,7 @@ veto = on_version(
 rollback = on_version(
     "rollback",
     GateVerdict.ROLL_BACK,
-    """Take every replica back to an older version; the gate decides nothing until `release`.
+    """Take every replica back to an older version (as `weights rollback`); the gate decides nothing until `release`.
 
     Example: `tidemill gate rollback 39 --reason "40 repeats itself" --wait 60`
     """,
@@ -129,7 +129,7 @@ def release(
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """End a hold or a rollback, a person's or the gate's own: the gate tries the newest version, from its bench on.
+    """End a hold or a roll-back, by a person or by the gate: the gate then tries the newest version.
 
     Example: `tidemill gate release --reason "the launch is over" --by ada`
     """

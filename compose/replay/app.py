@@ -7,5 +7,5 @@ import typer
 replay_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Replay the log: what happened, run again beside the live topics and never into them.""",
+    help="""Replay the log: run recorded work again, without writing to the live topics.""",
 )

@@ -36,7 +36,7 @@ def export_command(
     file: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Write records of the log into one checked file, for a bug report.
+    """Write records of the log into one file with checksums, for a bug report.
 
     The file is an Avro object container with each record's bytes, key, headers, time and place, and a manifest with
     ranges, counts, digests and schemas. What records refer to in object stores is named there and not included. Give
@@ -74,7 +74,7 @@ def import_command(
     file: Annotated[Path, typer.Argument(help="An archive of `tidemill replay export`.")],
     into: IntoOption,
     sha256: Annotated[
-        str | None, typer.Option("--sha256", help="What the export said: any other file is refused.")
+        str | None, typer.Option("--sha256", help="The sha256 that the export printed: any other file is refused.")
     ] = None,
     speed: SpeedOption = "max",
     yes: YesOption = False,
@@ -84,7 +84,7 @@ def import_command(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Copy the records of an archive into topics of their own.
+    """Copy the records of an archive into other topics.
 
     The archive is checked whole before anything is written. Then it goes as with `replay copy`: a prefix that is
     nobody's, the same partitions, keys, times and headers, a dry run unless --yes, and --resume after an interruption.

@@ -23,14 +23,12 @@ if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.session import Replay
 
 IntoOption = Annotated[
-    str, typer.Option("--into", metavar="PREFIX", help="Topic prefix of the replay's own, for instance replay-1.")
+    str, typer.Option("--into", metavar="PREFIX", help="Topic prefix for this replay only, for instance replay-1.")
 ]
-YesOption = Annotated[
-    bool, typer.Option("--yes", help="Do it. Without it, or with --dry-run, only say what it would do.")
-]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Write. Without it, or with --dry-run, only show the plan.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show the plan.")]
 ResumeOption = Annotated[
-    str | None, typer.Option("--resume", metavar="REPLAY_ID", help="Go on with a replay that was interrupted.")
+    str | None, typer.Option("--resume", metavar="REPLAY_ID", help="Continue a replay that was interrupted.")
 ]
 SpeedOption = Annotated[
     str,
@@ -57,7 +55,7 @@ def copy(
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Copy records of the log into topics of their own, in the order and, if wanted, at the pace of the original.
+    """Copy records of the log into other topics, in the original order and, if wanted, at the original pace.
 
     Reads without a consumer group, up to the ends of the topics as they are now. A copy keeps its key, partition, time
     and headers, and says in further headers which replay wrote it, when, and of which record it is the copy; a trainer
@@ -65,8 +63,8 @@ def copy(
     offset. References to records that are copied too, such as those of a group to its rollouts, lead to the copies.
 
     Writes only below --into: not into live topics, nor where a consumer group reads or other records lie. Says first
-    what it would do; --yes does it. A replay that was interrupted goes on with the same options and --resume: no record
-    is copied twice, none is left out.
+    what it would do; --yes does it. To continue a replay that was interrupted, give the same options and --resume: no
+    record is copied twice, and none is left out.
 
     Examples: `tidemill replay copy --topic rollouts --from 2026-11-21T14:00 --to 2026-11-21T15:00 --into monday.` ·
     `tidemill replay copy --step 7..9 --into step7. --yes` ·

@@ -80,8 +80,8 @@ def stage(
 ) -> None:
     """Run group assembly, the feedback join or online batches over the log again, and compare the results with it.
 
-    With the configuration of then the results are the recorded ones, byte for byte. Change a rule, and the first record
-    that comes out different is named, with its fields: `--set stream.min_completed=4`, another map by
+    With the original configuration the results are the recorded ones, byte for byte. Change a rule, and the first
+    record that comes out different is named, with its fields: `--set stream.min_completed=4`, another map by
     `--set join.map.name=...`, other sizes by `--set batches.max_tokens=...`, another deadline, other weights of the
     reward's parts. Status 1 when anything differs.
 

@@ -40,7 +40,7 @@ def steps(
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where --break-at writes.")] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option("--what-if", metavar="trainer.KEY=VALUE", help="What is different now; may be repeated."),
+        typer.Option("--what-if", metavar="trainer.KEY=VALUE", help="A changed setting; may be repeated."),
     ] = None,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
@@ -49,7 +49,7 @@ def steps(
 
     Begins at the nearest checkpoint before the range, or at the model that the run started from, and makes the steps in
     between as well. Prints each step's fingerprint beside the recorded one and stops at the first that differs, with
-    status 1. Give the --config of then. Nothing is published, and nothing is written to the log.
+    status 1. Give the original --config. Nothing is published, and nothing is written to the log.
 
     `--break-at` stops before a step and writes its record, its groups with every token, and the weights that it starts
     from (a Hugging Face checkpoint) below `--out`, then its metrics. `--what-if` makes the steps with other settings
@@ -92,12 +92,14 @@ def steps(
 @with_settings
 def staleness(
     settings_of: SettingsOf,
-    max_policy_lag: Annotated[int, typer.Option("--max-policy-lag", min=0, help="The bound to judge by, in versions.")],
+    max_policy_lag: Annotated[
+        int, typer.Option("--max-policy-lag", min=0, help="The bound on policy lag, in versions.")
+    ],
     timeout_s: TimeoutOption = 600.0,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
-    """Judge the groups of every recorded step by another bound on policy lag: which would have been out, which in?
+    """Show which groups of the recorded steps a different bound on policy lag would have excluded or included.
 
     Each group is judged at the version that its step started from, by its oldest rollout. Past the first step that
     differs the weights would have been others, and so would the rollouts: what is said of later steps is of the groups

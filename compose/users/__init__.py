@@ -11,7 +11,7 @@ from tidemill.compose.users.simulate import simulate
 users_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    help="""Users of the product: what the log holds of one, and their demands about it.
+    help="""Users of the product: their records in the log, and their requests about them.
 
 USER is the product's own id; the log knows them by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
 USER is that pseudonym.""",

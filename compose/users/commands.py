@@ -23,8 +23,8 @@ from tidemill.schemas.records import UserWish
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
-PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is the log's pseudonym already.")]
-ByOption = Annotated[str, typer.Option("--by", help="Who demands it; it is kept with the demand.")]
+PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is already the log's pseudonym.")]
+ByOption = Annotated[str, typer.Option("--by", help="Name of the person who requests it; kept with the request.")]
 
 
 def erase(
@@ -32,15 +32,17 @@ def erase(
     user: UserArgument,
     requested_by: ByOption,
     is_pseudonym: PseudonymOption = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count what would go, and write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the records that would be deleted, and write nothing.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Erase a user: their interactions, with outcomes and feedback, go from the log, the object store and ClickHouse.
+    """Erase a user: delete their interactions, outcomes and feedback from the log, the object store and ClickHouse.
 
     Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
     the bytes within the topics' compaction lag. Batches closed later cannot contain them. What stays: the pseudonym in
     batches that are closed, by which `tidemill trace --user` tells the versions that their data touched, and dead
-    letters, until their retention ends. Stopped or killed, it is finished by running it again.
+    letters, until their retention ends. If it is stopped or killed, run it again to finish it.
 
     Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
     """
@@ -62,7 +64,7 @@ def opt_out(
     is_pseudonym: PseudonymOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Learn nothing from a user from now on: what is served to them is counted as excluded.
+    """Learn nothing from a user from now on: their interactions are counted as excluded.
 
     Example: `tidemill users opt-out 4711 --by 4711`
     """
@@ -86,7 +88,7 @@ def opt_in(
 def show(
     settings_of: SettingsOf, user: UserArgument, is_pseudonym: PseudonymOption = False, as_json: JsonOption = False
 ) -> None:
-    """Show a user's demands and how many records the log holds of them now.
+    """Show a user's requests, and how many records of theirs the log holds now.
 
     Example: `tidemill users show 4711`
     """

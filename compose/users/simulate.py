@@ -23,21 +23,24 @@ SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
 def simulate(
     settings_of: SettingsOf,
-    router: Annotated[str | None, typer.Option(help="Address of the serving path, http://host:port.")] = None,
+    router: Annotated[str | None, typer.Option(help="Address of the router, http://host:port.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of who the users are, what they ask, how they react.")] = None,
     shuffle_thumbs: Annotated[
-        bool | None, typer.Option("--shuffle-thumbs", help="Control: votes change places, so that they say nothing.")
+        bool | None,
+        typer.Option(
+            "--shuffle-thumbs", help="Control: votes are exchanged between answers, so that they carry no information."
+        ),
     ] = None,
     measure: Annotated[
         int | None,
-        typer.Option(metavar="QUESTIONS", min=1, help="Only measure how satisfied held-out users are; then end."),
+        typer.Option(metavar="QUESTIONS", min=1, help="Only measure the satisfaction of held-out users, then exit."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document a report.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each report as one JSON document.")] = False,
 ) -> None:
-    """Let simulated users use the product, as its backend would: over the serving path and the feedback SDK alone.
+    """Let simulated users use the product as its backend does: only through the router and the feedback SDK.
 
-    They ask ledger questions and like answers that are right and close politely, which no simulated reward asks for.
-    Nothing is learnt from the held-out ones among them: their satisfaction, by weight version, is what is printed.
+    They ask ledger questions and prefer correct answers with a polite ending, which the simulated reward does not
+    measure. Nothing is learnt from the held-out users: their satisfaction is printed by weight version.
 
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """

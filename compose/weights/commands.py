@@ -35,15 +35,15 @@ weights_app = typer.Typer(
 
 Examples, all for the run and branch of the configuration:
 
-    tidemill weights log --last 20           # what there is, and who proved it
-    tidemill weights verify                  # is it sound? every delta, every tensor
+    tidemill weights log --last 20           # the versions, and the replicas that proved them
+    tidemill weights verify                  # check every delta and every tensor
     tidemill weights checkout 40 models/v40  # a version as a Hugging Face checkpoint
-    tidemill weights diff v39 v40            # what a step changed, what it costs to ship
+    tidemill weights diff v39 v40            # what a step changed, and the bytes to send it
     tidemill weights pin 40                  # go no further than version 40
-    tidemill weights rollback 37 --wait 60   # back to 37; wait until every replica is
+    tidemill weights rollback 37 --wait 60   # back to 37; wait until every replica follows
     tidemill weights release                 # follow the newest version again
 
-Nothing here needs a trainer or a replica to run.""",
+These commands need no running trainer or replica.""",
 )
 
 
@@ -52,15 +52,15 @@ Nothing here needs a trainer or a replica to run.""",
 def log_command(
     settings_of: SettingsOf,
     branch: BranchOption = None,
-    last: Annotated[int, typer.Option("--last", min=0, help="Only the newest so many versions; 0 for all.")] = 30,
+    last: Annotated[int, typer.Option("--last", min=0, help="Number of newest versions to show; 0 for all.")] = 30,
     as_json: JsonOption = False,
     as_csv: CsvOption = False,
 ) -> None:
     """List the versions of a branch, oldest first.
 
-    One line a version: parent, optimizer step, learning rate, density (changed elements of all), bytes of the delta,
-    bytes for each changed element, whether it has an anchor, from which older versions skip-deltas lead to it, which
-    replicas proved it from their live tensors, and the gate's decisions on it.
+    One line for each version: parent, optimizer step, learning rate, density (changed elements of all), bytes of the
+    delta, bytes for each changed element, whether it has an anchor, from which older versions skip-deltas lead to it,
+    which replicas proved it from their live tensors, and the gate's decisions on it.
 
     Example: `tidemill weights log --branch main --last 10`
     """
@@ -91,7 +91,7 @@ def verify(
     settings_of: SettingsOf,
     start: Annotated[
         int | None,
-        typer.Option("--from", help="Version to begin at; it needs an anchor. Default: the oldest of use."),
+        typer.Option("--from", help="Version to begin at; it needs an anchor. Default: the oldest usable one."),
     ] = None,
     branch: BranchOption = None,
     timeout_s: TimeoutOption = 30.0,
@@ -100,8 +100,8 @@ def verify(
     """Verify a chain offline: fetch, decode, guard and apply every delta, and compare every tensor with its manifest.
 
     Begins at an anchor and makes each version in memory, without an engine. Anchors on the way and skip-deltas are
-    verified as well. Stops at the first thing that is wrong, names it and exits with status 1; a chunk that the log's
-    retention has removed is said to be just that.
+    verified as well. Stops at the first fault, names it and exits with status 1; if retention has removed a chunk, it
+    says so.
 
     Example: `tidemill weights verify --from 32`
     """
@@ -134,8 +134,8 @@ def checkout(
 ) -> None:
     """Write a version as a Hugging Face checkpoint: weights, configuration and tokenizer.
 
-    The version is built from the nearest anchor over deltas or skip-deltas, written beside its place, read back and
-    proved by the fingerprints of its manifest, and only then given its name.
+    The version is built from the nearest anchor over deltas or skip-deltas, written to a temporary directory, read
+    back and proved by the fingerprints of its manifest, and only then renamed.
 
     Example: `tidemill weights checkout v40 models/v40`
     """

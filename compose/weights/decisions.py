@@ -1,6 +1,6 @@
 """`tidemill weights pin|rollback|release`: decisions of an operator on `gate.decisions`.
 
-The trainer goes on after any decision: only the version that replicas serve changes.
+Replicas follow these decisions; so does a trainer that learns from users, and no other trainer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ ByOption = Annotated[str | None, typer.Option("--by", help="Who decides. Default
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check and show the decision, and write nothing.")]
 WaitOption = Annotated[
     float | None,
-    typer.Option("--wait", metavar="SECONDS", min=0.0, help="Wait until every replica follows; status 1 if not."),
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0.0, help="Wait at most so long until every replica follows; status 1 if not."
+    ),
 ]
 RecentOption = Annotated[
-    float, typer.Option("--recent", metavar="SECONDS", min=0.0, help="A replica silent for longer is not waited for.")
+    float,
+    typer.Option(
+        "--recent", metavar="SECONDS", min=0.0, help="Do not wait for a replica that has been silent for longer."
+    ),
 ]
 RECENT_S = 3600.0
 POLL_S = 0.1
@@ -68,9 +73,9 @@ def on_version(name: str, verdict: GateVerdict, explained: str) -> Callable[...,
 pin = on_version(
     "pin",
     GateVerdict.HOLD,
-    """Let replicas go no further than a version, however far the trainer is.
+    """Let replicas go no further than a version, while the trainer continues. It is the same decision as `gate hold`.
 
-    A replica that is behind goes up to it; one that is beyond stays where it is (use `rollback` to take it back).
+    A replica that is behind goes up to it; a replica that is beyond it stays there (use `rollback` to take it back).
 
     Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
     """,
@@ -79,7 +84,7 @@ pin = on_version(
 rollback = on_version(
     "rollback",
     GateVerdict.ROLL_BACK,
-    """Take replicas back to an older version, and no further, until a release.
+    """Take replicas back to an older version, and keep them there until a release.
 
     Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
     """,
@@ -96,7 +101,7 @@ def release(
     recent_s: RecentOption = RECENT_S,
     as_json: JsonOption = False,
 ) -> None:
-    """End a pin or a rollback: replicas follow the newest version again.
+    """End a pin or a roll-back: replicas follow the newest version again.
 
     Example: `tidemill weights release --wait 60`
     """
@@ -167,10 +172,12 @@ def _show(made: GateDecision, following: Following, *, written: bool, waited: bo
     said = "decided" if written else "would decide"
     typer.echo(f"{said}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
     for replica, serving in sorted(following.beyond.items()):
-        typer.echo(f"{replica} serves {serving} and stays there: a pin takes nobody back, `rollback` does", err=True)
+        typer.echo(
+            f"{replica} serves {serving} and stays there: a pin takes no replica back, `rollback` does", err=True
+        )
     if not waited:
         return
     for replica in sorted(set(following.behind) - set(following.beyond)):
         typer.echo(f"{replica} still serves {following.behind[replica]}", err=True)
     if not following.behind:
-        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'nobody: no replica has spoken lately'}")
+        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'no replica: none has written lately'}")

@@ -28,7 +28,7 @@ SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 def diff(
     settings_of: SettingsOf,
     base: Annotated[str, typer.Argument(help="v40, BRANCH@40, a .safetensors file, or a checkpoint directory.")],
-    target: Annotated[str, typer.Argument(help="The same; what BASE became.")],
+    target: Annotated[str, typer.Argument(help="The target, in the same form as BASE.")],
     against: Annotated[
         bool, typer.Option("--against", help="Measure other formats in the same run: XOR, raw, gaps with zstandard.")
     ] = False,
