@@ -205,7 +205,7 @@ def test_an_operator_waits_for_the_replicas(log):
     assert late.exit_code == 1
     assert "a still serves 3" in late.output and "b still serves 3" in late.output
     beyond = ask(log, "pin", 2, "--wait", DEADLINE_S)
-    assert beyond.exit_code == 1 and "a pin takes nobody back" in beyond.output
+    assert beyond.exit_code == 1 and "a pin takes no replica back" in beyond.output
     ended = threading.Event()
     follower = threading.Thread(target=follow, args=(log, 3, ended))
     follower.start()
