@@ -147,9 +147,9 @@ class TidemillSettings(BaseSettings):
     batches: BatchSettings = Field(default_factory=BatchSettings)
     """Online batches: from rewards to what one step trains on."""
     router: RouterSettings = Field(default_factory=RouterSettings)
-    """The OpenAI-compatible serving path of the product."""
+    """The OpenAI-compatible router of the product."""
     product: ProductSettings = Field(default_factory=ProductSettings)
-    """Keys of the product's side: the serving path and feedback."""
+    """Keys of the product's side: the router and feedback."""
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     """The feedback gateway."""
     users: UsersSettings = Field(default_factory=UsersSettings)

@@ -33,7 +33,7 @@ def bind(host: str, port: int, setting: str, backlog: int | None = None) -> sock
     except OSError as error:
         bound.close()
         raise PortTaken(
-            f"{host}:{port} is not to be had ({error.strerror}): stop who holds it, or set {setting} to another one "
-            "(0 takes a free one)"
+            f"{host}:{port} cannot be used ({error.strerror}): stop the process that holds it, or set {setting} "
+            "to another port (0 takes a free one)"
         ) from error
     return bound

@@ -184,7 +184,7 @@ class RunSettings(Section):
         titles = [entry.title for entry in self.environments]
         twice = sorted({title for title in titles if titles.count(title) > 1})
         if twice:
-            raise ValueError(f"two environments are named {twice[0]!r}: give each entry a label of its own")
+            raise ValueError(f"two environments are named {twice[0]!r}: give each entry a different label")
         if not any(entry.evaluate for entry in self.environments):
             raise ValueError("no environment is evaluated: leave out `evaluate = false` of one entry")
         return self

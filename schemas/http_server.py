@@ -117,7 +117,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._beside_body += len(data)
         super().data_received(data)
         if self._beside_body > self._settings.max_header_bytes and not self.transport.is_closing():
-            too_long = f"the request has more than {self._settings.max_header_bytes} bytes beside its body"
+            too_long = f"the request has more than {self._settings.max_header_bytes} bytes outside its body"
             self._end(too_long, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_headers_complete(self) -> None:

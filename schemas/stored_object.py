@@ -75,7 +75,9 @@ def object_pieces(stored: StoredObject, piece_bytes: int = PIECE_BYTES) -> Itera
     if n_bytes != stored.n_bytes:
         raise StoredObjectError(f"{stored.uri} has {n_bytes} of {stored.n_bytes} bytes: it was cut short")
     if state.hexdigest() != stored.digest:
-        raise StoredObjectError(f"{stored.uri} is not what was stored: its {n_bytes} bytes have another digest")
+        raise StoredObjectError(
+            f"{stored.uri} was changed after it was stored: its {n_bytes} bytes have another digest"
+        )
 
 
 def read_object(stored: StoredObject) -> bytes:

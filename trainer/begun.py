@@ -37,7 +37,7 @@ def take_begun(
     try:
         batch = _inputs(plan, opened, kafka, settings, producer)
     except OutdatedPlanError as error:
-        _log.warning("step %d was begun and is begun anew: %s", plan.step, error)
+        _log.warning("step %d was begun, and is planned again: %s", plan.step, error)
         return None
     session = opened.session
     if session.place.version != plan.parent_version:

@@ -180,7 +180,9 @@ class _Loop:
     def _follow_gate(self) -> None:
         start, place = self._opened.line.start(), self._session.place
         if start != place.version:
-            _log.warning("version %d was given up by the gate: training goes on from version %d", place.version, start)
+            _log.warning(
+                "version %d was given up by the gate: training continues from version %d", place.version, start
+            )
             self._opened.rewinder.go_back(start, place.step)
 
     def _checkpoint(self) -> None:

@@ -151,7 +151,7 @@ class Session:
         if self.place.fingerprint != record.fingerprint:
             raise NotRepeatableError(
                 f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
-                "run it on the machine type and library versions of then, or start a new run"
+                "run it on the original machine type and library versions, or start a new run"
             )
 
     def go_back(self, version: int, state: Mapping[str, Tensor]) -> None:
@@ -210,6 +210,6 @@ class Session:
         if record.config_hash != self.config_hash:
             raise NotRepeatableError(
                 f"step {record.step} is in the log, has no checkpoint, and was trained with other settings (hash "
-                f"{record.config_hash}, now {self.config_hash}): start once with the settings of then, and change "
-                "them after the next checkpoint"
+                f"{record.config_hash}, now {self.config_hash}): start once with the original settings, and "
+                "change them after the next checkpoint"
             )

@@ -24,7 +24,7 @@ def trace(
     settings_of: SettingsOf,
     name: Annotated[
         str | None,
-        typer.Argument(help="Id of an interaction (or its signed id), of a feedback event, or of a rollout."),
+        typer.Argument(help="Id of an interaction (or its interaction token), of a feedback event, or of a rollout."),
     ] = None,
     user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow their data.")] = None,
     is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is already the log's pseudonym.")] = False,

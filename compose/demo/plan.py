@@ -62,7 +62,9 @@ class DemoPlan:
     def of(cls, settings: TidemillSettings) -> DemoPlan:
         """A plan with a new directory, free ports and new keys. Raises ValueError for an act that cannot be played."""
         if settings.demo.act is Act.TWO and not settings.demo.model:
-            raise ValueError("act two alone has no model to start from: give --model DIRECTORY, or play both acts")
+            raise ValueError(
+                "without act one, act two has no model to start from: give --model DIRECTORY, or play both acts"
+            )
         run_id = f"demo-{settings.run.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         directory = (settings.demo.data_dir / run_id).absolute()
         directory.mkdir(parents=True)
@@ -115,7 +117,7 @@ class DemoPlan:
 
     @property
     def router_address(self) -> str:
-        """HTTP address of the serving path."""
+        """HTTP address of the router."""
         return _address(self.ports.router)
 
     def write_config(self) -> None:
@@ -171,7 +173,7 @@ class DemoPlan:
         ]
 
     def router_role(self) -> RoleArguments:
-        """The serving path."""
+        """The router."""
         return "route", self._online("route")
 
     def users_role(self) -> RoleArguments:

@@ -120,7 +120,7 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
         ("swap pause", f"p50 {summary.pause_ms.p50:.1f} ms, p95 {summary.pause_ms.p95:.1f} ms"),
         ("step to served", f"p50 {summary.step_to_served_s.p50:.2f} s, p95 {summary.step_to_served_s.p95:.2f} s"),
         ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
-        ("rollouts", f"{summary.rollouts_per_s:.1f} a second, of {', '.join(summary.environments)}"),
+        ("rollouts", f"{summary.rollouts_per_s:.1f} per second, of {', '.join(summary.environments)}"),
         ("audit of the log", summary.audit),
         ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
         ("data", str(summary.data_dir)),

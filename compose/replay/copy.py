@@ -113,7 +113,7 @@ def _copy(replay: Replay, speed: float | None) -> Copied:
             return replay.run(speed, progress)
     except KeyboardInterrupt:
         typer.echo(
-            f"interrupted. What is copied stays; go on with the same options and --resume {replay.begun.replay_id}",
+            f"interrupted. Copied records stay; continue with the same options and --resume {replay.begun.replay_id}",
             err=True,
         )
         raise typer.Exit(INTERRUPTED) from None

@@ -23,7 +23,7 @@ def erasure_lines(done: Erasure) -> list[str]:
         f"{said}: {_demand(done.request)}",
         f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
     ]
-    lines += [f"LEFT ALONE, outside store.root: {uri}" for uri in done.claims.foreign]
+    lines += [f"NOT DELETED, outside store.root: {uri}" for uri in done.claims.foreign]
     if done.left:
         lines.append(f"STILL COMING IN: {_counts(done.left)}; run it again")
     if done.unreadable:

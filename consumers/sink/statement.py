@@ -83,7 +83,7 @@ def check(normalized: str, refused: frozenset[str]) -> Statement:
     if _has_phrase(parts, "INTO", "OUTFILE"):
         raise Refused("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
     if _has_phrase(parts, "PARALLEL", "WITH"):
-        raise Refused("PARALLEL WITH: one statement a request")
+        raise Refused("PARALLEL WITH: only one statement per request")
     for name in _called(parts):
         if name in refused or name.startswith("ai"):
             raise Refused(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")

@@ -189,7 +189,7 @@ def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
         except FileNotFoundError as error:
             raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
     if found != file:
-        raise AnchorError(f"{file.name} of anchor {uri} is not what was written: its bytes were changed")
+        raise AnchorError(f"{file.name} of anchor {uri} was changed after it was written")
     return local
 
 

@@ -251,7 +251,7 @@ class WeightPublisher:
     def _fork(self, point: ForkPoint) -> None:
         if point.branch == self._run.branch:
             raise VersionError(
-                f"branch {point.branch} cannot begin with a version of its own: give the run another branch"
+                f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
             )
         source = read_versions(self._kafka, self._run.model_copy(update={"branch": point.branch}))
         manifest = source.manifests.get(point.version)

@@ -147,7 +147,7 @@ class _FirstRequest:
 
     @property
     def endpoint(self) -> Endpoint:
-        raise EnvironmentFailed("it runs a program of its own, which another one cannot stand in for")
+        raise EnvironmentFailed("it runs its own program, which no other program can replace")
 
 
 async def _run(command: Sequence[str], model: Endpoint, told: str) -> tuple[int, str]:

@@ -23,7 +23,7 @@ From asyncio, where what is awaited is in the log:
 
     asyncio.run(main())
 
-`token` is what the serving path answered with. The keys that it signs with are read from
+`token` is the interaction token that the router returned. The keys that sign it are read from
 `TIDEMILL_PRODUCT__SIGNING_KEYS` and `TIDEMILL_PRODUCT__PSEUDONYM_KEY`.
 """
 

@@ -30,7 +30,7 @@ class Report(NamedTuple):
     """One signal as the product's backend gives it."""
 
     interaction: str
-    """The token that the serving path answered with."""
+    """The interaction token that the router returned."""
     kind: SignalKind | str
     value: float | None
     """None withdraws the event that `corrects` names."""

@@ -33,7 +33,7 @@ class FeedbackProducer(Shorthand[str]):
 
     Args:
         kafka: the brokers, "host:port,host:port", or settings.
-        product: the keys that the serving path signs with; `ProductSettings.from_environment()` reads them.
+        product: the keys that the router signs with; `ProductSettings.from_environment()` reads them.
         source: who reports, for instance the name of the backend; it is written into each record.
         deadline_s: longest that `send` takes, also when the log does not answer.
         max_queued: signals that wait for the log's acknowledgement at most.
@@ -85,7 +85,7 @@ class FeedbackProducer(Shorthand[str]):
         """Queue one signal; its event id.
 
         Args:
-            interaction: the token that the serving path answered with.
+            interaction: the interaction token that the router returned.
             kind: what happened.
             value: as the kind reads it (`SignalKind`); None withdraws the event that `corrects` names.
             user: the product's own id of the user who gave it; None where the request that was answered named nobody.

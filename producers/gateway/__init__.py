@@ -8,7 +8,7 @@ Make the keys, and start it:
     export TIDEMILL_GATEWAY__API_KEYS="{\"shop\": \"$(printf %s "$KEY" | sha256sum | cut -d ' ' -f 1)\"}"
     tidemill gateway --bootstrap kafka:9092 --port 8090
 
-Send an event; `TOKEN` is what the serving path, started with the same keys, answered the user with:
+Send an event; `TOKEN` is the interaction token that the router, started with the same keys, returned with an answer:
 
     curl --fail-with-body http://127.0.0.1:8090/v1/feedback \
       -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \

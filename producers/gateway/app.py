@@ -42,9 +42,9 @@ from tidemill.schemas.config import KafkaSettings
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they were served.
+DESCRIPTION = """Tells Tidemill what a product's users did with the answers that they got.
 
-Each event names the answer by the signed id that the serving path gave with it, and its user. Give `event_id` or
+Each event names the answer, by the interaction token that the router returned with it, and its user. Give `event_id` or
 `observed_at`: an event sent twice then counts once, so that a request answered with 429 or 503, or not at all, may
 be sent again."""
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -209,7 +209,7 @@ async def _problem(_request: Request, error: Exception) -> Response:
 
 async def _http_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return answer(Problem(error.status_code, "see /docs for what there is"))
+    return answer(Problem(error.status_code, "see /docs for the paths that exist"))
 
 
 async def _unexpected(_request: Request, _error: Exception) -> Response:

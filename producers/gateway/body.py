@@ -19,7 +19,7 @@ from tidemill.producers.gateway.problem import Problem
 async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request that says it is JSON. Raises Problem 400, 413, 415."""
     _check_type(request)
-    too_long = Problem(413, f"the body is longer than {limit} bytes: send fewer events at a time", close=True)
+    too_long = Problem(413, f"the body is longer than {limit} bytes: send fewer events in one request", close=True)
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_long

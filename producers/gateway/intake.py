@@ -61,7 +61,7 @@ class EventIntake:
         """Count events against the caller's cap. Raises Problem 429."""
         wait = self._of_key.take(caller, events, time.monotonic()) if events else 0.0
         if wait:
-            detail = f"the API key {caller!r} sends more than {self._settings.key_rate:g} events a second"
+            detail = f"the API key {caller!r} sends more than {self._settings.key_rate:g} events per second"
             raise Problem(429, detail, retry_after_s=wait)
 
     def events_of(self, tree: Any) -> list[Any]:  # noqa: ANN401 - a JSON tree

@@ -44,7 +44,7 @@ class FeedbackIn(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     interaction: StrictStr = Field(max_length=256)
-    """The signed interaction id that the serving path answered with."""
+    """The interaction token that the router returned with the answer."""
 
     kind: SignalKind
     """What the user did, or what the product saw."""

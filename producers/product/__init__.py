@@ -1,1 +1,1 @@
-"""What the serving path, the feedback gateway and the feedback SDK share: keys, signed interactions, pseudonyms."""
+"""What the router, the feedback gateway and the feedback SDK share: keys, signed interactions, pseudonyms."""

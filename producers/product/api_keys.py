@@ -34,14 +34,14 @@ def checked_hashes(hashes: dict[str, str], section: str) -> dict[str, str]:
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
             raise ValueError(f"{name}: not a SHA-256 in hex; {how_to_make(section)}")
     if len(set(hashes.values())) < len(hashes):
-        raise ValueError("two names have the same API key: nobody could tell who asks")
+        raise ValueError("two names have the same API key, so their requests cannot be told apart")
     return hashes
 
 
 def require_some(hashes: Mapping[str, str], section: str) -> None:
     """Raise ApiKeysMissing when there is none."""
     if not hashes:
-        raise ApiKeysMissing(f"{section}.api_keys is empty, so that nobody could use it: {how_to_make(section)}")
+        raise ApiKeysMissing(f"{section}.api_keys is empty, so no client could use it: {how_to_make(section)}")
 
 
 class ApiKeys:

@@ -49,7 +49,7 @@ class Signer:
             raise BadToken(f"an interaction token is a string of at most {LONGEST_TOKEN} characters")
         interaction_id, dot, signature = token.rpartition(".")
         if not dot or len(signature) != _SIGNATURE_LETTERS or not _INTERACTION.fullmatch(interaction_id):
-            raise BadToken("an interaction token is INTERACTION.SIGNATURE, as the serving path answers it")
+            raise BadToken("an interaction token is INTERACTION.SIGNATURE, as the router returns it")
         # The text is compared, not the bytes it stands for: base64 spells one value in several ways.
         given = signature.encode()
         for key in self._keys:

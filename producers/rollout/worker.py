@@ -176,7 +176,7 @@ class Worker:
     async def _drop_lost(self, taken: TakenTasks) -> None:
         lost = self._tracker.partitions() - taken.owned
         for partition in lost:
-            LOG.info("partition %s moved to another worker; its unfinished tasks are left to that one", partition)
+            LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
             self._tracker.drop(partition)
         await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
 
@@ -185,7 +185,7 @@ class Worker:
         deadline = loop.time() + self._settings.grace_s
         if self._jobs:
             LOG.info(
-                "stopping: %d episodes get up to %g s to finish (rollout.grace_s); what is left is played again later",
+                "stopping: %d episodes get up to %g s to finish (rollout.grace_s); others are played again later",
                 self._in_hand(),
                 self._settings.grace_s,
             )

@@ -172,7 +172,7 @@ def _wants_usage(asked: Mapping[str, Json]) -> bool:
     if options is None:
         return False
     if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise bad_request("`stream_options` takes `include_usage` alone", "stream_options")
+        raise bad_request("`stream_options` takes only `include_usage`", "stream_options")
     return _flag(options, "include_usage")
 
 

@@ -1,4 +1,4 @@
-"""Settings of the router: the OpenAI-compatible serving path of a product."""
+"""Settings of the router, the OpenAI-compatible server in front of the replica pools."""
 
 from __future__ import annotations
 

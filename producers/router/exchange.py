@@ -250,9 +250,9 @@ class Exchange:
     async def _fail(self, error: ReplicaUnavailable | BadResponse | TimeoutError) -> None:
         LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
         if isinstance(error, BadResponse):
-            refusal = Refusal(502, "a replica answered something that is no answer", "bad_gateway_error")
+            refusal = Refusal(502, "a replica returned an invalid answer", "bad_gateway_error")
         elif isinstance(error, ReplicaUnavailable):
-            refusal = unavailable("the answer broke off")
+            refusal = unavailable("the answer was interrupted")
         else:
             refusal = Refusal(504, "no whole answer in time", "timeout_error")
         if not self._client.begun:

@@ -104,7 +104,7 @@ class Feeder:
 
     def _report(self, decision: Decision) -> None:
         for group in decision.expired.groups:
-            LOG.warning("group %s never closed; it holds no place any more", group)
+            LOG.warning("group %s never closed; it no longer counts as unfinished", group)
         for replica in decision.expired.replicas:
             LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
         for topic in self._silence.silent(self._state.waiting_for(), now_us()):

@@ -1,1 +1,1 @@
-"""Chat: messages to token ids and back, the same in rollouts, in the serving path and in mid-training."""
+"""Chat: messages to token ids and back, the same in rollouts, in the router and in mid-training."""

@@ -134,7 +134,7 @@ def _joined(content: object) -> object:
         raise BadMessage(".content must be a text or a list of text parts")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadMessage(".content holds a part that is no text: this model reads text alone")
+            raise BadMessage(".content holds a part that is no text: this model reads only text")
     return "".join(part["text"] for part in content)
 
 

@@ -123,7 +123,7 @@ class ChatTemplate:
         close, rest = self._continued(whole)
         before, _, _ = whole.partition(self._mark)
         if not before.startswith(asked[: asked.find(_USER["content"])]) or _USER["content"] not in before:
-            raise TemplateRefused("the chat template rewrites what stands before a turn when the conversation goes on")
+            raise TemplateRefused("the chat template rewrites the text before a turn when the conversation continues")
         if _MORE["content"] not in rest:
             raise TemplateRefused("the chat template does not show a new message behind the turn that it answers")
         if self._shows_end_within(close):

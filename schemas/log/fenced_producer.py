@@ -122,9 +122,9 @@ class FencedProducer:
         cause = _cause(error)
         if cause.code() in FENCED:
             return FencedError(
-                f"another process has begun to write as {self._name}, so this one is shut out and writes nothing more: "
-                "one of the two was started by mistake, or this one was away and has been replaced; leave the other "
-                "one to go on"
+                f"another process has begun to write as {self._name}, so this process can write nothing more: "
+                "one of the two was started by mistake, or this process was away and has been replaced; let the other "
+                "process continue"
             )
         return DeliveryError(f"the log did not take what {self._name} wrote: {cause}")
 

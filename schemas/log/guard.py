@@ -36,8 +36,8 @@ class RetentionGap(LookupError):
         super().__init__(
             f"{topic}[{partition}]: the log no longer keeps offset {wanted}, the log begins at {first}: up to "
             f"{first - wanted} records were deleted before they were read. Let the topic's retention.ms outlast the "
-            "longest time that its readers are down. To go on without these records, set `stream.accept_gaps` or "
-            "`sink.accept_gaps` where one of these reads, or move the consumer group's committed offset"
+            "longest time that its readers are down. To continue without these records, set `stream.accept_gaps` or "
+            "`sink.accept_gaps` for a stream worker or a sink, or move the consumer group's committed offset"
         )
         self.topic = topic
         """Full name."""
@@ -53,8 +53,8 @@ class TopicMadeAnew(LookupError):
 
     def __init__(self, topic: str, partition: int, wanted: int, end: int) -> None:
         super().__init__(
-            f"{topic}[{partition}]: the reader stands at offset {wanted} and the log ends at {end}: the topic was made "
-            "anew, or the log lost records. What the reader remembers does not belong to this log"
+            f"{topic}[{partition}]: the reader is at offset {wanted} and the log ends at {end}: the topic was "
+            "deleted and created again, or the log lost records. The state of the reader does not belong to this log"
         )
 
 
@@ -260,6 +260,6 @@ class ReadingGuard:
         if silent_s is not None:
             where = ", ".join(f"{topic}[{p}] at {offset}" for (topic, p), offset in sorted(positions.items()))
             LOG.error(
-                "%s: no progress for %.0f s, the log does not answer (%s). It goes on when it does, from: %s",
+                "%s: no progress for %.0f s, the log does not answer (%s). When it does, reading continues from: %s",
                 self._name, silent_s, error, where,
             )  # fmt: skip

@@ -105,6 +105,6 @@ def _require_user(found: Security) -> None:
     if found.mechanism in WITH_PASSWORD and missing:
         raise SecurityError(
             f"kafka.client_options: sasl.mechanism is {found.mechanism}, so {' and '.join(missing)} has to be set. "
-            "A password is best given in the environment: TIDEMILL_KAFKA__CLIENT_OPTIONS="
+            "Give a password in the environment: TIDEMILL_KAFKA__CLIENT_OPTIONS="
             """'{"sasl.password": "..."}' adds it to what the configuration file says"""
         )

@@ -64,7 +64,7 @@ def check_position(topic: str, partition: int, offset: int, end: int | None) -> 
     if end is not None and offset > end:
         raise StreamFailure(
             f"the state of {topic}[{partition}] goes to offset {offset}, the log ends at {end}: the topic was "
-            "made anew. Give the processor another `application` name, or delete its changelog topic as well"
+            "deleted and created again. Give the processor another `application` name, or delete its state topic too"
         )
 
 

@@ -76,9 +76,9 @@ def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
             error = found.error() if found is not None else None
             if error is not None and error.code() == KafkaError._PARTITION_EOF:
                 raise StreamFailure(
-                    f"the state in {topic} was written by the transactional runner, and Faust cannot read it: go on "
-                    "with `stream.runner=transactional`, or give the processor another `application` name, with which "
-                    "it begins anew at the beginning of the log"
+                    f"the state in {topic} was written by the transactional runner, and Faust cannot read it: use "
+                    "`stream.runner=transactional`, or give the processor another `application` name, to start it "
+                    "again from the beginning of the log"
                 )
     finally:
         log.close()

@@ -119,7 +119,7 @@ class _Consumer(driver.Consumer):  # type: ignore[misc]  # faust is untyped here
     def _check_kept(self, tp: TP, offset: int, first: int) -> None:
         """Raises RetentionGap when records after the state's are gone and may not be."""
         if offset == 0 and first > 0:
-            LOG.warning("%s[%d] is read from its beginning, which is offset %d by now", tp.topic, tp.partition, first)
+            LOG.warning("%s[%d] is read from its beginning, which is now offset %d", tp.topic, tp.partition, first)
             return
         self.transport.holes.expect(tp, offset)
         if offset < first and not self.transport.accept_gaps:

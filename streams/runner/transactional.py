@@ -272,7 +272,7 @@ class TransactionalRunner:
         if offset >= first:
             return offset
         if offset == 0:
-            LOG.warning("%s[%d] is read from its beginning, which is offset %d by now", *place, first)
+            LOG.warning("%s[%d] is read from its beginning, which is now offset %d", *place, first)
             return first
         gap = RetentionGap(*place, offset, first)
         if not self._stream.accept_gaps:

@@ -56,7 +56,7 @@ def test_the_router_gives_one_answer_a_request(field: dict):
 
 
 def test_chat_is_text():
-    with pytest.raises(BadMessage, match="text alone"):
+    with pytest.raises(BadMessage, match="reads only text"):
         checked_messages([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
 
 

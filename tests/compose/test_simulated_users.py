@@ -382,5 +382,5 @@ def test_an_answer_of_the_serving_path_is_read_and_a_foreign_one_refused():
     }
     assert read_answer(json.dumps(body).encode(), 0.5) == ServedTurn(message, "id.signature", 4, 0.5)
     for broken in (b"no json", b"[]", b'{"choices": []}', json.dumps({**body, "tidemill": None}).encode()):
-        with pytest.raises(BadAnswer, match="serving path"):
+        with pytest.raises(BadAnswer, match="the router"):
             read_answer(broken, 0.5)

@@ -176,7 +176,8 @@ def test_a_damaged_anchor_is_refused_and_the_last_version_stays(harness, name, r
         where = f"/store/{harness.directory.name}"
         fsspec.filesystem("memory").put(manifest.anchor.uri, where, recursive=True)
         manifest = replace(manifest, anchor=replace(manifest.anchor, uri=f"memory:/{where}"))
-    assert_the_anchor_is_refused(harness, manifest, f"{name} of anchor {manifest.anchor.uri} is not what was written")
+    refusal = f"{name} of anchor {manifest.anchor.uri} was changed after it was written"
+    assert_the_anchor_is_refused(harness, manifest, refusal)
 
 
 def test_an_unfinished_anchor_is_refused(harness):

@@ -165,7 +165,7 @@ def test_a_damaged_anchor_is_named(log, name):
     file.write_bytes(damaged)
     offender = verified(log).offender
     assert (offender.version, offender.part) == (2, "anchor")
-    assert f"{name} of anchor" in offender.reason and "is not what was written" in offender.reason
+    assert f"{name} of anchor" in offender.reason and "was changed after it was written" in offender.reason
 
 
 def test_an_anchor_of_another_version_is_named(log):

@@ -34,7 +34,7 @@ def pseudonym(user: str | None = "ann") -> str:
 
 
 def token(interaction_id: str = "i-1", user: str | None = "ann", product: ProductSettings = PRODUCT) -> str:
-    """What the serving path answers a user with."""
+    """What the router answers a user with."""
     return Signer(product).sign(interaction_id, Pseudonyms(product).of(user))
 
 

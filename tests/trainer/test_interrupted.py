@@ -190,4 +190,5 @@ def test_of_two_trainers_one_goes_on_and_the_halted_one_ends_with_the_reason(log
     name = f"{log.topic_prefix}tidemill-trainer.halted"
     for ended in ("0-stop-after_compute-2", "3-stop-before_manifest-5"):
         said = interrupted.logs[f"halted/{ended}"].splitlines()[-1]
-        assert said.startswith(f"tidemill: another process has begun to write as {name}, so this one is shut out")
+        shut_out = f"another process has begun to write as {name}, so this process can write nothing more"
+        assert said.startswith(f"tidemill: {shut_out}")

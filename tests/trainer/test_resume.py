@@ -156,7 +156,7 @@ def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
 def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, store) -> None:
     train_until(log, settings, store, "stopped", 1, checkpoints=False)
     changed = settings.model_copy(update={"length_divisor": 3.0})
-    with pytest.raises(NotRepeatableError, match=r"other settings.*start once with the settings of then"):
+    with pytest.raises(NotRepeatableError, match=r"other settings.*start once with the original settings"):
         train_until(log, changed, store, "stopped", 1)
     recorded = records(log, Topic.STEPS, TrainStep, "stopped")[0]
     producer = RecordProducer(log, "test")

@@ -134,7 +134,7 @@ class StepReplay:
             if what_if is not None:
                 raise ValueError(
                     f"step {record.step} starts from version {record.parent_version}, not from the step before it: a "
-                    "counterfactual ends there; replay what follows by itself"
+                    "counterfactual ends there; replay the steps after it separately"
                 )
             self._go_to(record.parent_version)
 
@@ -147,8 +147,8 @@ class StepReplay:
             if not made.same:
                 raise NotRepeatableError(
                     f"step {record.step}, on the way to version {version}, gave weights {made.fingerprint} and is "
-                    f"recorded with {record.fingerprint}: replay from it, on the machine type and library versions of "
-                    "then"
+                    f"recorded with {record.fingerprint}: replay from it, on the original machine type and library "
+                    "versions"
                 )
 
     def _load(self, version: int) -> None:
@@ -194,7 +194,7 @@ class StepReplay:
         if record.config_hash != own:
             raise NotRepeatableError(
                 f"step {record.step} was trained with other settings (hash {record.config_hash}, here {own}): give the "
-                "--config of then, and what is to be different as --what-if"
+                "original --config, and the settings to change as --what-if"
             )
 
     def __enter__(self) -> Self:

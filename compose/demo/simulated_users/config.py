@@ -12,10 +12,10 @@ class UsersSettings(Section):
     """Who the simulated users are, what they like, and how they behave."""
 
     router: str = Field(default="http://127.0.0.1:8200", pattern=r"^https?://")
-    """Address of the serving path, http://host:port."""
+    """Address of the router, http://host:port."""
 
     api_key: SecretStr = SecretStr("")
-    """The product's key for the serving path (`router.api_keys`). Secrets belong in the environment
+    """The product's key for the router (`router.api_keys`). Secrets belong in the environment
     (TIDEMILL_USERS__API_KEY)."""
 
     seed: int = Field(default=0, ge=0)
@@ -73,7 +73,7 @@ class UsersSettings(Section):
     """Difficulty of the questions, as for tasks."""
 
     interactions_per_second: float = Field(default=30.0, gt=0)
-    """Most answers that are asked of the serving path in a second; a question takes several."""
+    """Most answers that are asked of the router in a second; a question takes several."""
 
     concurrency: int = Field(default=24, ge=1)
     """Most conversations at one time."""

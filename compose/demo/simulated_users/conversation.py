@@ -1,7 +1,7 @@
 """One conversation: the product poses a ledger question to the model, and runs the calculator for it until it answers.
 
 The product speaks OpenAI's chat protocol, as products do: each request carries the whole conversation. It is the ledger
-environment itself, with the serving path in place of a policy.
+environment itself, with the router in place of a policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidemill.schemas.records import Mode, Task
 
 @dataclass(frozen=True, slots=True)
 class ServedTurn:
-    """One answer of the serving path."""
+    """One answer of the router."""
 
     message: Message
     interaction: str
@@ -63,7 +63,7 @@ class Conversation:
 
 
 class ServedModel(Protocol):
-    """The serving path, for one user's conversation."""
+    """The router, for one user's conversation."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
         """The next turn after a conversation. Raises NotServed."""
@@ -71,11 +71,11 @@ class ServedModel(Protocol):
 
 
 class NoAnswer(RuntimeError):
-    """The serving path did not answer."""
+    """The router did not answer."""
 
 
 class _ServedPolicy(Policy):
-    """The serving path as a policy."""
+    """The router as a policy."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

@@ -44,7 +44,7 @@ class UserReport:
 
 
 class Product(Protocol):
-    """The product that the users use: the serving path, and feedback."""
+    """The product that the users use: the router, and feedback."""
 
     def model(self, user_id: str, session_id: str, *, consent: bool) -> ServedModel:
         """The model, for one conversation of a user."""

@@ -25,7 +25,7 @@ def run(
     Raises:
         NobodyAsks, TaskError: the settings leave nobody, or nothing, to ask.
         KeysMissing: the product's keys are not configured.
-        BadAnswer: the serving path is not Tidemill's.
+        BadAnswer: the router is not Tidemill's.
         FeedbackNotDelivered and the SDK's other errors.
     """
     try:

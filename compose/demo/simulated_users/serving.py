@@ -1,4 +1,4 @@
-"""The product that simulated users use, over its public ways alone: the serving path and the feedback SDK."""
+"""The product that simulated users use, over its public ways alone: the router and the feedback SDK."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCE = "simulated-product"
 
 
 class BadAnswer(RuntimeError):
-    """The serving path answered something that the product cannot use; the message says what."""
+    """The router answered something that the product cannot use; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _ServedModel:
 
 
 def served(body: bytes, latency_s: float) -> ServedTurn:
-    """One answer of the serving path. Raises BadAnswer."""
+    """One answer of the router. Raises BadAnswer."""
     try:
         answer = json.loads(body)
         (choice,) = answer["choices"]
@@ -75,12 +75,12 @@ def served(body: bytes, latency_s: float) -> ServedTurn:
             latency_s=latency_s,
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:  # BadMessage is a ValueError
-        raise BadAnswer(f"the serving path answered {body[:300]!r}: {error!r}") from error
+        raise BadAnswer(f"the router answered {body[:300]!r}: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class ServedProduct:
-    """The product's backend: its serving path and its feedback SDK."""
+    """The product's backend: its router and its feedback SDK."""
 
     session: aiohttp.ClientSession
     feedback: AsyncFeedbackProducer

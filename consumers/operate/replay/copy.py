@@ -51,8 +51,8 @@ def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
         planned = plan.lanes.get(lane)
         if planned is None or list(planned.offsets[: len(offsets)]) != offsets:
             raise TargetRefused(
-                f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of what is selected: the source "
-                "has lost records since, or the replay's topics were changed. Replay anew under another prefix"
+                f"what was copied of {lane[0]}[{lane[1]}] is no longer the beginning of the selected records: the "
+                "source has lost records since, or the replay's topics were changed. Replay under another prefix"
             )
     return {lane: len(standing.copied.get(lane, ())) for lane in plan.lanes}
 

@@ -93,7 +93,9 @@ class Replay:
         self._standing = self._target.check(self._resume)
         old = self._standing.begun
         if old is None and self._standing.records:
-            raise TargetRefused(f"the first copy of replay {self._resume} is gone from {self._into!r}: replay anew")
+            raise TargetRefused(
+                f"the first copy of replay {self._resume} is gone from {self._into!r}: start a new replay"
+            )
         selected = self._origin.selection.digest(self._origin.prefix)
         if old is not None and old.selected != selected:
             raise TargetRefused(

@@ -105,9 +105,7 @@ class Target:
         of = replay_id_of(record.headers)
         full = f"{self.prefix}{record}"
         if not of:
-            raise TargetRefused(
-                f"{full} was written by no replay: --into {self.prefix!r} is somebody's, give another prefix"
-            )
+            raise TargetRefused(f"{full} was not written by a replay: give another prefix than --into {self.prefix!r}")
         if replay_id is None or of != replay_id:
             raise TargetRefused(
                 f"{full} was written by replay {of}: carry that one on with --resume {of}, or give another prefix"
@@ -237,7 +235,7 @@ class CopyWriter:
             elif message.offset() != planned:
                 self._failure = self._failure or (
                     f"{message.topic()}[{message.partition()}]: a copy lies at offset {message.offset()}, planned was "
-                    f"{planned}. Somebody else writes there: throw these topics away and replay under another prefix"
+                    f"{planned}. Another process writes there: delete these topics and replay under another prefix"
                 )
 
         return delivered

@@ -187,7 +187,7 @@ class InteractionTrace:
         if replaced:
             return f"replaced by {replaced[-1]}"
         if self._served is not None and record.user_id != self._served.user_id:
-            return "not counted: given by somebody else than the user who was served"
+            return "not counted: given by another user than the one who was served"
         return self._not_counted(record)
 
     def _not_counted(self, record: Feedback) -> str:

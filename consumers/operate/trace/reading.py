@@ -34,7 +34,7 @@ def checked_name(text: str) -> str:
     if not name or len(name) > LONGEST_NAME or not name.isprintable():
         raise ValueError(
             f"an interaction, event or rollout id has 1 to {LONGEST_NAME} printable characters: give the id, or the "
-            "signed id that the serving path answered"
+            "interaction token that the router returned"
         )
     return name
 

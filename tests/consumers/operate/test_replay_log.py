@@ -189,7 +189,7 @@ def test_a_prefix_that_is_somebodys_is_refused(live, into):
     create_topics(own)
     with RecordProducer(own, "test") as producer:
         producer.send(Topic.GROUPS, group("x", []), key="x")
-    with pytest.raises(TargetRefused, match=f"{into}groups.* was written by no replay"):
+    with pytest.raises(TargetRefused, match=f"{into}groups.* was not written by a replay"):
         replay(live, into, topics=("rollouts",))
     another = f"another-{into}"
     report, _ = replay(live, another, topics=("groups",))

@@ -276,5 +276,5 @@ def test_a_signed_token_names_its_interaction():
 
 @pytest.mark.parametrize("text", ["", "  ", ".signature", "x" * 201, "a\x00b"])
 def test_what_can_be_no_id_is_refused(text: str):
-    with pytest.raises(ValueError, match="signed id"):
+    with pytest.raises(ValueError, match="interaction token"):
         checked_name(text)

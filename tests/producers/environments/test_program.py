@@ -346,7 +346,7 @@ def test_an_environment_without_a_first_request_has_no_task_for_a_program() -> N
     for inner, kind, reason in (
         (Silent, EnvironmentFailed, "asks the policy nothing"),
         (Refusing, TaskError, "no such riddle"),
-        (Program2, EnvironmentFailed, "program of its own"),
+        (Program2, EnvironmentFailed, "runs its own program"),
         (UserFirst, EnvironmentFailed, "simulated user"),
     ):
         error, _ = play(agent("pass"), inner(EnvironmentOptions()))

@@ -89,7 +89,7 @@ def assistant(arguments: object, **call: object) -> dict:
         ([{"content": "hello"}], r"messages\[0\].role must be one of system, user"),
         ([{"role": nested(10**5)}], r"messages\[0\].role must be one of"),
         ([user({"text": "hello"})], r"messages\[0\].content must be a text or a list of text parts"),
-        ([user([{"type": "image_url"}])], "reads text alone"),
+        ([user([{"type": "image_url"}])], "reads only text"),
         ([user("\ud800")], "half of a surrogate pair"),
         ([user([{"type": "text", "text": "\udfff"}])], "half of a surrogate pair"),
         ([assistant("{}", function=None)], r"tool_calls\[0\] must be an object with a `function`"),

@@ -296,10 +296,10 @@ REFUSED = {
     ),
     "shows the last message alone": ("{{ messages[-1].content }}<|end|>", "does not show earlier turns"),
     "takes one question": (PLAIN + "{% if messages[1:] %}{{ raise_exception('one only') }}{% endif %}", "one only"),
-    "counts its messages": ("{{ messages | length }} messages " + PLAIN, "rewrites what stands before a turn"),
+    "counts its messages": ("{{ messages | length }} messages " + PLAIN, "rewrites the text before a turn"),
     "forgets earlier questions": (
         "{% for m in messages[-2:] %}" + ONE + "{% endfor %}",
-        "rewrites what stands before a turn",
+        "rewrites the text before a turn",
     ),
     "puts questions first": (
         "{% for m in messages | sort(attribute='role', reverse=true) %}" + ONE + "{% endfor %}",
