@@ -150,7 +150,7 @@ def test_an_exclusion_by_a_step_that_did_not_train_its_batch_is_not_its_ending()
 FATES = [
     (THUMB, [], "waits for the interaction's end"),
     (THUMB, [outcome(SERVED, None, "bot")], "excluded (bot)"),
-    (replace(THUMB, event_id="e9", user_id="bob"), [REWARDED], "somebody else"),
+    (replace(THUMB, event_id="e9", user_id="bob"), [REWARDED], "another user"),
     (replace(THUMB, event_id="e9"), [REWARDED], "no weight, or another event"),
     (replace(THUMB, event_id="e9", kind=r.SignalKind.UNDO), [REWARDED], "outside its horizon"),
     (
