@@ -9,6 +9,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,16 +31,14 @@ UNUSED: Set[str] = {
 """Public names of modules that only tests use, or nobody."""
 
 
+@cache
 def parsed() -> Trees:
-    """The whole source."""
+    """The whole source. Not read when the module is: every process of a parallel run collects it."""
     found: dict[str, ast.Module] = {}
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         name = ".".join(("tidemill", *path.relative_to(ROOT).with_suffix("").parts))
         found[name] = ast.parse(path.read_text("utf-8"))
     return found
-
-
-TREES = parsed()
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
@@ -129,7 +128,7 @@ def project_names() -> set[str]:
 
 
 def test_no_folders_import_each_other():
-    assert circles(TREES) == CIRCLES
+    assert circles(parsed()) == CIRCLES
 
 
 def test_a_circle_of_folders_is_found():
@@ -146,7 +145,7 @@ def test_a_circle_of_folders_is_found():
 
 
 def test_no_class_name_stands_for_two_classes():
-    assert twice(TREES) == TWICE
+    assert twice(parsed()) == TWICE
 
 
 def test_a_class_name_that_stands_twice_is_found():
@@ -155,7 +154,7 @@ def test_a_class_name_that_stands_twice_is_found():
 
 
 def test_no_public_name_is_unused():
-    assert unused(TREES, project_names()) == UNUSED
+    assert unused(parsed(), project_names()) == UNUSED
 
 
 def test_an_unused_public_name_is_found():

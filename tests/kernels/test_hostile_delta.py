@@ -3,6 +3,7 @@
 import random
 import struct
 import tracemalloc
+from functools import cache
 
 import numpy as np
 import pytest
@@ -36,11 +37,26 @@ ONE = Fingerprint(1, 1)
 OLD = np.arange(2000, dtype=np.uint16)
 SPARSE = np.where(OLD % 50 == 0, OLD + 1, OLD).astype(np.uint16)
 TENSORS = [TensorChange("a", "bfloat16", OLD, SPARSE), TensorChange("b", "bfloat16", OLD, OLD + np.uint16(9))]
-STREAM = b"".join(encode_delta(6, 5, TENSORS))
-"""The tensors share a block."""
-APART = b"".join(encode_delta(6, 5, TENSORS, CodecSettings(OLD.size)))
-"""Each has its own."""
-BLOCK = b"".join(encode_tensor(*TENSORS[0]))
+
+
+# Not made when the module is read: the codec's loops are compiled at their first use, and every process of a parallel
+# run collects this module.
+@cache
+def shared():
+    """A stream whose tensors share a block."""
+    return b"".join(encode_delta(6, 5, TENSORS))
+
+
+@cache
+def apart():
+    """A stream in which each tensor has a block of its own."""
+    return b"".join(encode_delta(6, 5, TENSORS, CodecSettings(OLD.size)))
+
+
+@cache
+def one_block():
+    """The block of the first tensor."""
+    return b"".join(encode_tensor(*TENSORS[0]))
 
 
 def read(data, version=6, parent=5):
@@ -74,24 +90,25 @@ def portable(small, *, coder=ZstdCoder.code, changed=40):
     return bytes([coder, 0, 0]) + varint(changed) + varint(len(small)) + small
 
 
-@pytest.mark.parametrize(("stream", "blocks"), [(STREAM, [("a", "b")]), (APART, [("a",), ("b",)])])
-def test_the_undamaged_stream_is_read(stream, blocks):
-    assert [block.names for block in decode_delta([stream], 6, 5)] == blocks
-    assert [change.name for change in read(stream)] == ["a", "b"]
+@pytest.mark.parametrize(("made", "blocks"), [(shared, [("a", "b")]), (apart, [("a",), ("b",)])])
+def test_the_undamaged_stream_is_read(made, blocks):
+    assert [block.names for block in decode_delta([made()], 6, 5)] == blocks
+    assert [change.name for change in read(made())] == ["a", "b"]
 
 
-@pytest.mark.parametrize("stream", [STREAM, APART])
-def test_every_truncation_is_refused(stream):
+@pytest.mark.parametrize("made", [shared, apart])
+def test_every_truncation_is_refused(made):
+    stream = made()
     for length in range(len(stream)):
         with pytest.raises(DeltaError):
             read(stream[:length])
 
 
 @UNHURRIED
-@given(st.sampled_from([STREAM, APART]), st.data())
-def test_every_flipped_bit_is_refused(stream, data):
-    damaged = bytearray(stream)
-    bit = data.draw(st.integers(0, len(stream) * 8 - 1))
+@given(st.sampled_from([shared, apart]), st.data())
+def test_every_flipped_bit_is_refused(made, data):
+    damaged = bytearray(made())
+    bit = data.draw(st.integers(0, len(damaged) * 8 - 1))
     damaged[bit // 8] ^= 1 << bit % 8
     with pytest.raises(DeltaError):
         read(bytes(damaged))
@@ -197,12 +214,13 @@ def test_false_constants_are_refused(payload, message):
 
 
 def patched(at, removed, inserted):
-    """`BLOCK` with bytes of its fields replaced, and the lengths and the digest made right again."""
-    size = header_size(BLOCK[:PREFIX_SIZE]) - 16
-    fields = bytearray(BLOCK[PREFIX_SIZE:size])
+    """`one_block` with bytes of its fields replaced, and the lengths and the digest made right again."""
+    block = one_block()
+    size = header_size(block[:PREFIX_SIZE]) - 16
+    fields = bytearray(block[PREFIX_SIZE:size])
     fields[at : at + removed] = inserted
     unsealed = MAGIC + bytes([len(fields)]) + bytes(fields)
-    body = BLOCK[size + 16 :]
+    body = block[size + 16 :]
     return unsealed + xxhash.xxh3_128_digest(unsealed + body) + body
 
 
@@ -221,14 +239,14 @@ def patched(at, removed, inserted):
     ],
 )
 def test_false_header_fields_are_refused(at, removed, inserted, message):
-    assert patched(0, 0, b"") == BLOCK
+    assert patched(0, 0, b"") == one_block()
     with pytest.raises(DeltaError, match=message):
         list(decode_blocks(patched(at, removed, inserted)))
 
 
 def test_blocks_of_another_format_are_refused():
     with pytest.raises(DeltaError, match="not a block of this format"):
-        list(decode_blocks(b"TMb\x01" + BLOCK[4:]))
+        list(decode_blocks(b"TMb\x01" + one_block()[4:]))
 
 
 @pytest.mark.parametrize("digest", ["xxh3", "blake3"])
@@ -243,26 +261,32 @@ def test_a_digest_covers_every_byte(digest):
 
 
 def test_a_name_that_is_not_text_is_refused():
-    header = read_header(memoryview(BLOCK))
+    block = one_block()
+    header = read_header(memoryview(block))
     with pytest.raises(DeltaError, match="not UTF-8"):
-        list(decode_blocks(write_block(header, b"\xff", BLOCK[-header.payload_length :])))
+        list(decode_blocks(write_block(header, b"\xff", block[-header.payload_length :])))
 
 
+BOMBS = ("declared", "undeclared", "two frames", "vast", "says 80, holds 64 MiB")
+
+
+@cache
 def bombs():
     """Payloads that would unpack to far more than their block may hold."""
     honest = frame(bytes(64 << 20))
     streaming = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(64 << 20))
     lying = bytearray(zstandard.ZstdCompressor().compress(bytes(2000)))
-    return {
-        "declared": honest,
-        "undeclared": streaming,
-        "two frames": frame(bytes(80)) + honest,
-        "vast": b"\x28\xb5\x2f\xfd" + b"\xe0" + struct.pack("<Q", 2**62) + bytes(lying[10:]),
-        "says 80, holds 64 MiB": b"\x28\xb5\x2f\xfd\x20" + struct.pack("<B", 80) + honest[9:],
-    }
+    made = (
+        honest,
+        streaming,
+        frame(bytes(80)) + honest,
+        b"\x28\xb5\x2f\xfd" + b"\xe0" + struct.pack("<Q", 2**62) + bytes(lying[10:]),
+        b"\x28\xb5\x2f\xfd\x20" + struct.pack("<B", 80) + honest[9:],
+    )
+    return dict(zip(BOMBS, made, strict=True))
 
 
-@pytest.mark.parametrize("name", bombs())
+@pytest.mark.parametrize("name", BOMBS)
 def test_bombs_are_bounded_by_the_block(name):
     block = forged(portable(bombs()[name]))
     tracemalloc.start()
@@ -276,15 +300,15 @@ def test_bombs_are_bounded_by_the_block(name):
 
 def test_another_version_or_parent_is_refused():
     with pytest.raises(DeltaError, match="leads from 5 to 6, not from 5 to 7"):
-        read(STREAM, version=7)
+        read(shared(), version=7)
     with pytest.raises(DeltaError, match="not from 4 to 6"):
-        read(STREAM, parent=4)
+        read(shared(), parent=4)
 
 
 def test_missing_repeated_and_moved_blocks_are_refused():
-    head, tail = APART[:EDGE_SIZE], APART[-EDGE_SIZE:]
+    head, tail = apart()[:EDGE_SIZE], apart()[-EDGE_SIZE:]
     first, second = (b"".join(encode_tensor(*tensor)) for tensor in TENSORS)
-    assert head + first + second + tail == APART
+    assert head + first + second + tail == apart()
     for blocks in ([], [first], [second, first], [first, first, second], [first, second, second]):
         with pytest.raises(DeltaError, match="missing, repeated or moved"):
             read(b"".join([head, *blocks, tail]))
@@ -292,11 +316,12 @@ def test_missing_repeated_and_moved_blocks_are_refused():
 
 def test_bytes_after_the_end_are_refused():
     with pytest.raises(DeltaError, match="follow"):
-        read(STREAM + b"\0")
+        read(shared() + b"\0")
 
 
 def test_shuffled_chunks_are_refused():
-    pieces = [STREAM[at : at + 100] for at in range(0, len(STREAM), 100)]
+    stream = shared()
+    pieces = [stream[at : at + 100] for at in range(0, len(stream), 100)]
     shuffled = pieces[:]
     random.Random(0).shuffle(shuffled)
     with pytest.raises(DeltaError):
