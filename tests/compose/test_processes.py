@@ -63,7 +63,10 @@ def until_restarted(supervisor: Supervisor, name: str, pid: int) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_role_that_was_killed_is_started_again_and_it_is_said(tmp_path: Path, number: signal.Signals):
+def test_a_role_that_was_killed_is_started_again_and_it_is_said(
+    tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tidemill.compose.processes.FIRST_PAUSE_S", 0.25)
     told: list[str] = []
     pids: list[int] = []
     with Supervisor(tmp_path, restarted=told.append, started=pids.append) as supervisor:
@@ -75,7 +78,8 @@ def test_a_role_that_was_killed_is_started_again_and_it_is_said(tmp_path: Path, 
         wait_until(lambda: role.log.read_text().count("life") == 3)
         assert not supervisor.ended("role")
     assert told == [
-        f"role was killed by {number.name}: it is started again in {pause} s; its log is {role.log}" for pause in (1, 2)
+        f"role was killed by {number.name}: it is started again in {pause} s; its log is {role.log}"
+        for pause in ("0.25", "0.5")
     ]
     assert not any(alive(pid) for pid in pids)
 
@@ -105,11 +109,12 @@ def test_a_role_whose_work_is_done_is_not_started_again(tmp_path: Path):
 GUARDED = """
 import sys, time
 from pathlib import Path
+from tidemill.compose import processes
 from tidemill.compose.guard import Guard
-from tidemill.compose.processes import Supervisor
-with Guard(Path(sys.argv[1]) / "stack") as guard:
+processes.GRACE_S = 0.5  # no role here ends by itself
+with Guard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
     print(guard._process.pid, flush=True)
-    with Supervisor(Path(sys.argv[1]), started=guard.watch) as supervisor:
+    with processes.Supervisor(Path(sys.argv[1]), started=guard.watch) as supervisor:
         # It heeds no signal of the kernel's on the death of its parent.
         program = "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, lambda *_: None);" \
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print(child.pid);" \
