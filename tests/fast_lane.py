@@ -24,12 +24,13 @@ ROOT = Path(__file__).resolve().parent
 SLOW: tuple[str, ...] = (
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
     "kernels/test_triton.py",
+    "producers/environments/test_process.py",
     "system",
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
 )
 """Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
-Triton's interpreter, a process for each bench."""
+Triton's interpreter, a process for each bench, and one or more for each hostile environment (some 2 s a test)."""
 
 REFUSAL = "the fast lane starts no {0}: let the test use the fixture `{0}`, by which the lane leaves it out"
 JAVA = f"""#!/bin/sh
