@@ -56,7 +56,8 @@ def write_sharded_anchor(uri: str, base_model: Path, parts: Parts, ranks: Ranks)
 
 def _layout(parts: Parts, n_ranks: int) -> _Layout:
     outlines = {name: part.outline() for name, part in parts.items()}
-    whole = dict(sorted(outlines.items(), key=lambda item: -item[1].bits.itemsize))
+    # The order of `checkpoint.file_pieces`: one rank writes the bytes that one process does.
+    whole = dict(sorted(outlines.items(), key=lambda item: (-item[1].bits.itemsize, item[0])))
     owners = deal({name: weight.bits.nbytes for name, weight in whole.items()}, n_ranks)
     writers = sorted(set(owners.values()))
     if len(writers) == 1:

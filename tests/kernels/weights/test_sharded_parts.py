@@ -17,7 +17,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import AnchorError
+from tidemill.kernels.weights.anchor import AnchorError, write_anchor
+from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
 from tidemill.kernels.weights.sharded_parts import (
@@ -240,6 +241,20 @@ def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path)
             "odd": "torch.float8_e4m3fn",
             "w": "torch.bfloat16",
         }
+
+
+def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, tmp_path):
+    weights = {
+        "w": Weight("bfloat16", np.arange(6, dtype=np.uint16).reshape(2, 3)),
+        "norm": Weight("float32", np.arange(3, dtype=np.uint32)),
+        "embed": Weight("bfloat16", np.arange(4, dtype=np.uint16)),
+    }
+    parts = {n: TensorPart(n, w.dtype, w.bits.shape, 0, w.bits.reshape(-1)) for n, w in weights.items()}
+    written = [tmp_path / "one process", tmp_path / "one rank"]
+    write_anchor(str(written[0]), base_model, weights)
+    write_sharded_anchor(str(written[1]), base_model, parts, ranks)
+    held = [{file.name: file.read_bytes() for file in directory.iterdir()} for directory in written]
+    assert held[0] == held[1]
 
 
 def test_a_base_that_is_no_model_is_every_ranks_failure(ranks, tmp_path):
