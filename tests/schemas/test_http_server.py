@@ -223,7 +223,7 @@ def test_an_answer_that_lasts_longer_than_every_deadline_is_not_cut():
 
 def test_who_takes_nothing_of_his_answer_is_cut_off_and_who_takes_it_slowly_is_not():
     # Not a short time: a busy machine may hold this client up between two pieces.
-    with serving(SHORT.model_copy(update={"unread_timeout_s": 4 * SHORT_S})) as served:
+    with serving(SHORT.model_copy(update={"unread_timeout_s": 2 * SHORT_S})) as served:
         slow = served.connect(GET.replace(b"/", b"/large", 1))
         stuck = served.connect(GET.replace(b"/", b"/large", 1))
         taken, step = len(slow.recv(1 << 20)), SHORT_S / 10
