@@ -239,7 +239,7 @@ def test_who_takes_nothing_of_his_answer_is_cut_off_and_who_takes_it_slowly_is_n
 def test_a_header_without_end_is_refused():
     with serving(SHORT.model_copy(update={"max_header_bytes": 4096, "header_timeout_s": DEADLINE_S})) as served:
         answer = read_to_end(served.connect(b"GET / HTTP/1.1\r\nx: " + b"y" * 5000))
-        assert status_of(answer) == 431 and b"more than 4096 bytes beside its body" in answer
+        assert status_of(answer) == 431 and b"more than 4096 bytes outside its body" in answer
         trailer = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
         assert status_of(read_to_end(served.connect(trailer + b"y" * 5000))) == 431
         for size in (100_000, 10):
