@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.class_tiles import SEGMENT
-from tidemill.kernels.classes import Active, all_active, segments
+from tidemill.kernels.classes import SEGMENT, Active, all_active, segments
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import Indices

@@ -25,15 +25,12 @@ import numpy as np
 from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.backend_cpu import CpuBackend
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
-from tidemill.kernels.elements import DeltaError, ElementType, flat_bits
+from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, flat_bits
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 from tidemill.kernels.fingerprint import fingerprint as fingerprint_on_cpu
 
 ENVIRONMENT = "TIDEMILL_KERNELS"
 HOST_DEVICE = "cpu"
-
-AnyArray = Any
-"""A numpy array or a PyTorch tensor; what a backend gives back is of the same kind, on the same device."""
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ import xxhash
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.parts import DIRECTORY_LIMIT, NAME_LIMIT, BlockPart, read_directory, read_name
-from tidemill.kernels.payload import payload_limit
 from tidemill.kernels.settings import BLOCK_ELEMENTS, DigestChoice
 from tidemill.kernels.wire import WireReader, varint
 
@@ -150,6 +149,12 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
     return EncodedBlock(
         parts, header.kind.name, header.elements, header.changed, header.base, header.target, header.encoding, payload
     )
+
+
+def payload_limit(n_block: int, kind: ElementType) -> int:
+    """Upper bound, in bytes, of the payload of a block of `n_block` elements in any encoding."""
+    unpacked = n_block * kind.bits.itemsize
+    return unpacked + unpacked // 128 + 512
 
 
 def _check_bounds(header: BlockHeader) -> None:

@@ -5,7 +5,7 @@ For N elements of which n change, p = n / N, with H the entropy in bits and h th
     iid              N h(p) + n H(step)
     exponent class   sum over exponents e of the old patterns:  N_e h(n_e / N_e) + n_e H(step | e)
 
-A step is how many representable values lie from the old pattern to the new one, signed (`kernels.ulp_steps`). The
+A step is how many representable values lie from the old pattern to the new one, signed (`kernels.elements`). The
 second model uses what a receiver knows anyway: a small weight has close neighbours and changes more often. Types
 without an exponent (integers) have one class, and both models agree.
 
@@ -23,10 +23,9 @@ import numpy.typing as npt
 
 from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError, element_type, flat_bits
+from tidemill.kernels.elements import DeltaError, Values, element_type, flat_bits, fold_steps
 from tidemill.kernels.exponents import count_exponents
 from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.ulp_steps import Values, fold_steps
 
 Counts = npt.NDArray[np.int64]
 

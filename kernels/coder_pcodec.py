@@ -14,8 +14,7 @@ from pcodec import ChunkConfig, standalone
 from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.coder_zstd import checked
-from tidemill.kernels.elements import DeltaError
-from tidemill.kernels.ulp_steps import Values
+from tidemill.kernels.elements import DeltaError, Values
 from tidemill.kernels.wire import WireReader, varint
 
 

@@ -19,11 +19,10 @@ from tidemill.kernels import gap_models, rans, step_tables
 from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.elements import DeltaError, Values
 from tidemill.kernels.gap_models import ALL_ZERO, MODELS, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.rans import Reciprocals, reciprocals
 from tidemill.kernels.step_tables import StepTable, fit_tables
-from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 
 STATE_BYTES = 5

@@ -12,9 +12,8 @@ import numpy as np
 
 from tidemill.kernels.classes import ClassStreams, Counts
 from tidemill.kernels.coder import Coder
-from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.elements import DeltaError, Values
 from tidemill.kernels.frames import compress, decompress
-from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.wire import WireReader, varint
 
 ESCAPE = 255

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import AnyArray, backend_for, flat_rows, is_on_host
+from tidemill.kernels.backend import backend_for, flat_rows, is_on_host
 from tidemill.kernels.block import BlockHeader, write_block
 from tidemill.kernels.container import StreamWriter
-from tidemill.kernels.elements import DeltaError, ElementType, element_type
+from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
 from tidemill.kernels.parts import (
     DIRECTORY_LIMIT,
@@ -31,16 +31,6 @@ SHARED_SHARE = 4
 """A block that tensors share has at most 1 / 4 of the elements of the largest block."""
 SMALL_SHARE, SMALL_SHARE_ON_GPU = 8, 256
 """A tensor of at most 1 / 8 of the largest block's elements shares one; of 1 / 256 on a GPU, since it is copied."""
-
-
-class TensorChange(NamedTuple):
-    """One tensor before and after a step, as bit patterns of equal shape, in checkpoint coordinates."""
-
-    name: str
-    dtype: str
-    """Name of the element type (`kernels.elements`), for instance "bfloat16"."""
-    old_bits: AnyArray
-    new_bits: AnyArray
 
 
 class Encoded(NamedTuple):

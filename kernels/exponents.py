@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.class_tiles import SEGMENT
-from tidemill.kernels.classes import Active, Counts
+from tidemill.kernels.classes import SEGMENT, Active, Counts
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import ElementType
+from tidemill.kernels.elements import ElementType, Form, form_of
 from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.ulp_steps import Form, form_of
 
 LANES = 4
 """Counters of each exponent that take turns, so that none waits for itself."""

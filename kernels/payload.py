@@ -17,18 +17,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidemill.kernels.activity import find_active, read_active, write_active
-from tidemill.kernels.backend import AnyArray, backend_for
+from tidemill.kernels.backend import backend_for
 from tidemill.kernels.backend_base import KernelBackend
 from tidemill.kernels.class_table import choose_table, read_table, write_table
-from tidemill.kernels.class_tiles import SEGMENT
-from tidemill.kernels.classes import Active, Counts, select_classes
-from tidemill.kernels.coders import CODERS, encode_streams
-from tidemill.kernels.elements import DeltaError, ElementType
+from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, Counts, select_classes
+from tidemill.kernels.coder import Coder
+from tidemill.kernels.coder_pcodec import PcodecCoder
+from tidemill.kernels.coder_rans import RansCoder
+from tidemill.kernels.coder_zstd import ZstdCoder
+from tidemill.kernels.compiled import compiled
+from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, Values, fold_steps, move
 from tidemill.kernels.exponents import count_active_exponents
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.frames import compress, decompress
+from tidemill.kernels.information import BIT, choice_cost, kind_cost
 from tidemill.kernels.settings import CoderChoice
-from tidemill.kernels.ulp_steps import fold_steps, move
+from tidemill.kernels.step_tables import LANES, TOKENS, token_of
 from tidemill.kernels.wire import WireReader, varint
 
 RAW_SHARE = 4
@@ -93,12 +97,6 @@ def unpack(
     if indices.size != n_changed:
         raise DeltaError(f"the payload changes {indices.size} elements where the block's header says {n_changed}")
     return ElementChanges(indices + start, old[indices], new[indices])
-
-
-def payload_limit(n_block: int, kind: ElementType) -> int:
-    """Upper bound, in bytes, of the payload of a block of `n_block` elements in any encoding."""
-    unpacked = n_block * kind.bits.itemsize
-    return unpacked + unpacked // 128 + 512
 
 
 def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
@@ -184,3 +182,42 @@ def _unpack_raw(payload: memoryview, kind: ElementType, n_elements: int) -> Bits
     planes = np.frombuffer(decompress(data, expected), np.uint8).reshape(kind.bits.itemsize, -1)
     little: np.dtype[np.unsignedinteger[Any]] = kind.bits.newbyteorder("<")
     return np.ascontiguousarray(planes.T).view(little).reshape(-1).astype(kind.bits, copy=False)
+
+
+RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
+CODERS: dict[int, Coder] = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
+CHOICES: dict[CoderChoice, Coder] = {"auto": RANS, "rans": RANS, "pcodec": PCODEC, "zstd": ZSTD}
+WORTH = 20
+"""Another model of the gaps is tried where it promises to save 1 / 20 of the geometric one's bits."""
+
+
+def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, bytes]:
+    """The code of the coder that was chosen, or found to be the smallest, and its bytes."""
+    coder = CHOICES[choice]
+    coded = coder.encode(streams)
+    if choice == "auto":
+        geometric, binned = _gap_costs(streams.gaps, streams.counts, np.zeros((LANES, TOKENS), np.int64))
+        if geometric - binned > geometric // WORTH:
+            other = PCODEC.encode(streams)
+            if len(other) < len(coded):
+                return PCODEC.code, other
+    return coder.code, coded
+
+
+@compiled
+def _gap_costs(gaps: Values, counts: Counts, lanes: Counts) -> tuple[int, int]:
+    """What the gaps cost if they are geometric, class by class, and if their orders of magnitude are counted."""
+    geometric, binned = 0, 0
+    i = np.uint64(0)
+    for count in counts:
+        lanes[:] = 0
+        places, low_bits = np.uint64(count), np.uint64(0)
+        for _ in range(count):
+            token, low = token_of(np.uint64(gaps[i]))
+            lanes[i % np.uint64(LANES), token] += 1
+            low_bits += low
+            places += np.uint64(gaps[i])
+            i += np.uint64(1)
+        geometric += choice_cost(int(places), count)
+        binned += kind_cost(lanes.sum(axis=0)) + int(low_bits) * BIT
+    return geometric, binned

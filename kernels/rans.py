@@ -20,9 +20,9 @@ import numpy.typing as npt
 from tidemill.kernels import gap_models, step_tables
 from tidemill.kernels.classes import Counts
 from tidemill.kernels.compiled import compiled
+from tidemill.kernels.elements import Values
 from tidemill.kernels.gap_models import GapTables
 from tidemill.kernels.step_tables import length_of, low_bits_of, token_of
-from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.vectors import bit_length, multiply_high
 
 Words = npt.NDArray[np.uint16]

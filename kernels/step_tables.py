@@ -18,9 +18,8 @@ import numpy.typing as npt
 
 from tidemill.kernels.classes import Counts
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.elements import DeltaError, Values
 from tidemill.kernels.information import BIT, kind_cost
-from tidemill.kernels.ulp_steps import Values
 from tidemill.kernels.vectors import bit_length
 from tidemill.kernels.wire import BitReader, BitWriter
 

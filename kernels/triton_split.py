@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
-from tidemill.kernels.class_tiles import SEGMENT
+from tidemill.kernels.classes import SEGMENT
 from tidemill.kernels.elements import ElementType
 from tidemill.kernels.tensor_rows import check_places, check_type, flat_patterns, flat_row
 from tidemill.kernels.triton_runtime import kernel, tiles

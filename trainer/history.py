@@ -18,8 +18,11 @@ from tidemill.trainer.log_input import group_log, trainable
 from tidemill.trainer.online_input import InteractionLog, batch_log
 from tidemill.trainer.online_queue import repeated
 from tidemill.trainer.rollout_log import CLIENT, RolloutLog
-from tidemill.trainer.session import NotRepeatableError
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+
+
+class NotRepeatableError(RuntimeError):
+    """A recorded step, made again, cannot give the recorded weights; the message says why and what to do."""
 
 
 class HistoryError(RuntimeError):

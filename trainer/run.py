@@ -22,12 +22,11 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
-from tidemill.trainer.begun import take_begun
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online_input import OnlineFeed, OnlineInput
-from tidemill.trainer.resume import OpenRun, open_session
+from tidemill.trainer.resume import OpenRun, open_session, take_begun
 from tidemill.trainer.rollout_log import CLIENT
 
 _log = logging.getLogger(__name__)

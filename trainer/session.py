@@ -29,13 +29,10 @@ from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import TopicProgress
+from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
 from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import TakenStep, plan_of, record_of, staleness_records
-
-
-class NotRepeatableError(RuntimeError):
-    """A recorded step, made again, cannot give the recorded weights; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

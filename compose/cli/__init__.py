@@ -10,6 +10,11 @@ import sys
 
 import typer
 
+import tidemill.compose.replay.archive
+import tidemill.compose.replay.copy
+import tidemill.compose.replay.diff
+import tidemill.compose.replay.stage
+import tidemill.compose.replay.steps  # noqa: F401 - each module adds its commands
 from tidemill.compose.cli.audit_command import audit
 from tidemill.compose.cli.env_command import env_app
 from tidemill.compose.cli.query_command import query
@@ -22,7 +27,7 @@ from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
-from tidemill.compose.replay import replay_app
+from tidemill.compose.replay.app import replay_app
 from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 

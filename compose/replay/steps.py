@@ -171,7 +171,7 @@ def _made(
     out: Path | None,
 ) -> Iterator[ReplayedStep]:
     """The replayed steps; those to break at are written down before and after."""
-    from tidemill.trainer.replay.inspection import write_halt, write_metrics
+    from tidemill.trainer.replay.steps import write_halt, write_metrics
 
     folders: dict[int, Path] = {}
 

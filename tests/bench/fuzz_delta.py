@@ -43,10 +43,9 @@ from tidemill.kernels.delta import (
     encode_tensor,
     resolve_all,
 )
-from tidemill.kernels.elements import BY_CODE, BY_NAME
+from tidemill.kernels.elements import BY_CODE, BY_NAME, move
 from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.settings import CoderChoice
-from tidemill.kernels.ulp_steps import move
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
 NAME, OTHER_NAME = "w", "v"

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
-from tidemill.kernels.class_tiles import SEGMENT
-from tidemill.kernels.classes import Active, ClassStreams, ClassTable
+from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
 from tidemill.kernels.coder_rans import write_fields
 from tidemill.kernels.elements import ElementType, Order
 from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey

@@ -9,9 +9,10 @@ from hypothesis.extra import numpy as hnp
 from tests.kernels.reference import split_classes_reference
 from tidemill.kernels.activity import find_active, read_active, write_active
 from tidemill.kernels.class_table import choose_table, read_table, write_table
-from tidemill.kernels.class_tiles import SEGMENT, TILE
 from tidemill.kernels.classes import (
     MAX_CLASSES,
+    SEGMENT,
+    TILE,
     ClassStreams,
     all_active,
     segments,
@@ -19,10 +20,9 @@ from tidemill.kernels.classes import (
     split_classes,
 )
 from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError, fold_steps, move
 from tidemill.kernels.exponents import count_active_exponents, count_exponents
 from tidemill.kernels.information import BIT, log2
-from tidemill.kernels.ulp_steps import fold_steps, move
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 
 UNHURRIED = settings(deadline=None)

@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from tests.kernels.reference import delta_bounds, rans_reference
 from tidemill.kernels.classes import ClassStreams
-from tidemill.kernels.coders import CODERS, PCODEC, RANS, encode_streams
 from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, encode_tensor, resolve
-from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.elements import ELEMENT_TYPES, move
 from tidemill.kernels.gap_models import ALL_ZERO, MODELS, TABLES, TOTAL, gap_tables, low_bits, model_of, table_of
-from tidemill.kernels.payload import Encoding
+from tidemill.kernels.payload import CODERS, PCODEC, RANS, Encoding, encode_streams
 from tidemill.kernels.step_tables import TOKENS, StepTable, fit_tables, length_of, low_bits_of, token_of
-from tidemill.kernels.ulp_steps import move
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader
 
 UNHURRIED = settings(deadline=None)

@@ -23,10 +23,10 @@ from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, TrainS
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.online_input import InteractionLog
 from tidemill.trainer.online_queue import OnlineQueue
 from tidemill.trainer.run import run
-from tidemill.trainer.session import NotRepeatableError
 
 REWARDS = (1.0, 0.0, 0.5, 1.0)
 

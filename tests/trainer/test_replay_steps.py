@@ -28,13 +28,11 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
 from tidemill.trainer.checkpoint import TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.history import read_steps
-from tidemill.trainer.replay.inspection import write_halt, write_metrics
+from tidemill.trainer.history import NotRepeatableError, read_steps
 from tidemill.trainer.replay.reading import NoProducer, ReadOnlyError, read_groups
-from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay
+from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay, write_halt, write_metrics
 from tidemill.trainer.run import run
 from tidemill.trainer.serving_view import fingerprint_of
-from tidemill.trainer.session import NotRepeatableError
 
 STEPS = 5
 RUN = RunSettings(run_id="trained", seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS)

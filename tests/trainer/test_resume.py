@@ -20,11 +20,10 @@ from tidemill.schemas.records import Manifest, Staleness, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.history import HistoryError
+from tidemill.trainer.history import HistoryError, NotRepeatableError
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import commit_name, run
-from tidemill.trainer.session import NotRepeatableError
 from tidemill.trainer.step_records import step_seed
 
 GROUPS = 10

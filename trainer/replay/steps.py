@@ -7,28 +7,30 @@ asked for. Nothing is published, and nothing is written to the log.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
-from tidemill.kernels.weights.anchor import anchor_uri
+from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.records import TrainStep
+from tidemill.schemas.records import Interaction, Rollout, Segment, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import RecordedInputs, read_steps
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.model import load_model
 from tidemill.trainer.replay.reading import NoProducer
 from tidemill.trainer.resume import make_learner, way_back
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
-from tidemill.trainer.session import NotRepeatableError
+from tidemill.trainer.trainable import TrainableGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +219,73 @@ def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings
 def replace_model(settings: TrainerSettings, model: str) -> TrainerSettings:
     """The settings with another starting model."""
     return settings.model_copy(update={"model": model})
+
+
+def write_halt(root: Path, halt: Halt) -> Path:
+    """Write what a step is about to be made of into a folder of its own below `root`; the folder.
+
+    step-00000007/
+      step.json       the record of the step
+      groups.jsonl    one trained group a line, with its rollouts: tokens, masks, logprobs, rewards
+      online.json     the online batch and its interactions, where there was one
+      weights/        the weights before the step, as a Hugging Face checkpoint
+      metrics.json    the step's metrics, recorded and replayed (`write_metrics`)
+
+    Raises FileExistsError when the folder holds something.
+    """
+    folder = root / f"step-{halt.record.step:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: give another --out")
+    _write_json(folder / "step.json", dataclasses.asdict(halt.record))
+    _write_inputs(folder, halt.batch)
+    write_anchor(str((folder / "weights").absolute()), halt.base_model, halt.weights)
+    return folder
+
+
+def write_metrics(folder: Path, made: ReplayedStep) -> None:
+    """Write what a step reported then and now."""
+    document = {
+        "recorded": {"fingerprint": made.record.fingerprint, **made.record.metrics},
+        "replayed": {"fingerprint": made.fingerprint, **made.metrics},
+    }
+    _write_json(folder / "metrics.json", document)
+
+
+def _write_inputs(folder: Path, batch: StepBatch) -> None:
+    lines = [json.dumps(_group(group)) for group in batch.groups]
+    (folder / "groups.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    if batch.online is not None:
+        members = [_trajectory(interaction) for interaction in batch.online.interactions]
+        document = {**dataclasses.asdict(batch.online.batch), "interactions": members}
+        _write_json(folder / "online.json", document)
+
+
+def _group(group: TrainableGroup) -> dict[str, Any]:
+    return {
+        "place": dataclasses.asdict(group.place),
+        "group": dataclasses.asdict(group.group),
+        "rollouts": [_trajectory(rollout) for rollout in group.rollouts],
+    }
+
+
+def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
+    fields = {f.name: getattr(sampled, f.name) for f in dataclasses.fields(sampled) if f.name != "segments"}
+    nested = {
+        "rewards": [dataclasses.asdict(part) for part in fields.pop("rewards", [])],
+        "claim": None if (claim := fields.pop("claim")) is None else dataclasses.asdict(claim),
+    }
+    return {**fields, **nested, "segments": [_segment(segment) for segment in sampled.segments]}
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "token_ids": segment.ids().tolist(),
+        "loss_mask": segment.mask().tolist(),
+        "logprobs": segment.sampled_logprobs().tolist(),
+        "spans": [dataclasses.asdict(span) for span in segment.spans],
+    }
+
+
+def _write_json(path: Path, document: object) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
