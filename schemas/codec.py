@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import cattrs
 import fastavro
+import msgspec
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from tidemill.schemas.records import Record
@@ -89,17 +90,17 @@ def _write(record: Record) -> bytes:
 
 def read_body(body: bytes, writer: dict[str, Any]) -> Record:
     """Read an Avro body that `writer` (a schema as JSON) wrote into the current record type."""
-    return _read(memoryview(body), _Schema(writer))
+    return _read(body, _Schema(writer))
 
 
-def _read(body: memoryview, writer: _Schema) -> Record:
+def _read(body: bytes, writer: _Schema) -> Record:
     reader = _recorded()[writer.record_type][-1]
     buffer = io.BytesIO(body)
     try:
         fields = fastavro.schemaless_reader(buffer, writer.parsed, reader.parsed)
         if buffer.read(1):
             raise DecodeError(f"{writer.record_type.__name__}: bytes left over after the record")
-        return _CONVERTER.structure(fields, writer.record_type)
+        return msgspec.convert(fields, writer.record_type)
     except DecodeError:
         raise
     except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
@@ -130,12 +131,11 @@ class Codec:
         """The record of framed bytes, in either framing. Raises DecodeError."""
         if data is None:
             raise DecodeError("the record has no value (a tombstone)")
-        view = memoryview(data)
-        if view[:2] == SINGLE_OBJECT_MAGIC:
-            return _read(view[10:], self._known(bytes(view[2:10])))
-        if view[:1] == CONFLUENT_MAGIC and self._registry is not None and len(view) >= 5:
-            return _read(view[5:], self._registry.schema_of(int.from_bytes(view[1:5], "big")))
-        raise DecodeError(f"unknown framing: the value begins with {bytes(view[:4]).hex() or 'nothing'}")
+        if data.startswith(SINGLE_OBJECT_MAGIC):
+            return _read(data[10:], self._known(data[2:10]))
+        if data.startswith(CONFLUENT_MAGIC) and self._registry is not None and len(data) >= 5:
+            return _read(data[5:], self._registry.schema_of(int.from_bytes(data[1:5], "big")))
+        raise DecodeError(f"unknown framing: the value begins with {data[:4].hex() or 'nothing'}")
 
     @staticmethod
     def _known(mark: bytes) -> _Schema:
