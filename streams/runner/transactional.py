@@ -316,9 +316,10 @@ class TransactionalRunner:
     def _begin_again(self, error: KafkaException) -> None:
         """Abort, and decide the records of the transaction again. Raises StreamFailure where that cannot be."""
         cause: KafkaError = error.args[0]
-        if not (cause.fatal() or cause.txn_requires_abort() or cause.code() == KafkaError._TIMED_OUT):
+        over = cause.fatal() or cause.code() in (*FENCED, KafkaError._FATAL)
+        if not (over or cause.txn_requires_abort() or cause.code() == KafkaError._TIMED_OUT):
             raise error
-        if cause.code() in FENCED or cause.fatal():
+        if over:
             raise StreamFailure(
                 f"{self._processor.name} ended: another worker writes as this one ({cause}): two have one "
                 "`stream.instance`, or this one was away and has been replaced"
@@ -332,11 +333,14 @@ class TransactionalRunner:
 
     def _abort(self) -> None:
         self._forget()
+        # The log may still be ending the transaction before, and refuses to add to this one until then. An abort that
+        # comes first is of a transaction that it does not know, which costs the producer its life.
+        self._producer.flush(CALL_TIMEOUT_S)
         try:
             _call(self._producer.abort_transaction)
         except KafkaException as error:
-            # There may have been none.
-            if error.args[0].code() != KafkaError._STATE:
+            # There may have been none; and a producer at its end has none, which the next call says.
+            if error.args[0].code() != KafkaError._STATE and not error.args[0].fatal():
                 raise
 
     def _send_ticks(self) -> None:
