@@ -84,9 +84,9 @@ class ConsumedRecord:
 
 def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRecord:
     """A message of the log, decoded where it can be."""
-    record, error = None, ""
+    record, error, value = None, "", message.value()
     try:
-        record = codec.decode(message.value())
+        record = codec.decode(value)
     except DecodeError as failure:
         error = str(failure)
     return ConsumedRecord(
@@ -95,7 +95,7 @@ def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRec
         offset=message.offset() or 0,
         timestamp_ms=message.timestamp()[1],
         key=message.key(),
-        value=message.value(),
+        value=value,
         record=record,
         error=error,
         replay_id=replay_id_of(cast("Headers | None", message.headers())),
@@ -104,7 +104,9 @@ def consumed_record(message: Message, names: Names, codec: Codec) -> ConsumedRec
 
 def replay_id_of(headers: Headers | None) -> str:
     """The id of the replay that wrote a record; empty for a record that no replay wrote."""
-    found = (value or b"" for name, value in headers or () if name == HEADER_REPLAY_ID)
+    if not headers:
+        return ""
+    found = (value or b"" for name, value in headers if name == HEADER_REPLAY_ID)
     return next(found, b"").decode("utf-8", "replace")
 
 

@@ -7,7 +7,7 @@ raise `StateError`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import cattrs
 import fastavro
@@ -16,8 +16,7 @@ from tidemill.schemas.records import Mode, Rollout, RolloutStatus
 from tidemill.streams.state import StateError, read_avro, record_schema, write_avro
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHeader:
+class GroupHeader(NamedTuple):
     """What every rollout of a group must agree on."""
 
     task_id: str
@@ -149,7 +148,6 @@ _DONE: Any = fastavro.parse_schema(
 )
 _HEAD: Any = fastavro.parse_schema(record_schema("Head", partition="long", offset="long", clock_us="long"))
 _CONVERTER = cattrs.Converter()
-_HEADER_FIELDS = tuple(f.name for f in fields(GroupHeader))
 _MEMBER_FIELDS = tuple(f.name for f in fields(Member) if f.name != "packed")
 
 
@@ -158,23 +156,19 @@ def encode(entry: OpenGroup | DoneGroup) -> bytes:
     match entry:
         case OpenGroup():
             if not entry.packed:
-                header = _flat(entry.header, _HEADER_FIELDS)
-                entry.packed = b"o" + write_avro(_BEGIN, {"partition": entry.partition, "header": header})
+                begin = {"partition": entry.partition, "header": entry.header._asdict()}
+                entry.packed = b"o" + write_avro(_BEGIN, begin)
             members = [entry.members[name] for name in sorted(entry.members)]
             for member in members:
                 if not member.packed:
-                    member.packed = write_avro(_ONE, _flat(member, _MEMBER_FIELDS))
+                    # dataclasses.asdict copies deeply and costs ten times as much; this runs once a record.
+                    member.packed = write_avro(_ONE, {name: getattr(member, name) for name in _MEMBER_FIELDS})
             # An Avro array of one block, which `_OPEN` reads.
             count = write_avro(_COUNT, {"count": len(members)}) if members else b""
             return b"".join((entry.packed, count, *(member.packed for member in members), _END_OF_ARRAY))
         case DoneGroup():
             body = {"partition": entry.partition, "closed_clock_us": entry.closed_clock_us}
             return b"d" + write_avro(_DONE, {**body, "rollout_ids": sorted(entry.rollout_ids)})
-
-
-def _flat(record: GroupHeader | Member, names: tuple[str, ...]) -> dict[str, Any]:
-    # dataclasses.asdict copies deeply and costs ten times as much; this runs once a record.
-    return {name: getattr(record, name) for name in names}
 
 
 def decode(key: str, data: bytes, ttl_us: int) -> OpenGroup | DoneGroup:
@@ -184,7 +178,9 @@ def decode(key: str, data: bytes, ttl_us: int) -> OpenGroup | DoneGroup:
             case b"o":
                 body = read_avro(_OPEN, data[1:])
                 members = {m["rollout_id"]: _CONVERTER.structure(m, Member) for m in body["members"]}
-                return OpenGroup(key, body["partition"], _CONVERTER.structure(body["header"], GroupHeader), members)
+                header = body["header"]
+                header["mode"] = Mode(header["mode"])
+                return OpenGroup(key, body["partition"], GroupHeader(**header), members)
             case b"d":
                 body = read_avro(_DONE, data[1:])
                 return DoneGroup(key, body["partition"], body["closed_clock_us"], set(body["rollout_ids"]), ttl_us)

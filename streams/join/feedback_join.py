@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalUse, UserRequest, UserWish
+from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
@@ -65,6 +65,14 @@ class FeedbackJoin:
         self._map = rules.settings.map
         self._map_version = map_version(self._map)
         self._wait_us = to_us(self._map.wait_s)
+        self._clock_skew_us = to_us(self._settings.clock_skew_s)
+        self._late_us = to_us(self._settings.late_s)
+        self._grace_us = to_us(self._settings.grace_s)
+        self._settle_us = to_us(self._settings.settle_s)
+        self._early_wait_us = to_us(self._settings.early_wait_s)
+        self._bot_window_us = to_us(self._settings.bot_window_s)
+        self._done_ttl_us = to_us(self._settings.done_ttl_s)
+        self._horizons_us = {kind: to_us(self._map.horizon_s(kind)) for kind in SignalKind}
         state = state or MachineState()
         self._store = JoinStore(partition, state)
         head = join_state.decode_head(state.head) if state.head is not None else JoinHead({}, {})
@@ -101,7 +109,7 @@ class FeedbackJoin:
         """Take one record of either topic; what is decided by it."""
         if self._merge.has_read(located.topic, located.offset):
             return []
-        item = join_input.read(located, to_us(self._settings.clock_skew_s))
+        item = join_input.read(located, self._clock_skew_us)
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
         outputs: list[Output] = []
         while (step := self._merge.take()) is not None:
@@ -138,7 +146,7 @@ class FeedbackJoin:
         return [self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue]
 
     def _patience_ends(self, held: Held) -> int:
-        return held.arrived_at + to_us(self._settings.early_wait_s)
+        return held.arrived_at + self._early_wait_us
 
     def _keep_held(self, early: Early, held: list[Held]) -> None:
         for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
@@ -189,14 +197,13 @@ class FeedbackJoin:
         case.bot = self._is_bot(case.user_id, at_us)
         if self._store.wishes(case.user_id).erased(case.served_at):
             return [self._end(case, ERASED, at_us)]
-        if at_us - case.served_at > to_us(self._settings.late_s):
+        if at_us - case.served_at > self._late_us:
             return [self._end(case, TOO_LATE, at_us)]
         return []
 
     def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
-        grace_us = to_us(self._settings.grace_s)
         # Feedback may be as late on its way as the interaction was.
-        full_wait_at = max(interaction.served_at + self._wait_us, at_us) + grace_us
+        full_wait_at = max(interaction.served_at + self._wait_us, at_us) + self._grace_us
         return Case(
             interaction_id=interaction.interaction_id,
             offset=offset,
@@ -257,8 +264,8 @@ class FeedbackJoin:
         return self._signals_changed(case, at_us)
 
     def _within_horizon(self, case: Case, signal: Signal) -> bool:
-        earliest = case.served_at - round(case.latency_ms * 1_000) - to_us(self._settings.clock_skew_s)
-        return earliest <= signal.observed_at <= case.served_at + to_us(self._map.horizon_s(signal.kind))
+        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
+        return earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]
 
     def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
         if not case.open:
@@ -268,7 +275,7 @@ class FeedbackJoin:
             for kind, signal in standing(case.signals.values()).items()
             if kind in self._settings.close_on
         ]
-        ends = [case.full_wait_at, *(arrived + to_us(self._settings.settle_s) for arrived in decisive)]
+        ends = [case.full_wait_at, *(arrived + self._settle_us for arrived in decisive)]
         case.due_at = max(min(ends), at_us)
         self._store.save(case)
         return []
@@ -277,18 +284,17 @@ class FeedbackJoin:
 
     def _is_bot(self, user_id: str, at_us: int) -> bool:
         """Count an event of a user; whether they are a bot now."""
-        window_us = to_us(self._settings.bot_window_s)
         activity = self._store.activity(user_id, at_us)
-        if at_us >= activity.opened_at + window_us:
+        if at_us >= activity.opened_at + self._bot_window_us:
             activity.opened_at, activity.events = at_us, 0
         activity.events += 1
         if activity.events > self._settings.bot_max_events:
-            activity.bot_until = at_us + window_us
+            activity.bot_until = at_us + self._bot_window_us
             for case in self._store.cases_of(user_id):
                 if case.open and not case.bot:
                     case.bot = True
                     self._store.save(case)
-        activity.due_at = max(activity.opened_at + window_us, activity.bot_until)
+        activity.due_at = max(activity.opened_at + self._bot_window_us, activity.bot_until)
         self._store.save(activity)
         return at_us < activity.bot_until
 
@@ -383,7 +389,7 @@ class FeedbackJoin:
         return outcome
 
     def _remembered_until(self, ended_us: int) -> int:
-        return ended_us + to_us(self._settings.done_ttl_s)
+        return ended_us + self._done_ttl_us
 
     def _seal(self, case: Case, due_at: int) -> None:
         """Nothing changes this ending any more, and nothing is kept that could."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from tidemill.streams.join import join_state
 from tidemill.streams.join.join_state import Activity, Case, Early, Entry, Wishes
@@ -69,12 +70,12 @@ class JoinStore(TimedEntries[Entry]):
         return [self.get(key) for key in sorted(self._of_user.get(user_id, ()))]
 
 
-def _users(entry: Entry) -> set[str]:
+def _users(entry: Entry) -> Collection[str]:
     """Whose data an entry holds, where it must be found by user."""
     match entry:
         case Case():
-            return {entry.user_id}
+            return (entry.user_id,)
         case Early():
             return {held.user_id for held in entry.held}
         case _:
-            return set()
+            return ()

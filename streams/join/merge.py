@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from tidemill.schemas.catalogue import Topic
 
@@ -29,8 +29,7 @@ class SourceMark:
     clock_us: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Step(Generic[Item]):
+class Step(NamedTuple, Generic[Item]):
     """The next record in the common order."""
 
     at_us: int
@@ -90,24 +89,21 @@ class Merge(Generic[Item]):
 
     def take(self) -> Step[Item] | None:
         """The next record in the common order; None while a record that may still come could stand before it."""
-        heads = [source.waiting[0] for source in self._inputs.values() if source.waiting]
-        if not heads:
+        source: _Input[Item] | None = None
+        first: Step[Item] | None = None
+        for candidate in self._inputs.values():
+            # Of equal times that of the earlier topic, which is met first.
+            if candidate.waiting and (first is None or candidate.waiting[0].at_us < first.at_us):
+                source, first = candidate, candidate.waiting[0]
+        if source is None or first is None:
             return None
-        first = min(heads, key=self._order)
-        if not all(self._has_passed(source, first) for source in self._inputs.values()):
-            return None
-        source = self._inputs[first.topic]
+        for other in self._inputs.values():
+            # The next record of a topic may have the time of the one before.
+            if other.read.clock_us < first.at_us + (other.place < source.place):
+                return None
         source.waiting.popleft()
         source.mark = SourceMark(first.offset, first.at_us)
         return first
 
     def _order(self, step: Step[Item]) -> tuple[int, int, int]:
         return step.at_us, self._inputs[step.topic].place, step.offset
-
-    def _has_passed(self, source: _Input[Item], step: Step[Item]) -> bool:
-        """Whether no later record of `source` can stand before `step`."""
-        place = self._inputs[step.topic].place
-        # The next record of a topic may have the time of the one before.
-        if source.place < place:
-            return source.read.clock_us > step.at_us
-        return source.read.clock_us >= step.at_us
