@@ -156,7 +156,7 @@ def test_changed_settings_begin_it_anew_and_say_so(log, settings, train, caplog)
     changed = settings.model_copy(update={"length_divisor": 3.0})
     with caplog.at_level(logging.WARNING):
         train(changed, 1)
-    assert "step 1 was begun and is begun anew: it was planned with other settings" in caplog.text
+    assert "step 1 was begun, and is planned again: it was planned with other settings" in caplog.text
     (step,) = steps_of(log)
     assert [plan.config_hash for plan in plans_of(log)] == [settings.arithmetic_hash(), changed.arithmetic_hash()]
     assert (step.config_hash, names(step)) == (changed.arithmetic_hash(), ["g0", "g1"])
@@ -171,7 +171,7 @@ def test_inputs_that_are_gone_begin_it_anew_without_them(log, settings, train, c
         future.result()
     with caplog.at_level(logging.WARNING):
         train(settings, 1)
-    assert "step 1 was begun and is begun anew: its inputs can no longer be read" in caplog.text
+    assert "step 1 was begun, and is planned again: its inputs can no longer be read" in caplog.text
     (step,) = steps_of(log)
     assert names(step) == ["g2", "g3"]
     assert {e.group_id: e.reason for e in step.exclusions} == {"g0": "missing_rollout", "g1": "missing_rollout"}
@@ -186,7 +186,7 @@ def test_a_parent_that_was_given_up_begins_it_anew_from_the_one_before(log, onli
     serve(log, "again", 1, 3)
     with caplog.at_level(logging.WARNING):
         train(online_settings, 3)
-    assert "step 3 was begun and is begun anew: the gate gave up version 2" in caplog.text
+    assert "step 3 was begun, and is planned again: the gate gave up version 2" in caplog.text
     steps = steps_of(log)
     assert [(s.parent_version, names(s)) for s in steps] == [(0, ["b0"]), (1, ["b1"]), (1, ["again"])]
     assert steps[2].metrics["online/decisions"] == 1
@@ -215,7 +215,7 @@ def test_an_erased_user_begins_it_anew(log, online_settings, train, caplog) -> N
     RecordProducer(log, "test").send_acked(Topic.USER_REQUESTS, [("user-b0-1", demand)])
     with caplog.at_level(logging.WARNING):
         train(online_settings, 1)
-    assert "step 1 was begun and is begun anew: a user demanded" in caplog.text
+    assert "step 1 was begun, and is planned again: a user demanded" in caplog.text
     (step,) = steps_of(log)
     assert {e.group_id: e.reason for e in step.exclusions} == {"b0-1": "erased"}
     assert step.metrics["online/members"] == 3
