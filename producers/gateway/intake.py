@@ -97,7 +97,7 @@ class EventIntake:
         # Only holders of a token of their own get here, so that nobody uses up another user's share, or this memory.
         wait = self._of_user.take(record.user_id or record.interaction_id, 1, time.monotonic())
         if wait:
-            detail = f"more than {self._settings.user_rate:g} events a second in the name of one user"
+            detail = f"more than {self._settings.user_rate:g} events per second in the name of one user"
             raise Problem(429, detail, retry_after_s=wait)
         return record
 

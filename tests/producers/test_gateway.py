@@ -374,7 +374,7 @@ def test_a_flood_from_one_key_is_capped_and_the_other_key_goes_on(log_settings: 
         events = [event("flood", event_id=f"e{n}") for n in range(15)]
         assert client.post("/v1/feedback/batch", json={"events": events}).status_code == 202
         refused = client.post("/v1/feedback/batch", json={"events": events})
-        assert "sends more than 0.5 events a second" in problem(refused, 429)
+        assert "sends more than 0.5 events per second" in problem(refused, 429)
         assert 1 <= int(refused.headers["retry-after"]) <= 30
         # What is malformed counts too, or a flood of it would be free.
         answers = [client.post("/v1/feedback", content=b"{", headers=JSON).status_code for _ in range(30)]

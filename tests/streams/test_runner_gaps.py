@@ -41,7 +41,7 @@ def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_mi
             found = read_records(groups, lambda read: len(read) >= 2, 90, worker)
             assert [group_of(f).group_id for f in found] == ["c", "d"], "a fresh worker begins with what there is"
             assert worker.stop() == 0
-            assert "is read from its beginning, which is offset 2 by now" in worker.log.read_text()
+            assert "is read from its beginning, which is now offset 2" in worker.log.read_text()
             send(settings, "e", "f", "g")
             delete(settings, 6)
             worker.start()

@@ -96,7 +96,7 @@ def test_a_start_that_is_gone_is_told_and_the_beginning_is_what_is_kept(settings
 def test_a_place_behind_the_end_is_told(settings: KafkaSettings):
     write(settings, range(3))
     with LogReader(settings, [Topic.DOCUMENTS], start={HERE: 50}) as reader:
-        with pytest.raises(TopicMadeAnew, match="stands at offset 50 and the log ends at 3"):
+        with pytest.raises(TopicMadeAnew, match="is at offset 50 and the log ends at 3"):
             offsets(reader.poll, 1)
         write(settings, range(3, 5))
         assert offsets(reader.poll, 2) == [3, 4]
