@@ -25,7 +25,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
+
+from conftest import trainable_group  # noqa: E402
 
 SMOLLM2_135M = {
     "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64,
@@ -86,8 +88,6 @@ def _model(directory: Path | None) -> Any:
 
 
 def _groups(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -> list[Any]:
-    from conftest import trainable_group
-
     from tidemill.schemas.records import Segment, VersionSpan
 
     rng = np.random.default_rng(0)
