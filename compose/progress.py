@@ -10,11 +10,15 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+EVERY = 20
+"""Updates in between are left out: drawing costs more than copying a record."""
 
 
 class Working:
@@ -37,22 +41,14 @@ class Working:
 def working(title: str, total: int | None = None) -> Iterator[Working]:
     """Show progress towards `total`, None where that is not known, until the context ends."""
     counter = [] if total is None else [MofNCompleteColumn()]
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), *counter, TimeElapsedColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _bar(*counter, TimeElapsedColumn()) as bar:
         yield Working(bar, title, total)
-
-
-EVERY = 20
-"""Updates in between are left out: drawing costs more than copying a record."""
 
 
 @contextmanager
 def remaining(title: str) -> Iterator[Callable[[int, int], None]]:
     """A function that is told how much of how much is done, until the context ends."""
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with _bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(title, total=None)
 
         def update(done: int, of: int) -> None:
@@ -70,3 +66,9 @@ def spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
         task = progress.add_task(text, total=1)
         yield lambda detail: progress.update(task, description=f"{text}: {detail}")
         progress.update(task, completed=1, description=text)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    before = (TextColumn("{task.description}"), BarColumn())
+    return Progress(*before, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -12,7 +12,7 @@ CLAIM_CHECK_BYTES = 900_000
 """Payloads above this go to the object store; Kafka's own default limit on a record batch is 1,048,588 bytes."""
 
 HELD_OUT_ONE_IN = 8
-"""Where a run says nothing else, one question in so many is held out."""
+"""Default of `run.held_out_one_in`."""
 
 
 class Section(BaseModel):
@@ -136,7 +136,7 @@ class EnvironmentEntry(Section):
     model at OPENAI_BASE_URL with the key OPENAI_API_KEY, and its task on standard input."""
 
     evaluate: bool = True
-    """Whether evaluations ask its held-out questions. False: it is there for practice only."""
+    """Whether evaluations use its held-out questions. False: the entry is used only for training."""
 
     @property
     def title(self) -> str:
@@ -160,8 +160,8 @@ class RunSettings(Section):
     """What the policy practises. The feeder and the rollout workers need the same list."""
 
     held_out_one_in: int = Field(default=HELD_OUT_ONE_IN, ge=2)
-    """One question in so many is held out: the hash of its text is a multiple of this. An environment of few questions
-    needs a greater share for its evaluation to stand for the whole. All runs of a model should have the same."""
+    """Hold out one question in this many; a hash of its text decides which. With few questions, hold out a greater
+    share (a smaller number), so that the evaluation represents all of them. Use one value for all runs of a model."""
 
     groups_per_step: int = Field(default=8, ge=1)
     """Groups that one optimizer step trains on. The feeder's admission and the trainer's batches share it."""
@@ -186,7 +186,7 @@ class RunSettings(Section):
         if twice:
             raise ValueError(f"two environments are named {twice[0]!r}: give each entry a different label")
         if not any(entry.evaluate for entry in self.environments):
-            raise ValueError("no environment is evaluated: leave out `evaluate = false` of one entry")
+            raise ValueError("no environment is evaluated: remove `evaluate = false` from at least one entry")
         return self
 
 

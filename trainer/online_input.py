@@ -28,6 +28,7 @@ from tidemill.trainer.rollout_log import CLIENT
 from tidemill.trainer.trainable import TrainableBatch
 
 INTERACTIONS_CLIENT = "tidemill-trainer-interactions"
+_log = logging.getLogger(__name__)
 
 Found = Interaction | Exclusion
 """An interaction with its segments, or why it cannot be trained."""
@@ -84,9 +85,6 @@ class InteractionLog:
         return whole if said == (versions.min(), versions.max()) else Exclusion.INVALID_INTERACTION
 
 
-_log = logging.getLogger(__name__)
-
-
 def batch_log(
     kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]
 ) -> ReferenceLog[OnlineBatch]:
@@ -110,7 +108,7 @@ class OnlineInput:
         self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
         self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
         self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
-        self._found: tuple[StepInput, Mapping[Position, Interaction | Exclusion]] | None = None
+        self._found: tuple[StepInput, Mapping[Position, Found]] | None = None
         for located in self._standing.read_to_end():
             self._observe(located)
 

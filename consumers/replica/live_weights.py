@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import tidemill.consumers.replica.places as places
+from tidemill.consumers.replica import places
 from tidemill.consumers.replica.places import Elements, Layout, Places
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec

@@ -1,4 +1,4 @@
-"""Weights as bit patterns: what a version is made of, whatever the trainer keeps them in.
+"""Weights as bit patterns: what a version is made of, in any form in which the trainer keeps them.
 
 A weight has one of the element types that a delta can carry (`kernels.elements`), and keeps it: nothing is rounded on
 the way. Tensors of several types make up one version, such as fp8 matrices beside fp32 norms.

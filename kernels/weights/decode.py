@@ -56,7 +56,7 @@ class Decoder:
     def decode(self, delta: Delta, pieces: Pieces, resolve: Resolve) -> Decoded:
         """Every block of a delta, resolved.
 
-        Raises whatever `pieces` and `resolve` raise, and DeltaError for a stream that is no delta from `delta.base`.
+        Raises the errors of `pieces` and `resolve`, and DeltaError for a stream that is no delta from `delta.base`.
         """
         attempt = _Attempt(delta, resolve)
         shards = [self._shards.submit(self._read, attempt, pieces(delta.manifest, shard)) for shard in delta.shards]
@@ -98,7 +98,7 @@ def _noting(attempt: _Attempt) -> Iterator[None]:
     """Keep an error for `decode` to raise, so that the other threads see it and end."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, `decode` raises it
+    except Exception as error:  # noqa: BLE001 - `decode` raises any error
         attempt.errors.append(error)
 
 

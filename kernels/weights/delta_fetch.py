@@ -159,7 +159,7 @@ class ChunkFetcher:
         try:
             found = self._log.poll(_POLL_S, 1)
         except RetentionGap as gap:
-            # The reader stands where the log begins now; whoever wants a chunk before it is told so in `_seek`.
+            # The reader stands where the log begins now; a caller that wants a chunk before it is told so in `_seek`.
             self._read_to[gap.partition] = gap.first
             return
         for located in found:

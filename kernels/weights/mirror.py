@@ -1,6 +1,6 @@
 """The CPU mirror of the served version: what every delta is checked against before the engine is touched.
 
-A mirror holds each tensor's own bit patterns, whatever its dtype. It moves to another version through a `Draft`, which
+A mirror holds each tensor's own bit patterns, of any dtype. It moves to another version through a `Draft`, which
 knows the way back. What stays true:
 
 - outside a draft the mirror holds, bit for bit, one version whose fingerprints are its manifest's;
@@ -177,7 +177,7 @@ class Draft:
         self._step(manifest)
 
     def check(self, manifest: Manifest) -> None:
-        """Raises FingerprintMismatch unless every tensor is what the manifest says of it, where it lists them."""
+        """Raises FingerprintMismatch if a tensor differs from the fingerprint that the manifest lists for it."""
         wrong = _differing(self.mirror._fingerprints, manifest) if manifest.tensors else ""
         if wrong:
             raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {wrong}")

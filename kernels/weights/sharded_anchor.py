@@ -71,7 +71,7 @@ def _write_own(uri: str, parts: Parts, layout: _Layout, ranks: Ranks) -> AnchorF
     try:
         return put_file(uri, layout.files[ranks.rank], pieces) if ranks.rank in layout.files else None
     finally:
-        # The other ranks need this one's parts, whatever becomes of its own file.
+        # The other ranks need this one's parts, even when its own file fails.
         for _ in pieces:
             pass
 

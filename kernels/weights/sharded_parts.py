@@ -1,7 +1,7 @@
 """The part of each weight that one rank of a sharded model holds and publishes, and the whole that the parts make up.
 
 Keeps true: the parts that are merged cover every element of every tensor exactly once, or there is an error; so the
-fingerprints of the merged tensors are those of the whole, whatever the number of ranks and wherever the cuts are.
+fingerprints of the merged tensors are those of the whole, for any number of ranks and any cuts.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Ranks:
             return _Outcome(make(), None), None
         except RanksLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of any error
             return _Outcome(None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
 

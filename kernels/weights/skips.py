@@ -137,7 +137,7 @@ class SkipPublisher:
         for skip in job.skips:
             try:
                 self._publish(job.weights, skip, producer)
-            except Exception:  # noqa: BLE001 - whatever it is, the version is whole without its skip-delta
+            except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
                 self.dropped += 1
                 _log.exception("version %d goes without a delta from version %d", job.weights.version, skip.base)
         self._bases.update(dict.fromkeys(job.lengths, job.weights))

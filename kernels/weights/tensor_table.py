@@ -63,7 +63,7 @@ def load_tensor_table(table: TensorTable) -> list[TensorInfo]:
     payload = read_object(StoredObject(table.uri, table.n_bytes, table.digest))
     try:
         found = [TensorInfo(**fields) for fields in fastavro.reader(io.BytesIO(payload), _schema())]
-    except Exception as error:  # bytes of another kind raise whatever fastavro trips over; one clear error leaves
+    except Exception as error:  # fastavro raises errors of many types on other bytes; callers get one
         raise TensorTableError(f"{table.uri} is no tensor table: {type(error).__name__}: {error}") from error
     if len(found) != table.n_tensors:
         raise TensorTableError(f"{table.uri} lists {len(found)} tensors, its manifest says {table.n_tensors}")
