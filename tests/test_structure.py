@@ -25,7 +25,7 @@ TWICE: Set[str] = set()
 
 UNUSED: Set[str] = {
     "kernels/weights/sharded_publish.py:ShardedPublisher",
-    "kernels/weights/sharded_ranks.py:open_ranks",
+    "kernels/weights/ranks.py:open_ranks",
     "trainer/sharded_view.py:local_parts",
 }
 """Public names of modules that only tests use, or nobody."""

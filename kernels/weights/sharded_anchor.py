@@ -17,8 +17,8 @@ from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.anchor import AnchorFile, begin_anchor, compute_type, finish_anchor, put_file
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import INDEX, PIECE_BYTES, WEIGHTS, file_header, index_of
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.sharded_parts import Parts, TensorPart, deal
-from tidemill.kernels.weights.sharded_ranks import Ranks
 from tidemill.schemas.records import Anchor
 
 
@@ -45,7 +45,7 @@ def write_sharded_anchor(uri: str, base_model: Path, parts: Parts, ranks: Ranks)
         base_model: directory whose configuration and tokenizer the anchor takes over; the first rank reads it.
         parts: of all ranks together the whole of each weight.
 
-    Raises RankFailedError on every rank when one of them fails, RanksLostError.
+    Raises on every rank what one of them fails with, as `write_anchor` does, and RanksLostError.
     """
     layout = _layout(parts, ranks.size)
     taken_over = ranks.from_first(lambda: begin_anchor(uri, base_model, compute_type(layout.whole)))

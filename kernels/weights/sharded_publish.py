@@ -29,9 +29,9 @@ from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due,
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims, ShardReport
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
 from tidemill.kernels.weights.sharded_parts import Parts, RankReport, TensorPart, deal, merged_tensors, part_infos
-from tidemill.kernels.weights.sharded_ranks import Ranks
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Anchor, Manifest, TensorInfo
@@ -64,8 +64,8 @@ class ShardedPublisher:
         settings: without skip-deltas, which are not made from ranks.
         shards_per_rank: shards that a rank splits its tensors over, each with chunks in order in one partition.
 
-    Raises ValueError for settings that cannot be met, RankFailedError when the log cannot be read or has a version with
-    different weights twice, RanksLostError.
+    Raises ValueError for settings that cannot be met, VersionError when the log has a version with different weights
+    twice, RanksLostError.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class ShardedPublisher:
 
         Returns when the log has acknowledged all of it. A version that is in the log is compared and left alone.
 
-        Raises RankFailedError on every rank when one of them fails or the parts do not continue the chain: the version
-        is then not published. Raises RanksLostError when a rank is gone: start again, and publish the version again.
+        Raises on every rank what one of them fails with, VersionError when the parts do not continue the chain: the
+        version is then not published. Raises RanksLostError when a rank is gone: start again, and publish it again.
         """
         published = self._ranks.from_first(lambda: self._published(mark))
         self._in_doubt = True

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 import xxhash
 
 from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
 from tidemill.kernels.weights.anchor import anchor_weights
 from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
 from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.ranks import Ranks, open_ranks
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -142,6 +144,16 @@ def open_publisher(publication: Publication) -> Iterator[Callable[..., WeightPub
             return made
 
         yield start
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield open_ranks(timeout_s=10)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 from tidemill.kernels.weights import sharded_anchor
 from tidemill.kernels.weights.commit import VersionMark, read_versions
 from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.graph import VersionError
+from tidemill.kernels.weights.ranks import ProcessGroupRanks, Ranks, RanksLostError, open_ranks
 from tidemill.kernels.weights.sharded_publish import ShardedPublisher
-from tidemill.kernels.weights.sharded_ranks import RankFailedError, Ranks, RanksLostError, open_ranks
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
@@ -162,7 +163,7 @@ class Worker:
             members = list(range(size))
             mesh, group = DeviceMesh("cpu", members), dist.new_group(members, backend="gloo")
             if self.rank in members:
-                publisher = self.publisher(f"chain{size}", Ranks(group), shards=2 if size == 2 else 1)
+                publisher = self.publisher(f"chain{size}", ProcessGroupRanks(group), shards=2 if size == 2 else 1)
                 found[str(size)] = list(self._publish_chain(publisher, first_weights().sharded(mesh)))
         return found
 
@@ -208,9 +209,9 @@ class Worker:
         """What the ranks are told, and which versions the log then has."""
         try:
             publisher.publish(mark(version), self.parts(model))
-        except RankFailedError as error:
+        except (DeliveryError, VersionError, OSError) as error:
             chain = read_versions(self.kafka, RunSettings(run_id=f"{self.job.run_id}-failing"))
-            return [str(error), chain.newest_version]
+            return [type(error).__name__, str(error), chain.newest_version]
         raise AssertionError("a version was published that one rank failed at")
 
     def _drifted(self, publisher: ShardedPublisher, model: nn.Module) -> list[Any]:

@@ -218,8 +218,8 @@ def test_no_rank_holds_the_whole_state(jobs):
 )
 def test_a_version_fails_on_all_ranks_or_on_none(jobs, failure, reason, newest):
     for rank in (0, 1):
-        told, then = jobs.found("failing", rank)[failure]
-        assert told.startswith(reason)
+        kind, told, then = jobs.found("failing", rank)[failure]
+        assert told.startswith(reason) and kind == reason.split(": ")[1]
         assert then == newest
 
 

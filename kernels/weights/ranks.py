@@ -1,0 +1,209 @@
+"""The ranks that work together, one process or many: an error of one rank is raised on all, and none waits for ever.
+
+Keeps true: a call ends the same way on every rank, with a value or with an error that names the rank that failed; a
+rank that died or hangs ends it on the others too, at the latest after the group's timeout. After `RanksLostError` the
+group cannot be used any more. One process needs no process group: `SingleRank` calls the function.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tidemill.kernels.fingerprint import Bits
+
+T = TypeVar("T")
+
+
+class RankFailedError(RuntimeError):
+    """A rank failed at its part of a common task; every rank raises it."""
+
+
+class RanksLostError(RuntimeError):
+    """A rank is gone or did not answer in time: whether the common task was finished is not known here."""
+
+
+class Ranks(ABC):
+    """The processes that call the same methods in the same order.
+
+    What a function given to `from_first`, `on_first` or `gather` raises on one rank is raised on every rank, as an
+    error of the same class that names the rank, or as RankFailedError where the class cannot be made from a message
+    alone. Such a function must not call these methods itself.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that decides and commits."""
+        return self.rank == 0
+
+    @abstractmethod
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, pickled, on every rank. Raises what it raises, RanksLostError."""
+
+    @abstractmethod
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """Run `make` on every rank: its results in rank order on the first rank, nothing on the others.
+
+        Raises what one of them raises, RanksLostError.
+        """
+
+    def on_first(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns on the first rank, there alone. Raises what it raises, RanksLostError."""
+        made: list[T] = []
+        self.from_first(lambda: made.append(make()))
+        return made[0] if made else None
+
+    @abstractmethod
+    def send(self, values: Bits, to: int) -> None:
+        """Send uN[n], contiguous, n not 0, to another rank, which waits for it. Raises RanksLostError."""
+
+    @abstractmethod
+    def receive(self, into: Bits, source: int) -> None:
+        """Fill uN[n], contiguous, with what another rank sends. Raises RanksLostError."""
+
+
+class SingleRank(Ranks):
+    """The only process. Errors are raised as they are."""
+
+    rank, size = 0, 1
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns."""
+        return make()
+
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """What `make` returns, alone in a list."""
+        return [make()]
+
+    def send(self, values: Bits, to: int) -> None:
+        """Raise RanksLostError: there is no other rank."""
+        raise RanksLostError(f"one process has no rank {to} to send to")
+
+    def receive(self, into: Bits, source: int) -> None:
+        """Raise RanksLostError: there is no other rank."""
+        raise RanksLostError(f"one process has no rank {source} to receive from")
+
+
+class ProcessGroupRanks(Ranks):
+    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait; None: the default group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """As `Ranks.from_first`."""
+        outcome, cause = self._attempt(make) if self.is_first else (None, None)
+        shared = [outcome]
+        with _answering():
+            dist.broadcast_object_list(shared, group_src=0, group=self._group)
+        return _values(shared, cause)[0]
+
+    def gather(self, make: Callable[[], T]) -> list[T]:
+        """As `Ranks.gather`."""
+        outcome, cause = self._attempt(make)
+        found: list[_Outcome[T] | None] | None = [None] * self.size if self.is_first else None
+        with _answering():
+            dist.gather_object(outcome, found, group_dst=0, group=self._group)
+        failures = self.from_first(lambda: [one.failure for one in found or [] if one and one.failure])
+        if failures:
+            raise _error(failures) from cause
+        return _values(found or [], None)
+
+    def send(self, values: Bits, to: int) -> None:
+        """As `Ranks.send`."""
+        with _answering():
+            dist.send(_as_bytes(values), group_dst=to, group=self._group)
+
+    def receive(self, into: Bits, source: int) -> None:
+        """As `Ranks.receive`."""
+        with _answering():
+            dist.recv(_as_bytes(into), group_src=source, group=self._group)
+
+    def _attempt(self, make: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
+        try:
+            return _Outcome(make(), None), None
+        except RanksLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of any error
+            failure = _Failure(_class_elsewhere(error), f"rank {self.rank}: {type(error).__name__}: {error}")
+            return _Outcome(None, failure), error
+
+
+def open_ranks(timeout_s: float) -> Ranks:
+    """All ranks of the job, on a group of their own: no rank waits longer than `timeout_s` for another.
+
+    One process where torch.distributed is not initialised. Every rank calls it. The time has to cover what the slowest
+    rank takes to encode and send its shards.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleRank()
+    return ProcessGroupRanks(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error on its way to the other ranks."""
+
+    kind: type[Exception]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    """What a rank's part of a task came to."""
+
+    value: T | None
+    failure: _Failure | None
+
+
+def _class_elsewhere(error: Exception) -> type[Exception]:
+    """The class of an error where another process can make it again from a message alone, else RankFailedError."""
+    kind = type(error)
+    try:
+        again = pickle.loads(pickle.dumps(kind)) is kind and str(kind("message")) == "message"
+    except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
+        again = False
+    return kind if again else RankFailedError
+
+
+def _error(failures: Sequence[_Failure]) -> Exception:
+    kinds = {failure.kind for failure in failures}
+    kind = kinds.pop() if len(kinds) == 1 else RankFailedError
+    return kind("; ".join(failure.message for failure in failures))
+
+
+def _values(outcomes: Sequence[_Outcome[T] | None], cause: Exception | None) -> list[T]:
+    found: list[T] = []
+    for outcome in outcomes:
+        if outcome is None:
+            raise RanksLostError("a rank sent no answer")
+        if outcome.failure is not None:
+            raise _error([outcome.failure]) from cause
+        found.append(outcome.value)  # type: ignore[arg-type]
+    return found
+
+
+def _as_bytes(values: Bits) -> torch.Tensor:
+    return torch.from_numpy(values.view(np.uint8))
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RanksLostError(f"a rank is gone or did not answer in time: {error}") from error
