@@ -19,6 +19,10 @@ class FeedSettings(Section):
     epochs: int = Field(default=1, ge=0)
     """How often a training question may be asked in a run. 0: without limit."""
 
+    solved_one_in: int = Field(default=1, ge=1)
+    """Ask a training question that every rollout of its last group solved in one of this many epochs; 1: in each. A
+    group with equal rewards teaches nothing, and its rollouts cost as much as others. Needs `epochs` 0 or above 1."""
+
     deadline_s: float = Field(default=120.0, gt=0)
     """Seconds of event time from a training task's issue until its group closes with what has arrived."""
 

@@ -28,7 +28,7 @@ from tidemill.schemas.log.guard import Stillness
 from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Task
+from tidemill.schemas.records import Group, Task
 from tidemill.schemas.shutdown import stop_on_signals
 
 LOG = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Feeder:
             return
         self._state.observe(located.record)
         self._silence.observe(located.topic, now_us())
-        if isinstance(located.record, Task):
+        if isinstance(located.record, Task | Group):
             self._source.observe(located.record)
 
     def advance(self) -> bool:

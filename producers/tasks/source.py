@@ -3,7 +3,8 @@
 What holds: a training question is asked once in a run (`feed.epochs` times), restarts and changed options included, and
 is never one of the held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and
 comes again under the index `i + n * size` where an evaluation of that size asks for it again. Environments take turns
-by their weights, the same way at every start.
+by their weights, the same way at every start. A training question that a whole group solved is left out of some epochs
+(`feed.solved_one_in`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tidemill.producers.environments.find import options_json
 from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry, RunSettings
-from tidemill.schemas.records import Mode, Task
+from tidemill.schemas.records import Group, Mode, Task
 
 PATIENCE = 2_000
 """Drafts in a row without a new question after which an environment counts as exhausted."""
@@ -39,7 +40,9 @@ class TaskSource:
 
     def __init__(self, environments: Sequence[TaskEnvironment], run: RunSettings, feed: FeedSettings) -> None:
         self._run, self._feed = run, feed
-        self._questions = [Questions(each, run, feed.epochs) for each in environments]
+        self._questions = [Questions(each, run, feed) for each in environments]
+        self._issued: dict[str, tuple[Questions, str]] = {}
+        """Training groups by id: the environment's questions, and the payload of the one that was asked."""
         self._turns = take_turns([each.entry.weight for each in environments])
         self._order: list[int] = []
         """Environment of each training index so far."""
@@ -49,13 +52,19 @@ class TaskSource:
         asked = [self._questions[evaluated[turn]] for turn in islice(turns, size)]
         self._held_out = [(questions, questions.held_out()) for questions in asked]
 
-    def observe(self, task: Task) -> None:
-        """Remember that a training task of this run was issued, by this process or one before it."""
-        name = parse_task_name(task.task_id)
-        if task.run_id == self._run.run_id and name is not None and name.stage is Stage.TRAIN:
+    def observe(self, record: Task | Group) -> None:
+        """Take in a training task that a feeder issued, or its group. The group counts only after its task."""
+        if record.run_id != self._run.run_id or record.mode is not Mode.TRAIN:
+            return
+        if isinstance(record, Group):
+            if record.group_id in self._issued:
+                questions, payload = self._issued[record.group_id]
+                questions.close_group(payload, all(member.success for member in record.members))
+        elif record.group_id not in self._issued and parse_task_name(record.task_id) is not None:
             for questions in self._questions:
-                if questions.title == task.environment:
-                    questions.observe(task.payload)
+                if questions.title == record.environment:
+                    questions.observe(record.payload)
+                    self._issued[record.group_id] = (questions, record.payload)
 
     def task(self, name: TaskName, issued_at: int, issued_version: int) -> Task:
         """The task to issue under `name`. Raises TaskError when its environment has no unused question left."""
@@ -64,6 +73,7 @@ class TaskSource:
         if training:
             questions = self._of(index)
             draft = questions.unused()
+            self._issued[str(name)] = (questions, draft.payload)
         else:
             questions, draft = self._held_out[index]
         deadline_s = feed.deadline_s if training else feed.eval_deadline_s
@@ -97,11 +107,12 @@ class TaskSource:
 class Questions:
     """The questions of one environment: held-out ones in order, and training ones that are not used up."""
 
-    def __init__(self, opened: TaskEnvironment, run: RunSettings, epochs: int) -> None:
+    def __init__(self, opened: TaskEnvironment, run: RunSettings, feed: FeedSettings) -> None:
         self.title = opened.entry.title
         self.group_size = opened.entry.group_size
         self.options = options_json(opened.environment.options)
-        self._environment, self._query, self._epochs = opened.environment, TaskQuery(run.seed), epochs
+        self._environment, self._query, self._epochs = opened.environment, TaskQuery(run.seed), feed.epochs
+        self._solved_one_in = feed.solved_one_in
         self._held_out_one_in = run.held_out_one_in
         self._drafts = self._environment.tasks(self._query)
         self._waiting: dict[Split, deque[TaskDraft]] = {split: deque() for split in Split}
@@ -110,11 +121,17 @@ class Questions:
         """How often a training question was issued by this process, or drawn and found issued."""
         self._issued: Counter[str] = Counter()
         """Payloads that were issued before, and have not been drawn yet."""
+        self._left_out: Counter[str] = Counter()
+        """Payloads of solved questions, with the epochs in which they are still to be left out."""
         self._epoch = 1
 
     def observe(self, payload: str) -> None:
         """A task with this payload was issued."""
         self._issued[payload] += 1
+
+    def close_group(self, payload: str, solved: bool) -> None:
+        """The group of a task with this payload closed; `solved`: every rollout of the group succeeded."""
+        self._left_out[payload] = self._solved_one_in - 1 if solved else 0
 
     def held_out(self) -> TaskDraft:
         """The next held-out question. Raises TaskError."""
@@ -142,7 +159,11 @@ class Questions:
                 continue
             if draft is not None and self._asked[draft.asks] < self._epoch:
                 self._asked[draft.asks] += 1
-                return draft
+                if not self._left_out[draft.payload]:
+                    return draft
+                self._left_out[draft.payload] -= 1
+                misses = 0
+                continue
             misses += 1
             if draft is None or misses == PATIENCE:
                 misses = 0

@@ -81,6 +81,11 @@ def closed(task: Task, reason=CloseReason.SIZE) -> Group:
                  closed_at=at)  # fmt: skip
 
 
+def unsolved(task: Task) -> Group:
+    group = closed(task)
+    return replace(group, members=[replace(group.members[0], success=False), group.members[1]])
+
+
 def step(number, groups) -> TrainStep:
     inputs = [StepInput(name, "groups", 0, 0) for name in groups]
     return build(TrainStep, step=number, inputs=inputs, learning_rate=0.1, rollouts=8, tokens=40)
@@ -472,6 +477,43 @@ def test_a_source_goes_on_after_a_restart_with_what_is_unused(issued, forever):
         source.observe(task)
     after = drawn(source, 15 - issued, issued)
     assert set(Counter(task.payload for task in (*before, *after)).values()) == {3}
+
+
+def test_tasks_that_a_feeder_reads_back_are_its_own():
+    source = source_of(Few(5, 3), feed=FEED.model_copy(update={"epochs": 3}))
+    for index in range(15):
+        (task,) = drawn(source, 1, index)
+        source.observe(task)
+    with pytest.raises(TaskError):
+        drawn(source, 1, 15)
+
+
+@given(st.integers(1, 4), st.booleans(), st.sets(st.integers(0, 5)))
+def test_a_solved_question_is_left_out_of_some_epochs(one_in, forever, easy):
+    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": one_in})
+    questions = Few(6, 3, forever)
+    source, asked = source_of(questions, feed=feed), Counter()
+    for index in range(60):
+        (task,) = drawn(source, 1, index)
+        number = questions.asked.index(json.loads(task.payload))
+        asked[number] += 1
+        source.observe(closed(task) if number in easy else unsolved(task))
+    often = [asked[number] for number in range(6) if number not in easy] or [max(asked.values())]
+    assert max(often) - min(often) <= 1
+    if len(easy) < 6:
+        assert all(abs(asked[number] - max(often) / one_in) <= 1 for number in easy)
+
+
+def test_a_question_that_is_not_solved_any_more_is_asked_in_each_epoch_again():
+    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": 3})
+    source = source_of(Few(1, 3), Few(1, 3, name="other"), feed=feed)
+    first, second = drawn(source, 2)
+    source.observe(closed(first))
+    source.observe(unsolved(first))
+    source.observe(closed(replace(second, run_id="another")))
+    assert source._questions[0]._left_out.total() == source._questions[1]._left_out.total() == 0
+    source.observe(closed(first))
+    assert source._questions[0]._left_out.total() == 2
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4))
