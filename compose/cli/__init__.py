@@ -22,6 +22,7 @@ from tidemill.compose.cli.roles import documents, feed, gateway, rollout, route,
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.cli.topics_command import topics
 from tidemill.compose.cli.trace_command import trace
+from tidemill.compose.cli.trainer_command import trainer_app
 from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
@@ -60,6 +61,7 @@ for _role in (feed, rollout, route, gateway, documents):
     app.command(rich_help_panel="Producers")(with_settings(_role))
 app.command(rich_help_panel="Streams")(with_settings(stream))
 app.command(rich_help_panel="Trainer")(with_settings(train))
+app.add_typer(trainer_app, name="trainer", rich_help_panel="Trainer")
 for _role in (serve, sink):
     app.command(rich_help_panel="Consumers")(with_settings(_role))
 app.command(rich_help_panel="Consumers")(query)
