@@ -39,6 +39,8 @@ class Encoded(NamedTuple):
     data: bytes
     changes: Mapping[str, Fingerprint]
     """What it adds to the fingerprint of each tensor that it changes."""
+    targets: Mapping[str, tuple[int, Fingerprint]]
+    """How many elements of each of these tensors it covers, and their fingerprint after the change."""
 
 
 class _Rows(NamedTuple):
@@ -256,4 +258,8 @@ def _block(
         several, encoding, kind, 0, total, first.start, len(old), len(changes.indices), 0, base, target,
         settings.digest, b"",
     )  # fmt: skip
-    return Encoded(write_block(header, name, payload), {one.part.name: one.added for one in differences})
+    return Encoded(
+        write_block(header, name, payload),
+        {one.part.name: one.added for one in differences},
+        {one.part.name: (one.part.n, one.base + one.added) for one in differences},
+    )

@@ -24,7 +24,6 @@ TWICE: Set[str] = set()
 """Class names with several definitions."""
 
 UNUSED: Set[str] = {
-    "kernels/weights/sharded_publish.py:ShardedPublisher",
     "kernels/weights/ranks.py:open_ranks",
     "trainer/sharded_view.py:local_parts",
 }

@@ -2,18 +2,20 @@
 
 The view of `trainer.serving_view` cut over the ranks of a sharded model. Parts of all ranks together are the whole
 view, each element once: a weight sharded over its first dimension is a run of elements on each rank, in checkpoint
-coordinates; a weight that every rank holds whole is the first rank's; a tied weight counts once, by its first name.
+coordinates, also under expert parallelism, where two dimensions of the mesh cut it; a weight that every rank holds
+whole is the first rank's; a tied weight counts once, by its first name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from tidemill.kernels.weights.sharded_parts import TensorPart
+from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_bits
 
 
@@ -27,8 +29,9 @@ def local_parts(model: torch.nn.Module, *, first: bool) -> dict[str, TensorPart]
     Args:
         first: whether this is the rank that publishes the weights that are not sharded.
 
-    Raises PlacementError for a weight that is sharded over another dimension than its first, or over two dimensions of
-    the mesh, and TypeError for a weight that is no floating-point tensor.
+    Raises PlacementError for a weight that is sharded over another dimension than its first, and TypeError for a weight
+    that is no floating-point tensor. Ranks whose rows of a weight do not follow each other are refused by the publisher
+    (CoverageError).
     """
     parts: dict[str, TensorPart] = {}
     seen: set[int] = set()
@@ -45,30 +48,21 @@ def _whole(name: str, tensor: torch.Tensor, held: bool) -> TensorPart:
 
 
 def _sharded_part(name: str, tensor: DTensor) -> TensorPart:
-    mesh = tensor.device_mesh
-    place = mesh.get_coordinate()
-    dimension = _sharded_dimension(name, tensor.placements)
-    local = tensor.to_local()
-    if place is None or any(at for d, at in enumerate(place) if d != dimension):
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not all(p.is_replicate() or (isinstance(p, Shard | _StridedShard) and p.dim == 0) for p in placements):
+        raise PlacementError(
+            f"{name} is placed as {tuple(placements)}: only weights sharded over their first dimension can be "
+            "published from their ranks"
+        )
+    place, local = mesh.get_coordinate(), tensor.to_local()
+    if place is None or any(at and p.is_replicate() for at, p in zip(place, placements, strict=True)):
         # A copy of what another rank holds and publishes.
         return _part(name, tensor, 0, local.reshape(-1)[:0])
-    if dimension is None:
-        return _part(name, tensor, 0, local)
-    rows = -(-tensor.shape[0] // mesh.size(dimension))
-    first_row = min(place[dimension] * rows, tensor.shape[0])
-    return _part(name, tensor, first_row * prod(tensor.shape[1:]), local)
-
-
-def _sharded_dimension(name: str, placements: Sequence[Placement]) -> int | None:
-    """The mesh dimension over which the tensor's first dimension is sharded; None where it is sharded over none."""
-    sharded = [d for d, placement in enumerate(placements) if not isinstance(placement, Replicate)]
-    # Subclasses of Shard lay rows out in another order.
-    if len(sharded) > 1 or any(type(placements[d]) is not Shard or not placements[d].is_shard(0) for d in sharded):
-        raise PlacementError(
-            f"{name} is placed as {tuple(placements)}: only weights sharded over their first dimension, by one "
-            "dimension of the mesh, can be published from their ranks"
-        )
-    return sharded[0] if sharded else None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if tuple(local.shape) != tuple(shape):
+        raise PlacementError(f"{name} has shape {tuple(local.shape)} on this rank, placed as it is it has {shape}")
+    # Rows that do not follow each other would meet those of another rank: such ranks cannot cover the weight.
+    return _part(name, tensor, offset[0] * prod(tensor.shape[1:]) if offset else 0, local)
 
 
 def _part(name: str, whole: torch.Tensor, start: int, local: torch.Tensor) -> TensorPart:

@@ -22,15 +22,8 @@ from typing import Any
 import fsspec
 import xxhash
 
-from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
-from tidemill.kernels.weights.checkpoint import (
-    INDEX,
-    WeightFilesError,
-    file_pieces,
-    index_of,
-    map_checkpoint,
-    split_files,
-)
+from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.schemas.records import Anchor
 from tidemill.schemas.stored_object import StoreUnavailableError, put_object
 
@@ -53,8 +46,6 @@ COMPUTE_TYPES = ("bfloat16", "float16", "float32")
 """Element types that a model's configuration can name as its own."""
 
 READ_BYTES = 1 << 22
-FILE_BYTES = 5 << 30
-"""Weights in one file of an anchor, as Hugging Face splits checkpoints."""
 
 
 class AnchorError(WeightFilesError):
@@ -76,33 +67,13 @@ def anchor_uri(root: str, run_id: str, branch: str, version: int) -> str:
     return f"{root.rstrip('/')}/{run_id}/anchors/{branch}/v{version}"
 
 
-def write_anchor(uri: str, base_model: Path, weights: Mapping[str, WeightLike], file_bytes: int = FILE_BYTES) -> Anchor:
-    """Write a version as a checkpoint directory at `uri`; an unfinished or older one there is replaced.
-
-    Args:
-        base_model: directory whose configuration and tokenizer the anchor takes over.
-        weights: every tensor of the version, by checkpoint name.
-        file_bytes: above this the weights are split over several files.
-
-    Raises AnchorError when `base_model` has no readable configuration, StoreUnavailableError when the store fails.
-    """
-    held = {name: as_weight(name, value) for name, value in weights.items()}
-    files = begin_anchor(uri, base_model, compute_type(held))
-    split = split_files(held, file_bytes)
-    for file, names in split.items():
-        files.append(put_file(uri, file, file_pieces({name: held[name] for name in names})))
-    if len(split) > 1:
-        files.append(put_file(uri, INDEX, [index_of(held, split)]))
-    return finish_anchor(uri, files)
-
-
 def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> list[AnchorFile]:
     """Empty the directory `uri` and write what an anchor takes over from `base_model`; weights and marker are to come.
 
     Args:
         dtype: element type that the configuration names; None leaves the base model's.
 
-    Raises AnchorError like `write_anchor`, before anything is removed.
+    Raises AnchorError when `base_model` has no readable configuration, before anything is removed.
     """
     with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
         _stage(Path(scratch), base_model, dtype)

@@ -7,7 +7,7 @@ the way. Tensors of several types make up one version, such as fp8 matrices besi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -77,19 +77,6 @@ def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:
     """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
     return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
-
-
-def changed(tensors: Iterable[TensorInfo], changes: Iterable[Mapping[str, Fingerprint]]) -> list[TensorInfo]:
-    """The tensors of a version, from those of its parent and what was added to their fingerprints, by name.
-
-    Raises KeyError for a change of a tensor that the parent does not have.
-    """
-    listed = list(tensors)
-    fingerprints = {tensor.name: Fingerprint.from_hex(tensor.fingerprint) for tensor in listed}
-    for change in changes:
-        for name, added in change.items():
-            fingerprints[name] += added
-    return [replace(tensor, fingerprint=fingerprints[tensor.name].hex()) for tensor in listed]
 
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Weight:

@@ -91,22 +91,25 @@ def save_checkpoint(directory: Path, tensors: Iterable[tuple[TensorSpec, Bits]])
             file.write(piece)
 
 
-def split_files(weights: Mapping[str, Weight], file_bytes: int) -> dict[str, list[str]]:
-    """Which tensors lie in which file, in order: `WEIGHTS` where all fit into `file_bytes`, else several.
+def split_files(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """Which tensors lie together in a file of at most `file_bytes`, in order, from the bytes of each.
 
     A file has at least one tensor, so one that is larger than `file_bytes` lies in a larger file.
     """
-    groups: list[list[str]] = [[]]
+    groups: list[list[str]] = []
     size = 0
-    for name, weight in weights.items():
-        if groups[-1] and size + weight.bits.nbytes > file_bytes:
+    for name, n_bytes in sizes.items():
+        if not groups or size + n_bytes > file_bytes:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size += weight.bits.nbytes
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+        size += n_bytes
+    return groups
+
+
+def file_names(n: int) -> list[str]:
+    """The names of the `n` files of a checkpoint, as Hugging Face's loaders know them."""
+    return [WEIGHTS] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
 
 
 def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) -> bytes:
@@ -118,12 +121,22 @@ def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) 
 
 def file_pieces(weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
     """The bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
-    ordered = dict(sorted(weights.items(), key=lambda item: (-item[1].bits.itemsize, item[0])))
+    ordered = {name: weights[name] for name in file_order(weights)}
     yield file_header(ordered)
     for weight in ordered.values():
-        data = np.ascontiguousarray(weight.bits).reshape(-1).view(np.uint8).data
-        for start in range(0, len(data), PIECE_BYTES):
-            yield data[start : start + PIECE_BYTES]
+        yield from data_pieces(weight.bits)
+
+
+def file_order(weights: Mapping[str, Weight]) -> list[str]:
+    """The tensors of a file in order: wide elements first, so that every tensor is aligned to its elements."""
+    return sorted(weights, key=lambda name: (-weights[name].bits.itemsize, name))
+
+
+def data_pieces(bits: Bits) -> Iterator[memoryview]:
+    """The bytes of one tensor (uN, any shape), in pieces of at most `PIECE_BYTES`."""
+    data = np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data
+    for start in range(0, len(data), PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
 
 
 def file_header(weights: Mapping[str, Weight]) -> bytes:

@@ -1,7 +1,7 @@
 """The commit of a version: its manifest, written once everything that it names is acknowledged or stored.
 
-This is the one step that publishing from one process and from many share. What it keeps true: a manifest that a reader
-sees can be read in full; a version is committed once, and only as the next one of its branch.
+What it keeps true: a manifest that a reader sees can be read in full; a version is committed once, and only as the next
+one of its branch. Of several ranks the first one writes, and all of them know what was written.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class VersionLog:
         if newest is not None and version <= newest:
             raise VersionError(f"version {version} is not in the log and would come after {newest}: numbers only rise")
 
-    def commit(
+    def write(
         self,
         mark: VersionMark,
         shards: Sequence[ShardReport],
@@ -139,9 +139,12 @@ class VersionLog:
         self.require_next(mark.version, mark.parent)
         manifest = self._fit(self._manifest(mark, shards, tensors, anchor))
         self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
+        return manifest
+
+    def wrote(self, manifest: Manifest) -> None:
+        """Take in what `write` wrote, here or on another rank: the next version continues it."""
         observe_published(self.graph, manifest)
         self._back = None
-        return manifest
 
     def _manifest(
         self,

@@ -34,6 +34,9 @@ class PublishSettings(Section):
     log_limit_bytes: int = Field(default=64 << 20, ge=0)
     """A shard of a delta above this lies in the object store, as one object, and not in the log."""
 
+    shards: int = Field(default=1, ge=1)
+    """Shards that each rank splits a delta over, each a run of chunks in one partition of the log."""
+
     anchor_every: int = Field(default=20, ge=1)
     """An anchor is written at the latest this many versions after the last one."""
 

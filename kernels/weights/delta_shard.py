@@ -47,6 +47,15 @@ class ShardReport:
     """What the shard adds to the fingerprint of each tensor that it changes, by name."""
 
 
+class Covered(NamedTuple):
+    """What the blocks of a shard cover of a tensor: those in which nothing changed are left out."""
+
+    n: int
+    """Elements."""
+    fingerprint: Fingerprint
+    """Of these elements after the change."""
+
+
 class PartChange(NamedTuple):
     """A run of a tensor's elements before and after a step: what one shard holds of the tensor."""
 
@@ -91,6 +100,7 @@ class DeltaShard:
         self._digest = xxhash.xxh3_128()
         self._writer = StreamWriter(version, parent)
         self._tensor_changes: dict[str, Fingerprint] = {}
+        self._covered: dict[str, Covered] = {}
         try:
             self._encode(changes, settings or CodecSettings())
         except BaseException:
@@ -112,6 +122,11 @@ class DeltaShard:
     def tensor_changes(self) -> Mapping[str, Fingerprint]:
         """What the shard adds to the fingerprint of each tensor that it changes, by name."""
         return self._tensor_changes
+
+    @property
+    def covered(self) -> Mapping[str, Covered]:
+        """What the shard covers of each tensor that it changes, by name."""
+        return self._covered
 
     def send(self, producer: RecordProducer, run: RunSettings, claims: ShardClaims | None = None) -> ShardPosition:
         """Write the shard to the log, or to the store where `claims` says so, and wait until it is there.
@@ -141,6 +156,8 @@ class DeltaShard:
             self._write(self._writer.block(block.data))
             for name, change in block.changes.items():
                 self._tensor_changes[name] = self._tensor_changes.get(name, ZERO) + change
+                n, made = self._covered.get(name, (0, ZERO))
+                self._covered[name] = Covered(n + block.targets[name][0], made + block.targets[name][1])
         self._write(self._writer.trailer())
 
     def _store(self, folder: str) -> ShardPosition:

@@ -1,39 +1,47 @@
-"""One version's weights in memory: the copy that the next version is compared with.
+"""One version's weights in memory, this rank's parts of them: the copy that the next version is compared with.
 
 What it keeps true: the weights are those of the version that it names, bit for bit, in memory that nobody else writes;
-the set of tensors, their types and shapes never change; `tensors` holds their fingerprints.
+the set of tensors, their types, shapes and cuts never change; each part's fingerprint is that of its elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, changed, tensor_info, total_fingerprint
+from tidemill.kernels.weights.delta_shard import Covered, PartChange
 from tidemill.kernels.weights.graph import VersionError
-from tidemill.schemas.records import TensorInfo
-
-Tensors = Mapping[str, WeightLike] | Iterable[tuple[str, WeightLike]]
-"""A version as a trainer hands it over: by checkpoint name, each tensor once, in any order."""
+from tidemill.kernels.weights.tensor_parts import (
+    PartInfo,
+    Parts,
+    Place,
+    TensorLike,
+    Tensors,
+    as_part,
+    named,
+    part_info,
+    place_of,
+)
 
 
 class HeldVersion:
-    """The weights of one version, owned.
+    """This rank's parts of one version, owned.
 
     Args:
         version: which one.
-        weights: every tensor; written to by `take_over`, read by nobody else.
-        tensors: what a manifest says of them, in its order.
+        parts: of every tensor; written to by `take_over`, read by nobody else.
+        fingerprints: of each part; computed where they are not given.
     """
 
-    def __init__(self, version: int, weights: Mapping[str, Weight], tensors: Iterable[TensorInfo]) -> None:
+    def __init__(self, version: int, parts: Parts, fingerprints: Mapping[str, Fingerprint] | None = None) -> None:
         self.version = version
-        self.weights = dict(weights)
-        self.tensors = list(tensors)
+        self.parts = dict(parts)
+        if fingerprints is None:
+            fingerprints = {name: part.fingerprint() for name, part in parts.items()}
+        self._fingerprints = dict(fingerprints)
 
     @classmethod
     def copy_of(cls, version: int, tensors: Tensors) -> HeldVersion:
@@ -41,86 +49,90 @@ class HeldVersion:
 
         Raises TypeError for a type that a version cannot carry, VersionError for a name that comes twice or for none.
         """
-        weights: dict[str, Weight] = {}
-        infos: list[TensorInfo] = []
+        parts = {}
         for name, value in named(tensors):
-            if name in weights:
+            if name in parts:
                 raise VersionError(f"version {version} has {name} twice")
-            weight = as_weight(name, value)
-            weights[name] = Weight(weight.dtype, np.array(weight.bits, copy=True, order="C"))
-            infos.append(tensor_info(name, weights[name]))
-        if not weights:
+            part = as_part(name, value)
+            parts[name] = replace(part, bits=np.array(part.bits, copy=True))
+        if not parts:
             raise VersionError(f"version {version} has no tensors")
-        return cls(version, weights, infos)
+        return cls(version, parts)
 
     @property
-    def fingerprint(self) -> Fingerprint:
-        """Of the whole version."""
-        return total_fingerprint(self.tensors)
+    def infos(self) -> list[PartInfo]:
+        """What this rank says of its parts, in their order."""
+        return [part_info(part, self._fingerprints[name]) for name, part in self.parts.items()]
 
-    def check(self, version: int, tensors: Mapping[str, WeightLike]) -> None:
-        """Raise VersionError or TypeError unless `tensors` are of the same names, types and shapes. Copies nothing."""
+    def check(self, version: int, tensors: Mapping[str, TensorLike], *, cuts: bool = True) -> None:
+        """Raise VersionError or TypeError unless `tensors` are of the same names, types, shapes and cuts.
+
+        Copies nothing. Without `cuts`, other elements of the same tensors are let through.
+        """
         self._require_all(version, tensors.keys())
         for name, value in tensors.items():
-            self._require_alike(version, name, *_outline(name, value))
+            self._require_alike(version, name, place_of(name, value), cuts)
 
-    def take_over(self, version: int, tensors: Tensors) -> Iterator[TensorChange]:
+    def take_over(self, version: int, tensors: Tensors, names: Container[str] | None = None) -> Iterator[PartChange]:
         """Each tensor's change to `version`; when the next one is asked for, its new patterns are taken over.
 
         Only when the iterator ends are all of them in; call `becomes` then.
 
-        Raises VersionError or TypeError for tensors that are not of the same names, types and shapes, possibly after
-        some were taken over: this object is of no use then.
+        Args:
+            version: that the tensors are of.
+            tensors: as a trainer hands them over; all of them.
+            names: those to take over; all of them where it is not given.
+
+        Raises VersionError or TypeError for tensors that are not of the same names, types, shapes and cuts, possibly
+        after some were taken over: this object is of no use then.
         """
         seen: set[str] = set()
         for name, value in named(tensors):
             if name in seen:
                 raise VersionError(f"version {version} has {name} twice")
             seen.add(name)
-            new = as_weight(name, value)
-            self._require_alike(version, name, new.dtype, new.bits.shape)
-            held = self.weights[name].bits
-            yield TensorChange(name, new.dtype, held, new.bits)
+            if names is not None and name not in names:
+                continue
+            new = as_part(name, value)
+            self._require_alike(version, name, place_of(name, new), cuts=True)
+            held = self.parts[name].bits
+            yield PartChange(name, new.dtype, held, new.bits, new.start, new.total)
             np.copyto(held, new.bits)
         self._require_all(version, seen)
 
-    def becomes(self, version: int, changes: Mapping[str, Fingerprint]) -> None:
-        """Be called `version` from now on, its weights having been changed by `changes`, by tensor."""
+    def becomes(self, version: int, covered: Iterable[Mapping[str, Covered]]) -> None:
+        """Be called `version` from now on, its weights having been changed as shards `covered` them, by tensor."""
         self.version = version
-        self.tensors = changed(self.tensors, [changes])
+        for name, (n, made) in ((name, found) for shard in covered for name, found in shard.items()):
+            part = self.parts[name]
+            # Blocks without a change are in no shard.
+            self._fingerprints[name] = made if n == part.bits.size else part.fingerprint()
 
     def snapshot(self) -> HeldVersion:
         """A copy in memory of its own."""
-        copied = {name: Weight(weight.dtype, weight.bits.copy()) for name, weight in self.weights.items()}
-        return HeldVersion(self.version, copied, self.tensors)
+        copied = {name: replace(part, bits=part.bits.copy()) for name, part in self.parts.items()}
+        return HeldVersion(self.version, copied, self._fingerprints)
 
     def _require_all(self, version: int, names: Iterable[str]) -> None:
-        odd = sorted(self.weights.keys() ^ set(names))
+        odd = sorted(self.parts.keys() ^ set(names))
         if odd:
             raise VersionError(
                 f"version {version} has other tensors than version {self.version}; in one of them only: "
                 f"{', '.join(odd[:5])}. A chain keeps its tensors: begin another run for another model"
             )
 
-    def _require_alike(self, version: int, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-        if name not in self.weights:
+    def _require_alike(self, version: int, name: str, found: Place, cuts: bool) -> None:
+        if name not in self.parts:
             raise VersionError(f"version {version} has a tensor {name}, version {self.version} does not")
-        held = self.weights[name]
-        if (held.dtype, held.bits.shape) != (dtype, shape):
+        held = place_of(name, self.parts[name])
+        if (held.dtype, held.shape) != (found.dtype, found.shape):
             raise VersionError(
-                f"version {version}: {name} is {dtype}{list(shape)}, in version {self.version} it is "
-                f"{held.dtype}{list(held.bits.shape)}: a chain keeps types and shapes"
+                f"version {version}: {name} is {found.dtype}{list(found.shape)}, in version {self.version} it is "
+                f"{held.dtype}{list(held.shape)}: a chain keeps types and shapes"
             )
-
-
-def named(tensors: Tensors) -> Iterable[tuple[str, WeightLike]]:
-    """The tensors with their names, in the order given."""
-    return tensors.items() if isinstance(tensors, Mapping) else tensors
-
-
-def _outline(name: str, value: WeightLike) -> tuple[str, tuple[int, ...]]:
-    """Type and shape, without moving a tensor off its device."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype).removeprefix("torch."), tuple(value.shape)
-    weight = as_weight(name, value)
-    return weight.dtype, weight.bits.shape
+        if cuts and held != found:
+            raise VersionError(
+                f"version {version}: this rank has {found.n} elements of {name} from {found.start} on, of version "
+                f"{self.version} it holds {held.n} from {held.start} on: a delta keeps where tensors are cut; open the "
+                "publisher again after a change"
+            )

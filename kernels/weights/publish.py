@@ -5,6 +5,12 @@
         ...
         publisher.publish(step, model.named_parameters(), learning_rate=rate)
 
+One process or the ranks of a sharded model: each rank publishes what it holds, and the first one commits the version.
+
+    ranks = open_ranks(timeout_s=600)
+    with WeightPublisher.open(kafka, run, store, settings, base_model=directory, ranks=ranks) as publisher:
+        publisher.publish(0, local_parts(model, first=ranks.is_first))      # on every rank, for every version
+
 What this keeps true:
 
 - a manifest is written only after the log has acknowledged every chunk it names and its anchor is whole, so a version
@@ -12,32 +18,47 @@ What this keeps true:
 - each version is published once: after a restart a version whose manifest is in the log is compared and left alone;
 - a delta starts from the very weights that its parent's manifest stands for: the publisher keeps a copy of them, and
   makes it again from the log where it has none;
-- the versions of a branch are a tree: a version continues the newest, or an older one after `go_back`.
+- the versions of a branch are a tree: a version continues the newest, or an older one after `go_back`;
+- every rank learns the same end of a publication, and a version's tensors and fingerprints do not depend on the number
+  of ranks. A rank holds its parts of the newest version, and one whole tensor while an anchor is written. Only where
+  that version is made again from the log does the first rank hold all of it, until the other ranks have their parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from tidemill.kernels.delta import CodecSettings
-from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
-from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight, tensor_info, total_fingerprint
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights.anchor import anchor_uri
+from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.bits import Weight, WeightLike, total_fingerprint
 from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims, ShardReport
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
-from tidemill.kernels.weights.held import HeldVersion, Tensors, named
-from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.kernels.weights.held import HeldVersion
+from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.rebuild import rebuild, rebuild_parts, rebuild_whole
 from tidemill.kernels.weights.skips import SkipPublisher
+from tidemill.kernels.weights.tensor_parts import (
+    RankReport,
+    Tensors,
+    as_part,
+    deal,
+    merged_tensors,
+    named,
+    part_info,
+)
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
-from tidemill.schemas.records import Anchor, Manifest
+from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 __all__ = ["ForkPoint", "PublishSettings", "Tensors", "VersionError", "Weight", "WeightLike", "WeightPublisher"]
 
@@ -55,7 +76,9 @@ class ForkPoint:
 class WeightPublisher:
     """Publishes the versions of one branch, in order; a context manager. Make one with `open`.
 
-    It holds one copy of the newest version's weights on the CPU. Not safe for several threads.
+    It holds one copy of this rank's weights of the newest version on the CPU. Not safe for several threads. Several
+    ranks call `open`, `publish` and `go_back` together, for the same version; what one of them fails with is raised on
+    all, as `Ranks` says, and RanksLostError where one is gone: start all of them again then.
     """
 
     def __init__(
@@ -66,14 +89,18 @@ class WeightPublisher:
         settings: PublishSettings,
         base_model: Path,
         manifests: AckedWriter | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._kafka, self._run, self._store, self._settings = kafka, run, store, settings
         self._base_model = base_model
+        self._ranks = ranks or SingleRank()
         self._codec = CodecSettings(**settings.codec.model_dump())
         self._claims = ShardClaims(weights_folder(store, run), settings.log_limit_bytes)
         self._producer = RecordProducer(kafka, CLIENT)
-        self._log = VersionLog(manifests or self._producer, run, store, read_versions(kafka, run), settings.incarnation)
-        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder)
+        # Every rank has the graph; the log is read, and manifests are written, by the first one alone.
+        graph = self._ranks.from_first(lambda: read_versions(kafka, run))
+        self._log = VersionLog(manifests or self._producer, run, store, graph, settings.incarnation)
+        self._skips = SkipPublisher(kafka, run, settings, self._codec, self._claims.folder, self._ranks)
         self._held: HeldVersion | None = None
         self._in_doubt = False
 
@@ -88,6 +115,7 @@ class WeightPublisher:
         base_model: Path | str,
         fork_from: ForkPoint | None = None,
         manifests: AckedWriter | None = None,
+        ranks: Ranks | None = None,
     ) -> Self:
         """A publisher that goes on where the log ends.
 
@@ -95,16 +123,17 @@ class WeightPublisher:
             kafka: the log; its topics exist.
             run: run and branch that the versions belong to.
             store: where anchors lie, and what is too large for the log.
-            base_model: directory whose configuration and tokenizer anchors take over.
+            base_model: directory whose configuration and tokenizer anchors take over; the first rank reads it.
             fork_from: for a branch that is not in the log yet: the version of another one that it begins with, under
                 the same number. The branch gets an anchor of its own, and needs nothing of the other one from then on.
             manifests: what writes the manifests, for a trainer that other processes are to be kept out for; the
-                publisher's own producer where it is not given.
+                publisher's own producer where it is not given. Only the first rank's is used.
+            ranks: that publish together, each calling this; without them, this process alone.
 
         Raises VersionError when the log holds a version twice with different weights, or the fork's version cannot be
         made, or the branch began with another one.
         """
-        publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model), manifests)
+        publisher = cls(kafka, run, store, settings or PublishSettings(), Path(base_model), manifests, ranks)
         if fork_from is not None:
             publisher._fork(fork_from)
         return publisher
@@ -146,33 +175,32 @@ class WeightPublisher:
 
         Args:
             version: above every published one, or one of them.
-            tensors: every weight by its checkpoint name: torch tensors, or bit patterns (`Weight`). Each is carried in
-                its own type. They are read once, one after the other, and may change when this returns.
+            tensors: every weight by its checkpoint name: torch tensors, or bit patterns (`Weight`), or on several ranks
+                this rank's `TensorPart` of each. Each is carried in its own type. They are read once, one after the
+                other, and may change when this returns. Several shards, and several ranks that make the newest version
+                again, read twice: what an iterator gives is held together then.
             learning_rate: of the step that made the version; it belongs beside its density.
             step: the optimizer step that made the version; `version` where it is not given.
             parent: raise VersionError unless this is the version that is continued; not compared where it is not given.
             trained_at: when that step ended, microseconds since the epoch; now where it is not given.
 
-        Raises VersionError when the version does not continue the chain or has other tensors than it, TypeError for a
-        tensor of a type that cannot be carried, DeliveryError when the log does not take it, StoreUnavailableError
-        when the store fails. The publisher can go on after each of them: it reads again what the log holds.
+        What is said beside the weights is taken from the first rank.
+
+        Raises VersionError when the version does not continue the chain or has other tensors than it, CoverageError
+        when the parts of the ranks are not one whole version, TypeError for a tensor of a type that cannot be carried,
+        DeliveryError when the log does not take it, StoreUnavailableError when the store fails. The publisher can go on
+        after each of them: it reads again what the log holds.
         """
         if self._in_doubt:
             self._read_again()
+        mark = self._ranks.from_first(lambda: self._mark(version, step, learning_rate, parent, trained_at))
+        given = self._given(mark.version, version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
-            return self._confirm(done, tensors)
-        newest = self._log.graph.newest
-        mark = VersionMark(
-            version=version,
-            parent=parent if newest is None or parent is not None else self._log.head,
-            step=version if step is None else step,
-            learning_rate=learning_rate,
-            trained_at=now_us() if trained_at is None else trained_at,
-        )
-        self._log.require_next(version, mark.parent)
-        manifest = self._begin(mark, tensors) if newest is None else self._continue(mark, tensors)
-        self._skips.offer(self._log.graph, self._head_weights())
+            return self._confirm(done, given)
+        begins = self._log.graph.newest is None
+        manifest, held = self._begin(mark, given) if begins else self._continue(mark, given)
+        self._skips.offer(self._log.graph, held)
         return manifest
 
     def go_back(self, version: int, tensors: Tensors) -> None:
@@ -182,10 +210,11 @@ class WeightPublisher:
         """
         if self._in_doubt:
             self._read_again()
+        given = self._given(self._ranks.from_first(lambda: version), version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
-            held = HeldVersion.copy_of(version, tensors)
-            require_same(done, held.fingerprint.hex())
+            held, reports = self._copied(version, given)
+            self._ranks.from_first(lambda: _same(done, reports))
             self._held = held
         self._log.go_back(version)
 
@@ -194,61 +223,150 @@ class WeightPublisher:
         self._skips.close()
         self._producer.flush()
 
-    def _begin(self, mark: VersionMark, tensors: Tensors) -> Manifest:
-        held = HeldVersion.copy_of(mark.version, tensors)
+    def _mark(
+        self, version: int, step: int | None, learning_rate: float, parent: int | None, trained_at: int | None
+    ) -> VersionMark:
+        """What is said of a version beside its weights. Raises VersionError when it is not there and not the next."""
+        mark = VersionMark(
+            version=version,
+            parent=parent if self._log.graph.newest is None or parent is not None else self._log.head,
+            step=version if step is None else step,
+            learning_rate=learning_rate,
+            trained_at=now_us() if trained_at is None else trained_at,
+        )
+        if version not in self._log.graph.manifests:
+            self._log.require_next(version, mark.parent)
+        return mark
+
+    def _given(self, firsts: int, version: int, tensors: Tensors) -> Tensors:
+        """The tensors, by name where they are read more than once; `firsts` is the first rank's `version`."""
+        taken: list[Tensors] = []
+
+        def take() -> None:
+            if version != firsts:
+                raise VersionError(f"it publishes version {version}, the first rank version {firsts}")
+            rebuilt = self._held is None and self._log.graph.newest is not None and not self.has(version)
+            several = self._settings.shards > 1 or (self._ranks.size > 1 and rebuilt)
+            taken.append(_collected(version, tensors) if several and not isinstance(tensors, Mapping) else tensors)
+
+        self._ranks.gather(take)
+        return taken[0]
+
+    def _begin(self, mark: VersionMark, tensors: Tensors) -> tuple[Manifest, HeldVersion]:
+        held, reports = self._copied(mark.version, tensors)
+        whole = self._ranks.on_first(lambda: merged_tensors(reports)) or []
         self._in_doubt = True
-        manifest = self._log.commit(mark, [], held.tensors, self._write_anchor(held))
+        manifest = self._commit(mark, [], whole, self._write_anchor(held))
         self._held, self._in_doubt = held, False
-        return manifest
+        return manifest, held
 
-    def _continue(self, mark: VersionMark, tensors: Tensors) -> Manifest:
-        held = self._head_weights()
+    def _continue(self, mark: VersionMark, tensors: Tensors) -> tuple[Manifest, HeldVersion]:
+        held = self._head_weights(mark.version, tensors)
         if isinstance(tensors, Mapping):
-            held.check(mark.version, tensors)
+            self._ranks.gather(lambda: held.check(mark.version, tensors))
         self._in_doubt = True
-        report = self._send_delta(mark.version, held, tensors)
-        due = anchor_due(self._log.graph.since_anchor(self._log.head), report.n_bytes, self._settings)
-        anchor = self._write_anchor(held) if due else None
-        manifest = self._log.commit(mark, [report], held.tensors, anchor)
+        reports = self._ranks.gather(lambda: self._send_delta(mark.version, held, tensors))
+        whole = self._ranks.on_first(lambda: self._merged(mark, reports)) or []
+        shards = [shard for report in reports for shard in report.shards]
+        due = self._ranks.from_first(
+            lambda: anchor_due(
+                self._log.graph.since_anchor(mark.parent), sum(shard.n_bytes for shard in shards), self._settings
+            )
+        )
+        manifest = self._commit(mark, shards, whole, self._write_anchor(held) if due else None)
         self._in_doubt = False
-        return manifest
+        return manifest, held
 
-    def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> ShardReport:
-        changes = held.take_over(version, tensors)
-        with DeltaShard(version, held.version, changes, settings=self._codec) as shard:
-            report = shard.report(shard.send(self._producer, self._run, self._claims))
-        held.becomes(version, report.tensor_changes)
-        return report
+    def _copied(self, version: int, tensors: Tensors) -> tuple[HeldVersion, list[RankReport]]:
+        """A copy of this rank's weights; and on the first rank, what all of them copied."""
+        copies: list[HeldVersion] = []
+
+        def copy() -> RankReport:
+            copies.append(HeldVersion.copy_of(version, tensors))
+            return RankReport(copies[0].infos)
+
+        reports = self._ranks.gather(copy)
+        return copies[0], reports
+
+    def _send_delta(self, version: int, held: HeldVersion, tensors: Tensors) -> RankReport:
+        n_shards, shards, covered = self._settings.shards, [], []
+        dealt = deal({name: part.bits.size for name, part in held.parts.items()}, n_shards)
+        for hand in range(n_shards):
+            names = None if n_shards == 1 else {name for name in dealt if dealt[name] == hand}
+            changes = held.take_over(version, tensors, names)
+            number = self._ranks.rank * n_shards + hand
+            with DeltaShard(version, held.version, changes, number, self._codec) as shard:
+                shards.append(shard.report(shard.send(self._producer, self._run, self._claims)))
+                covered.append(shard.covered)
+        held.becomes(version, covered)
+        return RankReport(held.infos, shards)
+
+    def _merged(self, mark: VersionMark, reports: Sequence[RankReport]) -> list[TensorInfo]:
+        """The version's tensors. Raises CoverageError, VersionError when it was not made from its parent's weights."""
+        tensors = merged_tensors(reports)
+        shards = (shard for report in reports for shard in report.shards)
+        change = sum((change for shard in shards for change in shard.tensor_changes.values()), ZERO)
+        made_from = (total_fingerprint(tensors) - change).hex()
+        assert mark.parent is not None
+        parent = self._log.graph.manifests[mark.parent]
+        if made_from != parent.fingerprint:
+            raise VersionError(
+                f"version {mark.version} was made from weights {made_from}, version {parent.version} in the log is "
+                f"{parent.fingerprint}: the weights of the ranks are not the ones they published"
+            )
+        return tensors
+
+    def _commit(
+        self, mark: VersionMark, shards: Sequence[ShardReport], tensors: Sequence[TensorInfo], anchor: Anchor | None
+    ) -> Manifest:
+        manifest = self._ranks.from_first(lambda: self._log.write(mark, shards, tensors, anchor))
+        self._log.wrote(manifest)
+        return manifest
 
     def _write_anchor(self, held: HeldVersion) -> Anchor:
         uri = anchor_uri(self._store.root, self._run.run_id, self._run.branch, held.version)
-        return write_anchor(uri, self._base_model, held.weights, self._settings.anchor_file_bytes)
+        return write_anchor(uri, self._base_model, held.parts, self._settings.anchor_file_bytes, self._ranks)
 
     def _confirm(self, done: Manifest, tensors: Tensors) -> Manifest:
         """Compare; the newest version's weights are kept where there is no copy of them yet, and are continued."""
+        held = None
         newest = done.version == self._log.graph.newest_version
         if newest and (self._held is None or self._held.version != done.version):
-            held = HeldVersion.copy_of(done.version, tensors)
-            require_same(done, held.fingerprint.hex())
-            self._held, infos = held, held.tensors
-            self._log.go_back(done.version)
+            held, reports = self._copied(done.version, tensors)
         else:
-            infos = [tensor_info(name, as_weight(name, value)) for name, value in named(tensors)]
-            require_same(done, total_fingerprint(infos).hex())
+            reports = self._ranks.gather(lambda: RankReport([part_info(as_part(*item)) for item in named(tensors)]))
+        infos = self._ranks.from_first(lambda: _same(done, reports))
+        if held is not None:
+            self._held = held
+            self._log.go_back(done.version)
         return replace(done, tensors=infos)
 
-    def _head_weights(self) -> HeldVersion:
+    def _head_weights(self, version: int, tensors: Tensors) -> HeldVersion:
         if self._held is None:
-            self._held = _made_again(self._kafka, self._log.graph, self._log.head)
+            graph, head = self._log.graph, self._log.head
+            self._held = rebuild_parts(lambda: _made_again(self._kafka, graph, head), version, tensors, self._ranks)
         return self._held
 
     def _read_again(self) -> None:
         """After a failure nobody knows what the log took: it is asked."""
         self._held = None
-        self._log.read_again(read_versions(self._kafka, self._run))
+        self._log.read_again(self._ranks.from_first(lambda: read_versions(self._kafka, self._run)))
         self._in_doubt = False
 
     def _fork(self, point: ForkPoint) -> None:
+        source = self._ranks.from_first(lambda: self._fork_source(point))
+        if source is None:
+            return
+        manifest = source.manifests[point.version]
+        held = rebuild_whole(lambda: _made_again(self._kafka, source, point.version), self._ranks)
+        whole = self._ranks.on_first(lambda: merged_tensors([RankReport(held.infos)])) or []
+        mark = VersionMark(point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at)
+        self._commit(mark, [], whole, self._write_anchor(held))
+        # How the ranks cut the weights is known with the first version that they publish.
+        self._held = held if self._ranks.size == 1 else None
+
+    def _fork_source(self, point: ForkPoint) -> VersionGraph | None:
+        """The branch that has the version to begin with; None where this branch began with it. Raises VersionError."""
         if point.branch == self._run.branch:
             raise VersionError(
                 f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
@@ -259,17 +377,13 @@ class WeightPublisher:
             raise VersionError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
         oldest = min(self._log.graph.manifests.values(), key=lambda begun: begun.version, default=None)
         if oldest is None:
-            held = _made_again(self._kafka, source, point.version)
-            mark = VersionMark(
-                point.version, None, manifest.step, manifest.learning_rate, trained_at=manifest.trained_at
-            )
-            self._log.commit(mark, [], held.tensors, self._write_anchor(held))
-            self._held = held
-        elif (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
+            return source
+        if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
             raise VersionError(
                 f"branch {self._run.branch} begins with version {oldest.version}, not with version {point.version} of "
                 f"branch {point.branch}"
             )
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +395,23 @@ class WeightPublisher:
             self.close()
         else:
             self._skips.close()
+
+
+def _collected(version: int, tensors: Tensors) -> Tensors:
+    """All tensors by name. Raises VersionError for a name that comes twice."""
+    found = {}
+    for name, value in named(tensors):
+        if name in found:
+            raise VersionError(f"version {version} has {name} twice")
+        found[name] = value
+    return found
+
+
+def _same(done: Manifest, reports: Sequence[RankReport]) -> list[TensorInfo]:
+    """The tensors that the ranks have. Raises VersionError unless they are the published version's, CoverageError."""
+    infos = merged_tensors(reports)
+    require_same(done, total_fingerprint(infos).hex())
+    return infos
 
 
 def _made_again(kafka: KafkaSettings, graph: VersionGraph, version: int | None) -> HeldVersion:

@@ -66,6 +66,10 @@ class Ranks(ABC):
         return made[0] if made else None
 
     @abstractmethod
+    def sibling(self) -> Ranks:
+        """The same ranks, for calls that another thread makes beside these; every rank calls it."""
+
+    @abstractmethod
     def send(self, values: Bits, to: int) -> None:
         """Send uN[n], contiguous, n not 0, to another rank, which waits for it. Raises RanksLostError."""
 
@@ -87,6 +91,10 @@ class SingleRank(Ranks):
         """What `make` returns, alone in a list."""
         return [make()]
 
+    def sibling(self) -> Ranks:
+        """Itself."""
+        return self
+
     def send(self, values: Bits, to: int) -> None:
         """Raise RanksLostError: there is no other rank."""
         raise RanksLostError(f"one process has no rank {to} to send to")
@@ -97,10 +105,15 @@ class SingleRank(Ranks):
 
 
 class ProcessGroupRanks(Ranks):
-    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait; None: the default group."""
+    """The ranks of a process group on CPU memory (gloo), whose timeout bounds every wait.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    Args:
+        group: without one, the default group.
+        timeout_s: of the groups made from it; of PyTorch's choice where it is not given.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+        self._group, self._timeout_s = group, timeout_s
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -122,6 +135,11 @@ class ProcessGroupRanks(Ranks):
         if failures:
             raise _error(failures) from cause
         return _values(found or [], None)
+
+    def sibling(self) -> Ranks:
+        """As `Ranks.sibling`."""
+        members = dist.get_process_group_ranks(self._group)
+        return _gloo(members, self._timeout_s)
 
     def send(self, values: Bits, to: int) -> None:
         """As `Ranks.send`."""
@@ -151,7 +169,14 @@ def open_ranks(timeout_s: float) -> Ranks:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
-    return ProcessGroupRanks(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+    return _gloo(None, timeout_s)
+
+
+def _gloo(members: list[int] | None, timeout_s: float | None) -> Ranks:
+    """A new group of ranks of the job, all of them where none are named; the members call it."""
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    group = dist.new_group(members, timeout, "gloo", use_local_synchronization=members is not None)
+    return ProcessGroupRanks(group, timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tidemill.kernels.delta import DeltaError, FingerprintMismatch
+from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, ShardSource, open_fetcher
+from tidemill.kernels.weights.exchange import exchange, spans_of_all
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.mirror import Draft, Mirror
+from tidemill.kernels.weights.ranks import Ranks
+from tidemill.kernels.weights.tensor_parts import Place, TensorPart, Tensors, named, place_of
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.records import Manifest, TensorInfo
@@ -151,10 +157,11 @@ class Rebuilder:
 
 
 def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo]) -> HeldVersion:
-    """The weights of the version that `path`, from an anchor on, leads to, for a publisher to continue.
+    """The weights of the version that `path`, from an anchor on, leads to, whole, for a publisher to continue.
 
     Args:
-        tensors: of any version of the chain, for their types; a file format knows fewer than a version can have.
+        tensors: of any version of the chain, for their types; a file format knows fewer than a version can have. Their
+            fingerprints are not read.
 
     Raises VersionError when the anchor or a delta is gone or damaged, TimeoutError or StoreUnavailableError when the
     log or the store does not answer.
@@ -173,5 +180,52 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
             raise VersionError(
                 f"version {last.version} of run {last.run_id}, branch {last.branch}, cannot be made again: {error}"
             ) from error
-    infos = [replace(tensor, fingerprint=mirror.fingerprints[tensor.name]) for tensor in tensors]
-    return HeldVersion(last.version, mirror.weights(infos), infos)
+    parts = {one.name: TensorPart(one.name, one.dtype, tuple(one.shape), 0, mirror.bits(one.name)) for one in tensors}
+    return HeldVersion(last.version, parts)
+
+
+def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
+    """A version that `make` makes whole on the first rank; the other ranks hold none of its elements.
+
+    Raises what `make` raises, on every rank.
+    """
+    made = ranks.on_first(make)
+    version, places = ranks.from_first(lambda: _places(made))
+    if made is not None:
+        return made
+    return HeldVersion(
+        version,
+        {
+            name: TensorPart(name, place.dtype, place.shape, 0, np.empty(0, BY_NAME[place.dtype].bits))
+            for name, place in places.items()
+        },
+    )
+
+
+def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, ranks: Ranks) -> HeldVersion:
+    """A version that `make` makes whole on the first rank, and then each rank has its part of.
+
+    The first rank holds all of it, and sends it away tensor by tensor.
+
+    Args:
+        version: that will continue it.
+        like: tensors of that version; on several ranks a mapping with this rank's parts, which are where these are cut.
+
+    Raises what `make` raises, and VersionError for `like` with other tensors, on every rank.
+    """
+    whole = rebuild_whole(make, ranks)
+    if ranks.size == 1:
+        return whole
+    given = dict(named(like))
+    ranks.gather(lambda: whole.check(version, given, cuts=False))
+    wanted = spans_of_all({name: place_of(name, value)[2:] for name, value in given.items()}, ranks)
+    held = spans_of_all({name: place_of(name, part)[2:] for name, part in whole.parts.items()}, ranks)
+    names = list(whole.parts)
+    return HeldVersion(
+        whole.version, {name: exchange(whole.parts.pop(name), held[name], wanted[name], ranks) for name in names}
+    )
+
+
+def _places(held: HeldVersion | None) -> tuple[int, dict[str, Place]]:
+    assert held is not None
+    return held.version, {name: place_of(name, part) for name, part in held.parts.items()}

@@ -7,7 +7,8 @@ four times one step's, over 64 to about ten times, so that 8 and 64 together wri
 
 What this keeps true: nothing here delays or fails a publication. What comes while the backlog is full is dropped and
 counted, as is what fails; a version without its skip-deltas is whole all the same. Memory: a copy of the weights for
-each version that waits or is under way, and, unless they are read again from the log, one for each k.
+each version that waits or is under way, and, unless they are read again from the log, one for each k. Of several ranks
+each makes a shard of what it holds, in the same order; the first one decides what is dropped, and writes the record.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.kernels.delta import CodecSettings, TensorChange
+from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
+from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims, ShardReport
 from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
 from tidemill.kernels.weights.held import HeldVersion
-from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.kernels.weights.ranks import Ranks, RanksLostError
+from tidemill.kernels.weights.rebuild import rebuild, rebuild_parts
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -80,11 +82,15 @@ class SkipPublisher:
         settings: PublishSettings,
         codec: CodecSettings,
         folder: str,
+        ranks: Ranks,
     ) -> None:
         self._kafka, self._run, self._settings = kafka, run, settings
         self._codec = codec
         self._claims = ShardClaims(folder, limit_bytes=0)
-        self._jobs: queue.Queue[_Job] = queue.Queue(settings.skip_backlog)
+        self._ranks = ranks
+        # The thread's calls run beside the publisher's.
+        self._beside = ranks.sibling() if settings.skips else ranks
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._bases: dict[int, HeldVersion] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -94,16 +100,19 @@ class SkipPublisher:
         """Skip-deltas that were not made: the backlog was full, or making them failed."""
 
     def offer(self, graph: VersionGraph, held: HeldVersion) -> None:
-        """Take note of the newest version of `graph`, whose weights `held` has: they are copied where needed."""
+        """Take note of the newest version of `graph`, whose weights `held` has: they are copied where needed.
+
+        Every rank calls it. Raises RanksLostError.
+        """
         keep = self._settings.skip_bases == "memory"
         skips, lengths = tuple(skips_due(graph, self._settings.skips)), bases_due(graph, self._settings.skips)
         if not skips and not (keep and lengths):
             return
-        if self._jobs.full():
+        if self._ranks.from_first(lambda: self._jobs.qsize() >= self._settings.skip_backlog):
             self.dropped += len(skips)
             _log.warning("version %d goes without skip-deltas: %d versions wait", held.version, self._jobs.qsize())
             return
-        self._jobs.put_nowait(_Job(held.snapshot(), skips, lengths if keep else ()))
+        self._jobs.put(_Job(held.snapshot(), skips, lengths if keep else ()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_jobs, name="tidemill-skip-deltas", daemon=True)
             self._thread.start()
@@ -115,23 +124,25 @@ class SkipPublisher:
     def close(self) -> None:
         """End the thread: what is under way is finished, what waits is dropped and counted."""
         self._stop.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
+            self._jobs.put(None)
             self._thread.join()
-        while not self._jobs.empty():
-            self.dropped += len(self._jobs.get_nowait().skips)
-            self._jobs.task_done()
 
     def _run_jobs(self) -> None:
         producer = RecordProducer(self._kafka, "tidemill-publisher-skips")
-        while not self._stop.is_set():
+        while (job := self._jobs.get()) is not None:
             try:
-                job = self._jobs.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            try:
-                self._do(job, producer)
+                # Every rank meets every job, so that none waits for another that is being closed.
+                if self._beside.from_first(self._stop.is_set):
+                    self.dropped += len(job.skips)
+                else:
+                    self._do(job, producer)
+            except RanksLostError:
+                self.dropped += len(job.skips)
+                _log.exception("version %d goes without skip-deltas", job.weights.version)
             finally:
                 self._jobs.task_done()
+        self._jobs.task_done()
 
     def _do(self, job: _Job, producer: RecordProducer) -> None:
         for skip in job.skips:
@@ -143,31 +154,41 @@ class SkipPublisher:
         self._bases.update(dict.fromkeys(job.lengths, job.weights))
 
     def _publish(self, new: HeldVersion, skip: Skip, producer: RecordProducer) -> None:
-        base = self._base(skip, new.tensors)
-        with DeltaShard(new.version, base.version, _changes(base, new), settings=self._codec) as shard:
-            position = shard.send(producer, self._run, self._claims)
-            record = SkipDelta(
-                run_id=self._run.run_id,
-                branch=self._run.branch,
-                version=new.version,
-                base=base.version,
-                n_changed=shard.n_changed,
-                n_bytes=shard.n_bytes,
-                shards=[position],
-                published_at=now_us(),
-            )
-        producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+        base = self._base(skip, new)
+        shards = self._beside.gather(lambda: self._send(base, new, producer))
+        self._beside.on_first(lambda: self._write(new.version, base.version, shards, producer))
         self.published += 1
 
-    def _base(self, skip: Skip, tensors: list[TensorInfo]) -> HeldVersion:
+    def _send(self, base: HeldVersion, new: HeldVersion, producer: RecordProducer) -> ShardReport:
+        with DeltaShard(new.version, base.version, _changes(base, new), self._beside.rank, self._codec) as shard:
+            return shard.report(shard.send(producer, self._run, self._claims))
+
+    def _write(self, version: int, base: int, shards: Sequence[ShardReport], producer: RecordProducer) -> None:
+        record = SkipDelta(
+            run_id=self._run.run_id,
+            branch=self._run.branch,
+            version=version,
+            base=base,
+            n_changed=sum(shard.n_changed for shard in shards),
+            n_bytes=sum(shard.n_bytes for shard in shards),
+            shards=[shard.position for shard in shards],
+            published_at=now_us(),
+        )
+        producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+
+    def _base(self, skip: Skip, new: HeldVersion) -> HeldVersion:
         held = self._bases.get(skip.length)
         if held is not None and held.version == skip.base:
             return held
+        return rebuild_parts(lambda: self._made_again(skip, new), new.version, new.parts, self._beside)
+
+    def _made_again(self, skip: Skip, new: HeldVersion) -> HeldVersion:
         if skip.path is None:
             raise VersionError(f"no anchor leads to version {skip.base}")
+        tensors = [TensorInfo(part.name, part.dtype, list(part.shape), "") for part in new.parts.values()]
         return rebuild(self._kafka, skip.path, tensors)
 
 
-def _changes(base: HeldVersion, new: HeldVersion) -> Iterator[TensorChange]:
-    for name, weight in new.weights.items():
-        yield TensorChange(name, weight.dtype, base.weights[name].bits, weight.bits)
+def _changes(base: HeldVersion, new: HeldVersion) -> Iterator[PartChange]:
+    for name, part in new.parts.items():
+        yield PartChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)

@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
+from tidemill.kernels.weights.anchor import anchor_uri
+from tidemill.kernels.weights.anchor_write import write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.records import Interaction, Rollout, Segment, TrainStep
 from tidemill.trainer.batch_builder import StepBatch

@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.records import build
-from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.weights.bits import changed
 from tidemill.kernels.weights.commit import VersionLog, anchor_due, observe_published
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import ShardReport
 from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph
 from tidemill.kernels.weights.skips import bases_due, skips_due
 from tidemill.schemas.config import RunSettings, StoreSettings
-from tidemill.schemas.records import Anchor, Manifest, ShardPosition, TensorInfo
+from tidemill.schemas.records import Anchor, Manifest, TensorInfo
 
 
 def manifest(version: int, parent: int | None = None, anchor: int | None = None, **fields) -> Manifest:
@@ -174,20 +171,6 @@ def test_skip_deltas_are_due_by_place_in_the_branch(versions, due, kept):
 def test_a_branch_that_lost_a_version_is_not_skipped_over():
     held = graph_of([manifest(0, anchor=1), manifest(1, 0), manifest(3, 2)])
     assert held.ancestor(3, 2) is None and skips_due(held, (2,)) == []
-
-
-def test_the_tensors_of_a_version_are_those_of_its_parent_and_the_shards_changes():
-    tensors = [TensorInfo(name, "bfloat16", [2], Fingerprint(i, i).hex()) for i, name in enumerate("abc")]
-    position = build(ShardPosition, topic="t")
-    shards = [
-        ShardReport(position, 0, 0, {"a": Fingerprint(5, 6), "c": Fingerprint(1, 1)}),
-        ShardReport(position, 0, 0, {"a": Fingerprint(1, 1)}),
-    ]
-    changes = [shard.tensor_changes for shard in shards]
-    made = {tensor.name: tensor.fingerprint for tensor in changed(tensors, changes)}
-    assert made == {"a": Fingerprint(6, 7).hex(), "b": Fingerprint(1, 1).hex(), "c": Fingerprint(3, 3).hex()}
-    with pytest.raises(KeyError):
-        changed(tensors[:1], changes)
 
 
 def test_settings_name_each_skip_once_and_in_order():

@@ -1,4 +1,4 @@
-"""The ranks of one process, with a process group and without one. Several processes: `test_sharded_publish`."""
+"""The ranks of one process, with a process group and without one. Several processes: `test_publish_ranks`."""
 
 import json
 

@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels.delta import apply_change, decode_delta, encode_delta, resolve_all
+from tidemill.kernels.delta import CodecSettings, apply_change, decode_delta, resolve_all
 from tidemill.kernels.elements import BY_NAME
-from tidemill.kernels.weights.bits import Weight, as_weight, changed, tensor_infos
+from tidemill.kernels.fingerprint import ZERO, Fingerprint
+from tidemill.kernels.weights.bits import Weight, as_weight, tensor_infos
 from tidemill.kernels.weights.config import CodecChoice, PublishSettings
+from tidemill.kernels.weights.delta_shard import DeltaShard
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.held import HeldVersion
+from tidemill.kernels.weights.tensor_parts import RankReport, TensorPart, merged_tensors
 
 TORCH_TYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8,
 ]  # fmt: skip
+
+
+def infos(held):
+    """What a manifest says of a version that one process holds."""
+    return merged_tensors([RankReport(held.infos)])
 
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
@@ -65,35 +73,42 @@ def test_a_copy_is_its_own_and_advances_tensor_by_tensor(first_view, next_view):
     held = HeldVersion.copy_of(4, given)
     for weight in given.values():
         weight.bits.fill(0)
-    assert held.tensors == tensor_infos(old)
+    assert infos(held) == tensor_infos(old)
     seen = []
     for change in held.take_over(5, new):
-        np.testing.assert_array_equal(change.old_bits, old[change.name].bits)
+        np.testing.assert_array_equal(change.old_bits, old[change.name].bits.reshape(-1))
         seen.append(change.name)
     assert seen == list(old)
-    assert all((held.weights[name].bits == weight.bits).all() for name, weight in new.items())
+    assert all((held.parts[name].bits == weight.bits.reshape(-1)).all() for name, weight in new.items())
 
 
-def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view):
+@pytest.mark.parametrize("settings", [CodecSettings(), CodecSettings(block_elements=64)], ids=["whole", "in blocks"])
+def test_a_delta_leads_a_copy_to_the_next_version(first_view, next_view, settings):
     old, new = first_view(), next_view(first_view(), seed=1)
     held = HeldVersion.copy_of(0, old)
-    changes = {}
-    for block in decode_delta(encode_delta(1, 0, HeldVersion.copy_of(0, old).take_over(1, new)), 1, 0):
-        for change in resolve_all(block, {name: weight.bits for name, weight in held.weights.items()}):
-            apply_change(change, held.weights[change.name].bits)
-            changes[change.name] = change.target - change.base
-    held.becomes(1, changes)
-    assert (held.version, held.tensors) == (1, tensor_infos(new))
-    assert held.tensors == changed(tensor_infos(old), [changes])
+    sender = HeldVersion.copy_of(0, old)
+    with DeltaShard(1, 0, sender.take_over(1, new), settings=settings) as shard:
+        sender.becomes(1, [shard.covered])
+        shard._spool.seek(0)
+        blocks = list(decode_delta([shard._spool.read()], 1, 0))
+    for block in blocks:
+        for change in resolve_all(block, {name: part.bits for name, part in held.parts.items()}):
+            apply_change(change, held.parts[change.name].bits)
+    assert (sender.version, infos(sender)) == (1, tensor_infos(new))
+    assert all((held.parts[name].bits == part.bits).all() for name, part in sender.parts.items())
+    added = {made.name: Fingerprint.from_hex(made.fingerprint) for made in infos(sender)}
+    for was in infos(held):
+        change = shard.tensor_changes.get(was.name, ZERO)
+        assert Fingerprint.from_hex(was.fingerprint) + change == added[was.name]
 
 
 def test_a_snapshot_stays_what_it_was(first_view, next_view):
     held = HeldVersion.copy_of(0, first_view())
     before = held.snapshot()
     list(held.take_over(1, next_view(first_view(), seed=1)))
-    held.becomes(1, {})
+    held.becomes(1, [])
     assert before.version == 0
-    assert all((before.weights[name].bits == weight.bits).all() for name, weight in first_view().items())
+    assert all((before.parts[name].bits == weight.bits.reshape(-1)).all() for name, weight in first_view().items())
 
 
 def test_tensors_are_compared_before_any_is_moved_to_the_processor(first_view):
@@ -103,11 +118,47 @@ def test_tensors_are_compared_before_any_is_moved_to_the_processor(first_view):
         held.check(1, {"w": torch.zeros(5, 4, device="meta")})
 
 
+def test_parts_are_compared_with_where_they_were_cut():
+    whole = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
+    held = HeldVersion.copy_of(0, {"w": part("w", whole, 3, 9)})
+    held.check(1, {"w": part("w", whole, 3, 9)})
+    with pytest.raises(VersionError, match="has 3 elements of w from 3 on, of version 0 it holds 6 from 3 on"):
+        held.check(1, {"w": part("w", whole, 3, 6)})
+    held.check(1, {"w": whole}, cuts=False)
+    with pytest.raises(VersionError, match="has 12 elements of w from 0 on"):
+        list(held.take_over(1, {"w": whole}))
+
+
+def part(name, whole, start, end):
+    bits = as_weight(name, whole).bits.reshape(-1)
+    return TensorPart(name, "bfloat16", tuple(whole.shape), start, bits[start:end])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        TensorPart("other", "bfloat16", (4,), 0, np.zeros(4, np.uint16)),
+        TensorPart("w", "bfloat16", (4,), 1, np.zeros(4, np.uint16)),
+        TensorPart("w", "bfloat16", (4,), -1, np.zeros(4, np.uint16)),
+        TensorPart("w", "bfloat16", (2, 2), 0, np.zeros((2, 2), np.uint16)),
+    ],
+    ids=["another tensor's", "past the end", "before the start", "not flat"],
+)
+def test_a_part_that_is_none_of_the_tensor_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"^w: the part given is elements"):
+        HeldVersion.copy_of(0, {"w": wrong})
+
+
+def test_a_part_of_a_type_that_it_cannot_have_is_refused():
+    with pytest.raises(TypeError, match="int8 has patterns of uint8"):
+        HeldVersion.copy_of(0, {"w": TensorPart("w", "int8", (4,), 0, np.zeros(4, np.uint16))})
+
+
 def test_the_configuration_knows_the_codec_s_choices():
     """It is written down twice, since the configuration must not import the codec's libraries."""
     from typing import get_args, get_type_hints
 
-    from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
+    from tidemill.kernels.settings import BLOCK_ELEMENTS
 
     hints = get_type_hints(CodecSettings)
     fields = CodecChoice.model_fields

@@ -1,20 +1,23 @@
-"""The part of each weight that one rank of a sharded model holds and publishes, and the whole that the parts make up.
+"""The part of each weight that one rank holds and publishes, and the whole that the parts of all ranks make up.
 
-Keeps true: the parts that are merged cover every element of every tensor exactly once, or there is an error; so the
-fingerprints of the merged tensors are those of the whole, for any number of ranks and any cuts.
+A process alone has whole weights: parts that begin at 0 and have every element. Keeps true: the parts that are merged
+cover every element of every tensor exactly once, or there is an error; so the fingerprints of the merged tensors are
+those of the whole, for any number of ranks and any cuts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
-from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
 from tidemill.kernels.weights.delta_shard import ShardReport
 from tidemill.schemas.records import TensorInfo
 
@@ -50,6 +53,22 @@ class TensorPart:
 Parts = Mapping[str, TensorPart]
 """A rank's part of every weight, by name, in the same order on every rank."""
 
+TensorLike = WeightLike | TensorPart
+"""A tensor as a trainer may hand it over: whole, or this rank's part of it."""
+
+Tensors = Mapping[str, TensorLike] | Iterable[tuple[str, TensorLike]]
+"""A version as a trainer hands it over: by checkpoint name, each tensor once, in any order."""
+
+
+class Place(NamedTuple):
+    """Which elements of which tensor: [start, start + n)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    start: int
+    n: int
+
 
 class CoverageError(ValueError):
     """The parts of the ranks are not one whole version."""
@@ -75,16 +94,44 @@ class RankReport:
 
     parts: Sequence[PartInfo]
     """Of every tensor, in the same order on every rank."""
-    shards: Sequence[ShardReport]
+    shards: Sequence[ShardReport] = ()
     """The shards that the rank published; none where there is no delta."""
 
 
-def part_infos(parts: Parts) -> list[PartInfo]:
-    """What a rank says of its parts, in their order."""
-    return [
-        PartInfo(part.name, part.dtype, part.shape, part.start, part.bits.size, part.fingerprint())
-        for part in parts.values()
-    ]
+def as_part(name: str, value: TensorLike) -> TensorPart:
+    """`value` as a part on the CPU: a view of its memory where that is possible, not a copy.
+
+    Raises TypeError for a type that a version cannot carry, ValueError for a part that is not of this tensor.
+    """
+    if not isinstance(value, TensorPart):
+        weight = as_weight(name, value)
+        return TensorPart(name, weight.dtype, weight.bits.shape, 0, weight.bits.reshape(-1))
+    as_weight(name, Weight(value.dtype, value.bits))
+    end = value.start + value.bits.size
+    if value.name != name or value.bits.ndim != 1 or not 0 <= value.start <= end <= value.total:
+        raise ValueError(
+            f"{name}: the part given is elements {value.start} to {end} of {value.name}{list(value.shape)}, as an "
+            f"array of {value.bits.ndim} dimensions: give a flat array of elements that lie in the tensor"
+        )
+    return value
+
+
+def place_of(name: str, value: TensorLike) -> Place:
+    """Which elements a tensor is, without moving it off its device. Raises like `as_part`."""
+    if isinstance(value, torch.Tensor):
+        return Place(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, value.numel())
+    part = as_part(name, value)
+    return Place(part.dtype, part.shape, part.start, part.bits.size)
+
+
+def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
+    """What a rank says of a part, whose fingerprint is computed unless it is given."""
+    return PartInfo(part.name, part.dtype, part.shape, part.start, part.bits.size, made or part.fingerprint())
+
+
+def named(tensors: Tensors) -> Iterable[tuple[str, TensorLike]]:
+    """The tensors with their names, in the order given."""
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
 def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:

@@ -1,6 +1,6 @@
-"""The program that the tests of sharded publication run under torchrun, and the weights that both sides make.
+"""The program that the tests of publication from ranks run under torchrun, and the weights that both sides make.
 
-    python -m torch.distributed.run --standalone --nproc-per-node N sharded_worker.py JOB    JOB: a `Job` as JSON
+    python -m torch.distributed.run --standalone --nproc-per-node N ranks_worker.py JOB    JOB: a `Job` as JSON
 
 A job is a list of scenarios, run in order in the same processes. Each rank writes what a scenario found to
 `<out>/<scenario>-<rank>.json`.
@@ -26,12 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tidemill.kernels.weights import sharded_anchor
-from tidemill.kernels.weights.commit import VersionMark, read_versions
+from tidemill.kernels.weights import anchor_write
+from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
+from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.ranks import ProcessGroupRanks, Ranks, RanksLostError, open_ranks
-from tidemill.kernels.weights.sharded_publish import ShardedPublisher
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
@@ -41,6 +41,7 @@ from tidemill.trainer.sharded_view import local_parts
 
 CHAIN_LENGTH = 5
 SETTINGS = PublishSettings(anchor_every=3, anchor_bytes_ratio=1e9, skips=())
+TWO_SHARDS = SETTINGS.model_copy(update={"shards": 2})
 TIMEOUT_S = 120.0
 SHORT_TIMEOUT_S = 3.0
 LARGE_TENSORS, LARGE_SHAPE = 32, (1024, 2048)
@@ -110,9 +111,9 @@ def advance(model: nn.Module, version: int) -> None:
             weight.add_(change)
 
 
-def mark(version: int) -> VersionMark:
-    """A version that follows the one before it."""
-    return VersionMark(version, version - 1 if version else None, step=version, learning_rate=1e-4, trained_at=version)
+def mark(version: int) -> dict[str, Any]:
+    """What is said of a version that follows the one before it."""
+    return {"parent": version - 1 if version else None, "learning_rate": 1e-4, "trained_at": version}
 
 
 class FaultyProducer(RecordProducer):
@@ -142,19 +143,27 @@ class Worker:
         self.world = DeviceMesh("cpu", list(range(dist.get_world_size())))
 
     def publisher(
-        self, suffix: str, ranks: Ranks | None = None, producer: RecordProducer | None = None, shards: int = 1
-    ) -> ShardedPublisher:
+        self,
+        suffix: str,
+        ranks: Ranks | None = None,
+        producer: RecordProducer | None = None,
+        settings: PublishSettings | None = None,
+        branch: str = "main",
+        **options: Any,
+    ) -> WeightPublisher:
         """A publisher of the run `<run_id>-<suffix>`, opened as after a start or a restart."""
-        return ShardedPublisher(
-            producer or RecordProducer(self.kafka, "test-sharded"),
-            ranks or self.ranks,
+        made = WeightPublisher.open(
             self.kafka,
-            RunSettings(run_id=f"{self.job.run_id}-{suffix}"),
+            RunSettings(run_id=f"{self.job.run_id}-{suffix}", branch=branch),
             StoreSettings(root=self.job.store),
+            settings or SETTINGS,
             base_model=Path(self.job.base),
-            settings=SETTINGS,
-            shards_per_rank=shards,
+            ranks=ranks or self.ranks,
+            **options,
         )
+        if producer is not None:
+            made._producer = producer
+        return made
 
     def chain(self) -> dict[str, Any]:
         """The same versions from 1, 2 and 3 ranks, and all there are; two shards a rank where they are two."""
@@ -163,17 +172,17 @@ class Worker:
             members = list(range(size))
             mesh, group = DeviceMesh("cpu", members), dist.new_group(members, backend="gloo")
             if self.rank in members:
-                publisher = self.publisher(f"chain{size}", ProcessGroupRanks(group), shards=2 if size == 2 else 1)
+                publisher = self.publisher(
+                    f"chain{size}", ProcessGroupRanks(group), settings=TWO_SHARDS if size == 2 else SETTINGS
+                )
                 found[str(size)] = list(self._publish_chain(publisher, first_weights().sharded(mesh)))
         return found
 
-    def _publish_chain(
-        self, publisher: ShardedPublisher, model: nn.Module, length: int = CHAIN_LENGTH
-    ) -> Iterator[str]:
+    def _publish_chain(self, publisher: WeightPublisher, model: nn.Module, length: int = CHAIN_LENGTH) -> Iterator[str]:
         for version in range(length):
             if version:
                 advance(model, version)
-            yield publisher.publish(mark(version), self.parts(model)).fingerprint
+            yield publisher.publish(version, self.parts(model), **mark(version)).fingerprint
 
     def parts(self, model: nn.Module) -> dict[str, Any]:
         """This rank's parts."""
@@ -191,30 +200,30 @@ class Worker:
         """One rank fails, in each way that one can; then the same version is published."""
         producer = FaultyProducer(self.kafka, "test-sharded")
         publisher, model = self.publisher("failing", producer=producer), first_weights().sharded(self.world)
-        found = {"v0": publisher.publish(mark(0), self.parts(model)).fingerprint}
+        found = {"v0": publisher.publish(0, self.parts(model), **mark(0)).fingerprint}
         advance(model, 1)
         producer.refuse = self.rank == 1
         found["log"] = self._failure(publisher, 1, model)
         producer.refuse = False
-        found["v1"] = publisher.publish(mark(1), self.parts(model)).fingerprint
+        found["v1"] = publisher.publish(1, self.parts(model), **mark(1)).fingerprint
         advance(model, 2)
         found["drift"] = self._drifted(publisher, model)
-        found["v2"] = publisher.publish(mark(2), self.parts(model)).fingerprint
+        found["v2"] = publisher.publish(2, self.parts(model), **mark(2)).fingerprint
         advance(model, 3)
         found["anchor"] = self._full_disk(publisher, model)
-        found["v3"] = publisher.publish(mark(3), self.parts(model)).fingerprint
+        found["v3"] = publisher.publish(3, self.parts(model), **mark(3)).fingerprint
         return found
 
-    def _failure(self, publisher: ShardedPublisher, version: int, model: nn.Module) -> list[Any]:
+    def _failure(self, publisher: WeightPublisher, version: int, model: nn.Module) -> list[Any]:
         """What the ranks are told, and which versions the log then has."""
         try:
-            publisher.publish(mark(version), self.parts(model))
+            publisher.publish(version, self.parts(model), **mark(version))
         except (DeliveryError, VersionError, OSError) as error:
             chain = read_versions(self.kafka, RunSettings(run_id=f"{self.job.run_id}-failing"))
             return [type(error).__name__, str(error), chain.newest_version]
         raise AssertionError("a version was published that one rank failed at")
 
-    def _drifted(self, publisher: ShardedPublisher, model: nn.Module) -> list[Any]:
+    def _drifted(self, publisher: WeightPublisher, model: nn.Module) -> list[Any]:
         """One element of what rank 1 starts from is not what it published."""
         bits = publisher._held.parts["up.weight"].bits
         bits[5] ^= self.rank
@@ -223,19 +232,19 @@ class Worker:
         finally:
             bits[5] ^= self.rank
 
-    def _full_disk(self, publisher: ShardedPublisher, model: nn.Module) -> list[Any]:
+    def _full_disk(self, publisher: WeightPublisher, model: nn.Module) -> list[Any]:
         """Rank 1 cannot write its file of the anchor."""
-        put_file = sharded_anchor.put_file
+        put_file = anchor_write.put_file
 
         def full(uri: str, name: str, pieces: Any) -> Any:
             next(pieces)
             raise OSError("no space left on device")
 
-        sharded_anchor.put_file = full if self.rank == 1 else put_file
+        anchor_write.put_file = full if self.rank == 1 else put_file
         try:
             return self._failure(publisher, 3, model)
         finally:
-            sharded_anchor.put_file = put_file
+            anchor_write.put_file = put_file
 
     def hanging(self) -> dict[str, Any]:
         """Rank 1 does not come to what rank 0 waits for."""
@@ -267,37 +276,37 @@ class Worker:
         fully_shard(model, mesh=self.world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
         publisher, torch_seed = self.publisher("training"), torch.Generator().manual_seed(self.rank)
-        found = [publisher.publish(mark(0), self.parts(model)).fingerprint]
+        found = [publisher.publish(0, self.parts(model), **mark(0)).fingerprint]
         for version in range(1, TRAINED_VERSIONS):
             tokens = torch.randint(101, (2, 16), generator=torch_seed)
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(publisher.publish(mark(version), self.parts(model)).fingerprint)
+            found.append(publisher.publish(version, self.parts(model), **mark(version)).fingerprint)
         return {"versions": found}
 
     def killed(self) -> dict[str, Any]:
         """Rank 1 is killed when the log has its first chunk of version 2."""
         producer = FaultyProducer(self.kafka, "test-sharded")
         publisher, model = self.publisher("killed", producer=producer), first_weights().sharded(self.world)
-        publisher.publish(mark(0), self.parts(model))
+        publisher.publish(0, self.parts(model), **mark(0))
         advance(model, 1)
-        publisher.publish(mark(1), self.parts(model))
+        publisher.publish(1, self.parts(model), **mark(1))
         advance(model, 2)
         producer.kill = self.rank == 1
-        publisher.publish(mark(2), self.parts(model))
+        publisher.publish(2, self.parts(model), **mark(2))
         raise AssertionError("a version was published without a rank that was killed")
 
     def resumed(self) -> dict[str, Any]:
         """What `killed` left, gone on with by another number of ranks from the weights of version 1."""
         publisher, model = self.publisher("killed"), first_weights().sharded(self.world)
         advance(model, 1)
-        found = [publisher.publish(mark(1), self.parts(model)).fingerprint]
+        found = [publisher.publish(1, self.parts(model), **mark(1)).fingerprint]
         advance(model, 2)
-        return {"versions": [*found, publisher.publish(mark(2), self.parts(model)).fingerprint]}
+        return {"versions": [*found, publisher.publish(2, self.parts(model), **mark(2)).fingerprint]}
 
     def memory(self) -> dict[str, Any]:
-        """What publication takes above the model, in bytes, and what gathering the whole state would."""
+        """What publication takes above the model and the snapshot given, in bytes, and what gathering all would."""
         with torch.device("meta"):
             model = fully_shard(Large(), mesh=self.world)
         model.to_empty(device="cpu")
@@ -306,11 +315,13 @@ class Worker:
             for weight in model.parameters():
                 weight.to_local().normal_()
         publisher = self.publisher("memory")
-        first = peak_of(lambda: publisher.publish(mark(0), self.parts(model)))
+        parts = self.parts(model)
+        first = peak_of(lambda: publisher.publish(0, parts, **mark(0)))
+        parts = None
         with torch.no_grad():
             for weight in model.parameters():
                 weight.to_local()[::50].mul_(1.01)
-        second = peak_of(lambda: publisher.publish(mark(1), self.parts(model)))
+        second = peak_of(lambda: publisher.publish(1, self.parts(model), **mark(1)))
         planted = peak_of(lambda: [weight.full_tensor().to(torch.bfloat16) for weight in model.parameters()])
         held = sum(part.bits.nbytes for part in publisher._held.parts.values())
         return {"anchor": first, "delta": second, "planted": planted, "held": held}

@@ -1,4 +1,4 @@
-"""The pieces of sharded publication one by one: parts, dealing, what ranks say of each other, in a group of one."""
+"""The pieces of publication from ranks one by one: parts, dealing, what they make up, exchange, in a group of one."""
 
 import json
 import uuid
@@ -13,23 +13,22 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import AnchorError, write_anchor
+from tidemill.kernels.weights.anchor import AnchorError
+from tidemill.kernels.weights.anchor_write import write_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.sharded_anchor import write_sharded_anchor
-from tidemill.kernels.weights.sharded_parts import (
+from tidemill.kernels.weights.tensor_parts import (
     CoverageError,
     RankReport,
     TensorPart,
     deal,
     merged_tensors,
-    part_infos,
+    part_info,
 )
-from tidemill.kernels.weights.sharded_publish import ShardedPublisher
-from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer.serving_view import serving_view, tensor_infos
 from tidemill.trainer.sharded_view import PlacementError, local_parts
 
@@ -62,7 +61,7 @@ def part_of(name, bits, start, end):
 
 
 def reports(view, bounds=(0.3, 0.3, 0.7)):
-    return [RankReport(part_infos(parts), []) for parts in cut(view, bounds)]
+    return [RankReport([part_info(part) for part in parts.values()]) for parts in cut(view, bounds)]
 
 
 VIEW = {
@@ -102,15 +101,17 @@ def test_an_outline_takes_no_memory():
     assert part.outline().bits.strides == (0, 0)
 
 
-@pytest.mark.parametrize("placements", [[Shard(0)], [Replicate()]])
+@pytest.mark.parametrize(
+    "placements", [[Shard(0)], [Replicate()], [Shard(0), Shard(0)], [_StridedShard(0, split_factor=1), Shard(0)]]
+)
 def test_placements_that_can_be_published(ranks, placements):
-    (part,) = local_parts(placed(placements), first=False).values()
+    (part,) = local_parts(placed(placements, (1,) * len(placements)), first=False).values()
     assert (part.start, part.bits.size) == (0, 12)
 
 
 @pytest.mark.parametrize(
     ("placements", "mesh_shape"),
-    [([Shard(1)], (1,)), ([Partial()], (1,)), ([Shard(0), Shard(0)], (1, 1)), ([Shard(0), Shard(1)], (1, 1))],
+    [([Shard(1)], (1,)), ([Partial()], (1,)), ([Shard(0), Shard(1)], (1, 1)), ([Shard(0), Partial()], (1, 1))],
 )
 def test_other_placements_are_refused(ranks, placements, mesh_shape):
     with pytest.raises(PlacementError, match=r"weight is placed as .* only weights sharded over their first dimension"):
@@ -163,17 +164,12 @@ def test_a_missing_rank_is_noticed():
     with pytest.raises(CoverageError, match="a: the ranks hold 42 of 60 elements"):
         merged_tensors(reports(VIEW)[:-1])
     with pytest.raises(CoverageError, match="different numbers of tensors"):
-        merged_tensors([*reports(VIEW), RankReport([], [])])
+        merged_tensors([*reports(VIEW), RankReport([])])
 
 
-@pytest.mark.parametrize(("skips", "shards"), [((8,), 1), ((), 0)])
-def test_settings_that_ranks_cannot_meet_are_refused(ranks, tmp_path, skips, shards):
-    publication = PublishSettings(skips=skips)
-    with pytest.raises(ValueError, match="ranks make no skip-deltas and at least one shard each"):
-        ShardedPublisher(
-            None, ranks, KafkaSettings(), RunSettings(), StoreSettings(),
-            base_model=tmp_path, settings=publication, shards_per_rank=shards,
-        )  # fmt: skip
+def test_a_rank_makes_at_least_one_shard():
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        PublishSettings(shards=0)
 
 
 @pytest.fixture
@@ -188,7 +184,7 @@ def base_model(tmp_path):
 def test_an_anchor_of_one_rank_is_one_file(ranks, base_model, tmp_path, root):
     uri = str(tmp_path / "v1") if root == "directory" else f"memory://{uuid.uuid4().hex}/v1"
     (parts,) = cut(VIEW, ())
-    anchor = write_sharded_anchor(uri, base_model, parts, ranks)
+    anchor = write_anchor(uri, base_model, parts, ranks=ranks)
     loaded = read_anchor(anchor.uri)
     assert loaded.keys() == VIEW.keys()
     for name, bits in VIEW.items():
@@ -207,7 +203,7 @@ def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path)
         "odd": TensorPart("odd", "float8_e4m3fn", (5,), 0, np.arange(5, dtype=np.uint8)),
         "w": TensorPart("w", "bfloat16", (2, 2), 0, np.arange(4, dtype=np.uint16)),
     }
-    write_sharded_anchor(str(tmp_path / "v1"), base_model, parts, ranks)
+    write_anchor(str(tmp_path / "v1"), base_model, parts, ranks=ranks)
     with safe_open(tmp_path / "v1" / "model.safetensors", framework="pt") as opened:
         assert {name: str(opened.get_tensor(name).dtype) for name in parts} == {
             "norm": "torch.float32",
@@ -216,7 +212,8 @@ def test_an_anchor_of_several_types_is_a_checkpoint(ranks, base_model, tmp_path)
         }
 
 
-def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, tmp_path):
+@pytest.mark.parametrize("file_bytes", [1 << 30, 1])
+def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, tmp_path, file_bytes):
     weights = {
         "w": Weight("bfloat16", np.arange(6, dtype=np.uint16).reshape(2, 3)),
         "norm": Weight("float32", np.arange(3, dtype=np.uint32)),
@@ -224,8 +221,8 @@ def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, t
     }
     parts = {n: TensorPart(n, w.dtype, w.bits.shape, 0, w.bits.reshape(-1)) for n, w in weights.items()}
     written = [tmp_path / "one process", tmp_path / "one rank"]
-    write_anchor(str(written[0]), base_model, weights)
-    write_sharded_anchor(str(written[1]), base_model, parts, ranks)
+    write_anchor(str(written[0]), base_model, weights, file_bytes)
+    write_anchor(str(written[1]), base_model, parts, file_bytes, ranks)
     held = [{file.name: file.read_bytes() for file in directory.iterdir()} for directory in written]
     assert held[0] == held[1]
 
@@ -233,6 +230,6 @@ def test_an_anchor_of_one_rank_has_the_bytes_of_one_process(ranks, base_model, t
 def test_a_base_that_is_no_model_is_every_ranks_failure(ranks, tmp_path):
     (parts,) = cut(VIEW, ())
     with pytest.raises(AnchorError, match="rank 0: AnchorError") as raised:
-        write_sharded_anchor(str(tmp_path / "v1"), tmp_path, parts, ranks)
+        write_anchor(str(tmp_path / "v1"), tmp_path, parts, ranks=ranks)
     assert isinstance(raised.value.__cause__, AnchorError)
     assert not (tmp_path / "v1").exists()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.consumers.replica_driver import anchored
-from tests.kernels.weights import sharded_worker
+from tests.kernels.weights import ranks_worker
 from tests.kernels.weights.conftest import read_anchor
-from tests.kernels.weights.sharded_worker import (
+from tests.kernels.weights.ranks_worker import (
     CHAIN_LENGTH,
     LARGE_SHAPE,
     LARGE_TENSORS,
@@ -93,7 +93,7 @@ def torchrun(n_ranks, out):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
     with (out / "output").open("w") as output:
         done = subprocess.run(
-            [*command, sharded_worker.__file__, str(out / "job.json")],
+            [*command, ranks_worker.__file__, str(out / "job.json")],
             stdout=output,
             stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
