@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,12 @@ from tidemill.kernels.weights import anchor_write
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
-from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.publish import ForkPoint, WeightPublisher
 from tidemill.kernels.weights.ranks import ProcessGroupRanks, Ranks, RanksLostError, open_ranks
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.records import Record
 from tidemill.trainer.sharded_view import local_parts
@@ -130,6 +131,28 @@ class FaultyProducer(RecordProducer):
         if self.kill and topic is Topic.DELTAS:
             os.kill(os.getpid(), signal.SIGKILL)
         return positions
+
+
+class LostAcknowledgement(RecordProducer):
+    """Says of the next record that it was not acknowledged; the log has it, or does not."""
+
+    lose = keep = False
+
+    def send_acked(self, topic: Topic, records: Sequence[tuple[str, Record]]) -> list[Position]:
+        """As the producer, with the fault."""
+        positions = super().send_acked(topic, records) if self.keep or not self.lose else []
+        if self.lose:
+            raise DeliveryError("no acknowledgement came")
+        return positions
+
+
+def raised(work: Callable[[], object]) -> list[str]:
+    """The class and the message of what `work` raises."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - the test compares it
+        return [type(error).__name__, str(error)]
+    return []
 
 
 class Worker:
@@ -245,6 +268,101 @@ class Worker:
             return self._failure(publisher, 3, model)
         finally:
             anchor_write.put_file = put_file
+
+    def going_back(self) -> dict[str, Any]:
+        """Back to an older version and on from there; then a publisher that has to make the head again."""
+        publisher = self.publisher("back")
+        list(self._publish_chain(publisher, first_weights().sharded(self.world), 4))
+        older = first_weights().sharded(self.world)
+        refused = raised(lambda: publisher.go_back(1, self.parts(older)))
+        advance(older, 1)
+        publisher.go_back(1, self.parts(older))
+        advance(older, 7)
+        other = publisher.publish(4, self.parts(older), parent=1)
+        advance(older, 8)
+        restarted = self.publisher("back", settings=TWO_SHARDS)
+        confirmed = restarted.publish(0, iter(self.parts(first_weights().sharded(self.world)).items()))
+        last = restarted.publish(5, iter(self.parts(older).items()))
+        return {
+            "refused": refused,
+            "parents": [other.parent, last.parent],
+            "confirmed": confirmed.fingerprint,
+            "held": sum(part.bits.size for part in restarted._held.parts.values()),
+            "mine": sum(part.bits.size for part in self.parts(older).values()),
+        }
+
+    def forking(self) -> dict[str, Any]:
+        """A branch that begins with a version in the middle of another one's chain, and what cannot be a fork."""
+        model = first_weights().sharded(self.world)
+        list(self._publish_chain(self.publisher("fork"), model, 3))
+        refused = [
+            raised(lambda: self.publisher("fork", branch="again", fork_from=ForkPoint("main", 7))),
+            raised(lambda: self.publisher("fork", fork_from=ForkPoint("main", 1))),
+        ]
+        forked = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
+        found = [forked.newest.fingerprint, forked.publish(2, self.parts(model)).fingerprint]
+        again = self.publisher("fork", branch="again", fork_from=ForkPoint("main", 1))
+        advance(model, 3)
+        return {"refused": refused, "versions": [*found, again.publish(3, self.parts(model)).fingerprint]}
+
+    def doubting(self) -> dict[str, Any]:
+        """The acknowledgement of a manifest is lost, once with the manifest kept and once without it."""
+        model = first_weights().sharded(self.world)
+        manifests = LostAcknowledgement(self.kafka, "test-ranks")
+        publisher, found = self.publisher("doubt", manifests=manifests), []
+        publisher.publish(0, self.parts(model), **mark(0))
+        for version, kept in ((1, True), (2, False)):
+            advance(model, version)
+            manifests.lose, manifests.keep = True, kept
+            found.append(raised(lambda version=version: publisher.publish(version, self.parts(model), **mark(version))))
+            manifests.lose = False
+            publisher.publish(version, self.parts(model), **mark(version))
+        return {"told": found, "versions": [publisher.newest.version, publisher.newest.fingerprint]}
+
+    def fenced(self) -> dict[str, Any]:
+        """Another process begins to write manifests under the first rank's name: no rank publishes any more."""
+        model, name = first_weights().sharded(self.world), f"{self.job.prefix}trainer.fenced"
+        fenced = FencedProducer(self.kafka, "test-ranks", name) if self.rank == 0 else None
+        publisher = self.publisher("fenced", manifests=fenced)
+        publisher.publish(0, self.parts(model), **mark(0))
+        self.ranks.on_first(lambda: FencedProducer(self.kafka, "test-ranks", name))
+        advance(model, 1)
+        told = raised(lambda: publisher.publish(1, self.parts(model), **mark(1)))
+        newest = read_versions(self.kafka, RunSettings(run_id=f"{self.job.run_id}-fenced")).newest_version
+        return {"told": told, "newest": newest}
+
+    def refusing(self) -> dict[str, Any]:
+        """What the ranks may not give."""
+        model = first_weights().sharded(self.world)
+        publisher, parts = self.publisher("refusing"), self.parts(model)
+        publisher.publish(0, parts)
+        advance(model, 1)
+        fewer = {name: part for name, part in self.parts(model).items() if self.rank == 0 or name != "norm.bias"}
+        shifted = dict(parts)
+        if self.rank == 1:
+            part = parts["up.weight"]
+            shifted["up.weight"] = replace(part, start=part.start - 1)
+        return {
+            "version": raised(lambda: publisher.publish(1 + self.rank, self.parts(model))),
+            "missing": raised(lambda: publisher.publish(1, fewer)),
+            "cut": raised(lambda: publisher.publish(1, shifted)),
+            "twice": raised(lambda: publisher.publish(0, shifted)),
+            "then": publisher.publish(1, self.parts(model)).fingerprint,
+        }
+
+    def skipping(self) -> dict[str, Any]:
+        """Skip-deltas of both ranks: from copies in memory, and after a restart from the log."""
+        model, settings = first_weights().sharded(self.world), SETTINGS.model_copy(update={"skips": (2,)})
+        found: list[int] = []
+        for versions in (range(3), range(3, CHAIN_LENGTH)):
+            with self.publisher("skipping", settings=settings) as publisher:
+                for version in versions:
+                    if version:
+                        advance(model, version)
+                    publisher.publish(version, self.parts(model), **mark(version))
+                    publisher.skips.wait()
+                found += [publisher.skips.published, publisher.skips.dropped]
+        return {"counts": found}
 
     def hanging(self) -> dict[str, Any]:
         """Rank 1 does not come to what rank 0 waits for."""

@@ -28,15 +28,19 @@ from tests.kernels.weights.ranks_worker import (
 )
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
+from tidemill.kernels.delta import apply_change, decode_delta, resolve_all
+from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta, UpdatePath
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Manifest
+from tidemill.schemas.records import Manifest, SkipDelta
+from tidemill.schemas.stored_object import StoredObject, read_object
 from tidemill.trainer.serving_view import fingerprint_of, serving_view
 
 RUN = "sharded"
@@ -79,7 +83,10 @@ def jobs(kafka, tmp_path_factory):
         (out / "job.json").write_text(json.dumps(asdict(job)))
         return out, torchrun(n_ranks, out)
 
-    two, status = run(2, "replicated", "failing", "hanging", "training", "killed")
+    two, status = run(
+        2, "replicated", "failing", "going_back", "forking", "doubting", "fenced", "refusing", "skipping", "hanging",
+        "training", "killed",
+    )  # fmt: skip
     assert status, "torchrun did not notice that a rank was killed"
     killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
     # Memory is measured after the chain, when every kernel is compiled and loaded.
@@ -250,3 +257,78 @@ def test_replicas_prove_every_version_of_a_training_run(jobs, tmp_path):
     published = [manifest.fingerprint for manifest, _ in replica(jobs.kafka, f"{RUN}-training", tmp_path)]
     assert published == jobs.found("training", 1)["versions"]
     assert len(set(published)) == TRAINED_VERSIONS
+
+
+def test_ranks_go_back_and_make_the_head_again_from_the_log(jobs):
+    """The publisher that was opened again has no copy: the first rank makes the head, each rank gets its part."""
+    for rank in (0, 1):
+        found = jobs.found("going_back", rank)
+        assert found["refused"][0] == "VersionError" and "two trainers on one run" in found["refused"][1]
+        assert found["parents"] == [1, 4]
+        assert found["confirmed"] == expected_fingerprints()[0]
+        assert found["held"] == found["mine"]
+    model = first_weights()
+    for version in (1, 7, 8):
+        advance(model, version)
+    graph = read_versions(jobs.kafka, RunSettings(run_id=f"{RUN}-back"))
+    assert graph.newest.version == 5 and len(graph.newest.shards) == 4
+    held = rebuild(jobs.kafka, graph.path(5), graph.newest.tensors)
+    for name, bits in serving_view(model).items():
+        np.testing.assert_array_equal(held.parts[name].bits, bits.reshape(-1))
+
+
+def test_ranks_begin_a_branch_with_a_version_of_another_one(jobs):
+    expected = expected_fingerprints()
+    for rank in (0, 1):
+        found = jobs.found("forking", rank)
+        assert found["versions"] == [expected[1], *expected[2:4]]
+        assert [kind for kind, _ in found["refused"]] == ["VersionError", "VersionError"]
+        assert "has no version 7" in found["refused"][0][1] and "give the run another branch" in found["refused"][1][1]
+
+
+def test_after_a_lost_acknowledgement_every_rank_knows_what_the_log_took(jobs, tmp_path):
+    for rank in (0, 1):
+        found = jobs.found("doubting", rank)
+        assert found["told"] == [["DeliveryError", "rank 0: DeliveryError: no acknowledgement came"]] * 2
+        assert found["versions"] == [2, expected_fingerprints()[2]]
+    assert [manifest.version for manifest, _ in replica(jobs.kafka, f"{RUN}-doubt", tmp_path)] == [0, 1, 2]
+
+
+def test_a_fenced_first_rank_ends_all_ranks(jobs):
+    for rank in (0, 1):
+        kind, told = jobs.found("fenced", rank)["told"]
+        assert kind == "FencedError" and told.startswith("rank 0: FencedError: another process has begun to write")
+        assert jobs.found("fenced", rank)["newest"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("version", "rank 1: VersionError: it publishes version 2, the first rank version 1"),
+        ("missing", "rank 1: VersionError: version 1 has other tensors than version 0; in one of them only: norm.bias"),
+        ("cut", "rank 1: VersionError: version 1: this rank has 256 elements of up.weight from 271 on"),
+        ("twice", "rank 0: CoverageError: up.weight: elements 271 to 272 are held by several ranks"),
+    ],
+)
+def test_what_ranks_may_not_give_is_refused_on_all_and_they_go_on(jobs, given, reason):
+    for rank in (0, 1):
+        kind, told = jobs.found("refusing", rank)[given]
+        assert told.startswith(reason) and kind == reason.split(": ")[1]
+        assert jobs.found("refusing", rank)["then"] == expected_fingerprints()[1]
+
+
+def test_ranks_make_skip_deltas_together(jobs):
+    for rank in (0, 1):
+        assert jobs.found("skipping", rank)["counts"] == [1, 0, 1, 0]
+    with LogReader(jobs.kafka, [Topic.MANIFESTS]) as reader:
+        skips = [at.record for at in reader.read_to_end() if isinstance(at.record, SkipDelta)]
+    assert [(skip.version, skip.base, len(skip.shards)) for skip in skips] == [(2, 0, 2), (4, 2, 2)]
+    views = list(expected_views())
+    for skip in skips:
+        held = {name: bits.copy() for name, bits in views[skip.base].items()}
+        for shard in skip.shards:
+            data = read_object(StoredObject(shard.uri, shard.n_bytes, shard.digest))
+            for block in decode_delta([data], skip.version, skip.base):
+                for change in resolve_all(block, held):
+                    apply_change(change, held[change.name])
+        assert all((held[name] == bits).all() for name, bits in views[skip.version].items())
