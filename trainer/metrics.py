@@ -12,6 +12,8 @@ from torch import Tensor
 from tidemill.schemas.records import LagCount, Rollout
 from tidemill.trainer import divergence
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
+from tidemill.trainer.model_size import ModelSize
+from tidemill.trainer.policy import keeps_scores
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 
@@ -105,6 +107,37 @@ def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
     return {
         "packing/tokens": float(sum(row.tokens for row in rows)),
         "packing/computed": float(sum(row.tree.length for row in rows)),
+    }
+
+
+def flop_metrics(size: ModelSize, rows: Iterable[tuple[PackedRow, int]]) -> dict[str, float]:
+    """FLOPs of a step by `ModelSize.forward`, and the numbers that the FLOPs of other tokens follow from.
+
+    `flops/forward` and `flops/backward` are those of the tokens that the model computes, `flops/frozen` those of the
+    passes without a gradient. `flops/recomputed` is computed a second time, for memory's sake: scores of the head.
+    `flops/saved` would be computed, attention aside, if every token of every segment stood in a row.
+
+    Args:
+        rows: each with its number of passes without a gradient.
+    """
+    forward, frozen, recomputed, saved = 0.0, 0.0, 0.0, 0.0
+    for row, passes in rows:
+        scored = len(row.predicting)
+        computed = size.forward(row.tree.length, float((row.position_ids + 1).sum()), scored)
+        forward += computed
+        frozen += passes * computed
+        recomputed += 0.0 if keeps_scores(scored, size.vocabulary) else size.forward(0, 0, scored)
+        saved += (3 + passes) * size.forward(max(row.tokens - row.tree.length, 0), 0, 0)
+    return {
+        "flops/parameters": float(size.parameters),
+        "flops/body": float(size.body),
+        "flops/head": float(size.head),
+        "flops/pair": float(size.pair),
+        "flops/forward": forward,
+        "flops/backward": 2 * forward,
+        "flops/frozen": frozen,
+        "flops/recomputed": recomputed,
+        "flops/saved": saved,
     }
 
 

@@ -38,6 +38,11 @@ def frozen_logprobs(model: PreTrainedModel, row: PackedRow) -> Tensor:
         return SampledLogprobs.apply(*_head_inputs(model, row), False)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 
+def keeps_scores(predicting: int, vocabulary: int) -> bool:
+    """Whether the probabilities of a row's predicting tokens are kept for its backward pass, not computed again."""
+    return predicting * vocabulary <= KEPT_SCORES
+
+
 class SampledLogprobs(torch.autograd.Function):
     """Logprobs of targets (f4[T]) under softmax(hidden weight^T + bias), and entropies (f4[P], without gradient).
 
@@ -58,7 +63,7 @@ class SampledLogprobs(torch.autograd.Function):
             if wanted:
                 chances = scores.exp()
                 entropy[rows] = -torch.linalg.vecdot(chances, scores)
-                if len(hidden) * len(weight) <= KEPT_SCORES:
+                if keeps_scores(len(hidden), len(weight)):
                     ctx.kept.append(chances)
         ctx.save_for_backward(hidden, weight, bias, predictors, targets)
         ctx.mark_non_differentiable(entropy)

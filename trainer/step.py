@@ -10,6 +10,7 @@ advantages, surrogate and average; the weights of the second against the first a
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, correction_weights, sequence_sum
 from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
     OBJECTIVES,
     Options,
@@ -41,6 +43,8 @@ from tidemill.trainer.objectives import (
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+
+_log = logging.getLogger(__name__)
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
 """REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
@@ -101,6 +105,7 @@ class Learner:
         self.model = model
         self.masters = MasterWeights(model, settings.optimizer)
         self._settings = settings
+        self._size = _size(model)
         self._reference = reference
         self._recipe = OBJECTIVES[settings.objective]
         for network in (model, reference):
@@ -143,6 +148,7 @@ class Learner:
                 **metrics.lag_metrics(lag),
                 **self._reference_metrics([part for parts in updates for part in parts]),
                 **metrics.packing_metrics([a.row for parts in updates for part in parts for a in part.rows]),
+                **self._flops([anchored for parts in updates for part in parts for anchored in part.rows]),
                 **_part_metrics(online, groups, updates[0], seen[0][0]),
             },
             lag=lag,
@@ -228,12 +234,26 @@ class Learner:
             reference_logprobs=anchored.reference,
         )
 
+    def _flops(self, rows: Sequence[_Anchored]) -> dict[str, float]:
+        if self._size is None:
+            return {}
+        frozen = ((a.row, (a.old is not None) + (a.reference is not None)) for a in rows)
+        return metrics.flop_metrics(self._size, frozen)
+
     def _reference_metrics(self, parts: Sequence[_Part]) -> dict[str, float]:
         rows = [anchored for part in parts for anchored in part.rows]
         pairs = [(a.old, a.reference) for a in rows if a.old is not None and a.reference is not None]
         if not pairs:
             return {}
         return {"reference/k1": float(torch.cat([old - reference for old, reference in pairs]).double().mean())}
+
+
+def _size(model: PreTrainedModel) -> ModelSize | None:
+    try:
+        return size_of(model)
+    except UnknownModelError as error:
+        _log.warning("FLOPs are not counted: %s", error)
+        return None
 
 
 def objective_options(settings: TrainerSettings, recipe: Recipe) -> Options:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
 from tests.consumers.sink_support import START_US, rows_of, small_run
+from tests.records import build
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.query import QueryFailed, QueryResult, ask, named_queries, sql_of
@@ -22,7 +24,7 @@ from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.address import bind
-from tidemill.schemas.records import LagCount, Staleness, UserWish
+from tidemill.schemas.records import LagCount, Staleness, TrainStep, Turn, UserWish
 
 ROOT = Path(__file__).parents[2]
 HOLDS_ENGINE = """
@@ -143,6 +145,65 @@ def test_every_rollout_has_one_ending(answers):
         ("eval", "excluded: eval"): 1,
     }
     assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in answers["accounting"])
+
+
+def test_the_work_of_a_step_is_what_is_computed_by_hand(tmp_path: Path):
+    """A parameter costs 2 FLOPs a token, a pair 0.1 T. Every rollout has 3 other tokens before its sampled ones."""
+    sizes = {"flops/body": 1e12, "flops/head": 0.5e12, "flops/pair": 0.1e12}
+    spent = {"flops/forward": 10e12, "flops/backward": 20e12, "flops/frozen": 2e12}
+    beside = {"flops/recomputed": 3e12, "flops/saved": 4e12}
+    records = [
+        replace(record, metrics={**record.metrics, **sizes, **spent, **beside})
+        if isinstance(record, TrainStep)
+        else record
+        for record in small_run()
+    ]
+    # Rollout "a" has a turn that was sampled twice; "g" has no result yet.
+    sampled = [("a", 2), ("a", 2), ("g", 4)]
+    turns = [build(Turn, rollout_id=name, task_id="task-g0", n_tokens=n) for name, n in sampled]
+    rows = table(ask(filled(tmp_path / "work", [*records, *turns]), "compute"))
+    two, four = 2 * 1.5 * 2 + 0.1 * (4 + 5), 2 * 1.5 * 4 + 0.1 * (4 + 5 + 6 + 7)
+    before = 2 * 1.0 * 3 + 0.1 * (1 + 2 + 3)
+    again = 2 * 1.5 * 2
+    assert rows == [
+        {
+            "run_id": "run",
+            "step": 1,
+            "sampling_tflop": pytest.approx(two + four),
+            "prefilling_tflop": pytest.approx(2 * before),
+            "training_tflop": 32.0,
+            "evaluating_tflop": pytest.approx(two + before),
+            "wasted_tflop": pytest.approx(2 * (two + before) + again + 3),
+            "excluded_or_failed_tflop": pytest.approx(2 * (two + before)),
+            "sampled_again_tflop": pytest.approx(again),
+            "recomputed_tflop": 3.0,
+            "saved_tflop": 4.0,
+            "inference_to_training": pytest.approx((two + four + 2 * before) / 32, abs=1e-4),
+        },
+        {
+            "run_id": "run",
+            "step": None,
+            "sampling_tflop": pytest.approx(two + 2 * 1.5 * 4 + 0.1 * (1 + 2 + 3 + 4)),
+            "prefilling_tflop": pytest.approx(before),
+            **dict.fromkeys(
+                (
+                    "training_tflop",
+                    "evaluating_tflop",
+                    "wasted_tflop",
+                    "excluded_or_failed_tflop",
+                    "sampled_again_tflop",
+                    "recomputed_tflop",
+                    "saved_tflop",
+                ),
+                0.0,
+            ),
+            "inference_to_training": None,
+        },
+    ]
+
+
+def test_steps_from_before_the_sizes_were_recorded_have_no_work(answers):
+    assert answers["compute"] == []
 
 
 def test_failures(answers):

@@ -277,6 +277,9 @@ def assert_same_step(shared, plain) -> None:
         for name in other:
             torch.testing.assert_close(mine[name], other[name], rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: n + m)
     assert metrics.pop("packing/computed") < 0.6 * expected.pop("packing/computed")
+    for name in ("flops/forward", "flops/backward", "flops/frozen"):
+        assert (less := metrics.pop(name)) < (more := expected.pop(name)) or less == more == 0
+    assert metrics.pop("flops/saved") > expected.pop("flops/saved") >= 0
     assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 

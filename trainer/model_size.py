@@ -1,0 +1,149 @@
+"""The size of a model, and the arithmetic of its passes: parameters, what a token uses of them, and FLOPs.
+
+A pass forward over a token multiplies and adds once with each parameter that the token uses: 2 FLOPs a parameter
+(arXiv 2001.08361, section 2.1). Attention adds, for each pair of a token and a token that it attends to, two products
+of a head's width in each head and layer: 4 x layers x heads x head width FLOPs (arXiv 2204.02311, appendix B, which has
+12 for forward and backward together). A pass backward costs twice the pass forward. Norms, rotations and softmax are
+left out, as in both sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_USED_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+
+
+class UnknownModelError(ValueError):
+    """The size of a model cannot be told; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Parameters of a causal model, each counted once, and the widths that memory and arithmetic depend on."""
+
+    parameters: int
+    root: int
+    """Parameters outside the layers: embedding, head and last norm."""
+    head: int
+    """Parameters of the head; where it is tied they are those of the embedding."""
+    tied: bool
+    experts: int
+    """Parameters of all routed experts; 0 in a dense model."""
+    expert_share: float
+    """Share of the routed experts that one token uses; 1 in a dense model."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    feed_forward: int
+    """Width of the feed-forward layer as one token uses it: that of an expert times the experts that it uses."""
+    used_experts: int
+    """Routed experts that one token uses in a layer; 0 in a dense model."""
+    normed_heads: bool
+    """Queries and keys are normalised by head."""
+    vocabulary: int
+
+    @property
+    def body(self) -> int:
+        """Parameters that a token is multiplied with before the head. An embedding is looked up, not multiplied."""
+        unused = self.experts - round(self.experts * self.expert_share)
+        return self.parameters - self.head - (0 if self.tied else self.vocabulary * self.hidden) - unused
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with, the head's included."""
+        return self.body + self.head
+
+    @property
+    def pair(self) -> int:
+        """FLOPs forward of a token that attends to one other, in all layers."""
+        return 4 * self.layers * self.heads * self.head_width
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer, its routed experts included; the mean over the layers."""
+        return (self.parameters - self.root) // self.layers
+
+    @property
+    def expert_layer(self) -> int:
+        """Parameters of the routed experts of a layer; the mean over the layers."""
+        return self.experts // self.layers
+
+    def forward(self, tokens: float, pairs: float, scored: float) -> float:
+        """FLOPs of a pass forward over `tokens`, with `pairs` of attention, of which `scored` tokens reach the head."""
+        return 2.0 * (self.body * tokens + self.head * scored) + self.pair * pairs
+
+
+def size_of(model: PreTrainedModel) -> ModelSize:
+    """The size of a causal model, which may lie on the `meta` device. Raises UnknownModelError."""
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise UnknownModelError(f"{type(model).__name__} has no head over a vocabulary: choose a causal language model")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnknownModelError(
+            f"{type(model).__name__} keeps compressed keys and values, whose size is not known here"
+        )
+    named = dict(model.named_parameters())
+    in_layers = sum(p.numel() for name, p in named.items() if ".layers." in name or ".h." in name)
+    parameters = sum(p.numel() for p in named.values())
+    experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
+    count, used = (_first(config, names) for names in (_EXPERT_COUNTS, _USED_EXPERTS))
+    if experts and not (count and used):
+        raise UnknownModelError(
+            f"{type(model).__name__} has routed experts, and its configuration does not say how many a token uses "
+            f"({' or '.join(_USED_EXPERTS[:2])}, {' or '.join(_EXPERT_COUNTS)})"
+        )
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if experts:
+        wide = used * (getattr(config, "moe_intermediate_size", None) or wide)
+        wide += getattr(config, "shared_expert_intermediate_size", None) or 0
+    return ModelSize(
+        parameters=parameters,
+        root=parameters - in_layers,
+        head=head.weight.numel(),
+        tied=embedding.weight is head.weight,
+        experts=experts,
+        expert_share=used / count if experts else 1.0,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        feed_forward=wide,
+        used_experts=used if experts else 0,
+        normed_heads=any(name.endswith("q_norm.weight") for name in named),
+        vocabulary=config.vocab_size,
+    )
+
+
+def size_of_name(name: str) -> ModelSize:
+    """The size of a model by its directory, or by its name on a hub; no weights are loaded. Raises UnknownModelError.
+
+    A directory needs nothing but the model's `config.json`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        # The first line names the cause; the others are transformers' advice about tokens and versions.
+        reason = str(error).strip().splitlines()[0]
+        raise UnknownModelError(
+            f"no causal model {name!r}: it is no directory with a config.json that transformers knows, and the hub "
+            f"gave none ({reason}). Name a directory that holds the model's config.json: no weights are needed"
+        ) from error
+    return size_of(model)
+
+
+def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int:
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
