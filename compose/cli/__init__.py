@@ -28,7 +28,9 @@ from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
+from tidemill.compose.plan import plan
 from tidemill.compose.replay.app import replay_app
+from tidemill.compose.tune import tune_app
 from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 
@@ -66,8 +68,10 @@ for _role in (serve, sink):
     app.command(rich_help_panel="Consumers")(with_settings(_role))
 app.command(rich_help_panel="Consumers")(query)
 app.command(rich_help_panel="Consumers")(with_settings(trace))
+app.add_typer(tune_app, name="tune", rich_help_panel="Consumers")
 app.add_typer(gate_app, name="gate", rich_help_panel="Consumers")
 app.add_typer(users_app, name="users", rich_help_panel="Consumers")
+app.command(rich_help_panel="The whole loop")(with_settings(plan))
 app.command(rich_help_panel="The whole loop")(demo)
 
 EXPLAINED = (ValueError, LookupError, ConnectionError, TimeoutError, RuntimeError, OSError)

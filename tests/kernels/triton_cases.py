@@ -1,13 +1,15 @@
-"""Triton's kernels in Triton's interpreter: the same bytes as their twins on the CPU.
+"""Triton's kernels in Triton's interpreter, or on a GPU: the same bytes as their twins on the CPU.
 
-Not collected with the other tests: triton has to be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this
-file in a process of its own. Inputs lie inside larger arrays full of other values, so that a kernel that reads past an
-edge makes another result, and one that writes past it is seen.
+TIDEMILL_TEST_DEVICE says where the tensors lie: on the CPU, for the interpreter, or on `cuda` (`make test-gpu`). Not
+collected with the other tests: triton has to be imported with TRITON_INTERPRET=1, so `test_triton.py` runs this file
+in a process of its own. Inputs lie inside larger arrays full of other values, so that a kernel that reads past an edge
+makes another result, and one that writes past it is seen.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
 
 BF16 = BY_NAME["bfloat16"]
+DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 # The compiler leaves these checks of each addition out, unless it is asked to debug.
 interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
@@ -64,7 +67,11 @@ def inside(array, fill):
     """The array as a tensor in the middle of a larger one, otherwise full of `fill`."""
     whole = np.full(array.size + 2 * PAD, fill, array.dtype)
     whole[PAD : PAD + array.size] = array
-    return torch.from_numpy(whole)[PAD : PAD + array.size]
+    return on_device(whole)[PAD : PAD + array.size]
+
+
+def on_device(array):
+    return torch.from_numpy(np.asarray(array)).to(DEVICE)
 
 
 def step_of(kind, n, density, seed):
@@ -79,7 +86,7 @@ def step_of(kind, n, density, seed):
 
 
 def compare(old, new, module=triton_compact, tile=TILE):
-    return module.compare_and_compact(inside(old, 1), inside(new, 2), tile * old.itemsize).numpy()
+    return module.compare_and_compact(inside(old, 1), inside(new, 2), tile * old.itemsize).cpu().numpy()
 
 
 EDGES = [0, 1, TILE - 1, TILE, TILE + 1, 3 * TILE + 7]
@@ -97,7 +104,7 @@ def test_compact_at_the_edges_of_a_tile(name, n):
 
 def test_compact_of_several_programs_that_write():
     old, new, indices = step_of(BF16, 3 * 32 * triton_compact.WORDS_WRITTEN + 5, 0.01, 1)
-    found = triton_compact.compare_and_compact(inside(old, 1), inside(new, 2)).numpy()
+    found = triton_compact.compare_and_compact(inside(old, 1), inside(new, 2)).cpu().numpy()
     np.testing.assert_array_equal(found, indices)
 
 
@@ -105,8 +112,10 @@ def test_compact_sees_patterns_and_not_values():
     """NaN payloads and the sign of zero differ; a NaN equals itself."""
     old = np.repeat(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
     new = np.tile(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
-    as_bf16 = [torch.from_numpy(bits).view(torch.bfloat16) for bits in (old, new)]
-    np.testing.assert_array_equal(triton_compact.compare_and_compact(*as_bf16).numpy(), np.flatnonzero(old != new))
+    as_bf16 = [on_device(bits).view(torch.bfloat16) for bits in (old, new)]
+    np.testing.assert_array_equal(
+        triton_compact.compare_and_compact(*as_bf16).cpu().numpy(), np.flatnonzero(old != new)
+    )
 
 
 @FEW
@@ -114,16 +123,16 @@ def test_compact_sees_patterns_and_not_values():
 def test_gather_and_scatter(kind, n, density, seed):
     old, new, indices = step_of(kind, n, density, seed)
     places, held = inside(indices, 0), inside(old, 3)
-    np.testing.assert_array_equal(triton_move.take(held, places).numpy(), old[indices])
+    np.testing.assert_array_equal(triton_move.take(held, places).cpu().numpy(), old[indices])
     triton_move.scatter(held, places, inside(new[indices], 9))
-    np.testing.assert_array_equal(held.numpy(), new)
-    around = torch.as_strided(held, (n + 2 * PAD,), (1,), 0).numpy()
+    np.testing.assert_array_equal(held.cpu().numpy(), new)
+    around = torch.as_strided(held, (n + 2 * PAD,), (1,), 0).cpu().numpy()
     assert set(around[:PAD]) | set(around[PAD + n :]) == {3}
 
 
 def test_a_place_outside_the_tensor_is_never_written():
     held = inside(np.zeros(10, np.uint16), 3)
-    triton_move.scatter(held, torch.tensor([-1, 2, 10, 1 << 40]), torch.full((4,), 7, dtype=torch.uint16))
+    triton_move.scatter(held, on_device([-1, 2, 10, 1 << 40]), on_device(np.full(4, 7, np.uint16)))
     assert held.tolist() == [0, 0, 7, 0, 0, 0, 0, 0, 0, 0]
     assert torch.as_strided(held, (12,), (1,), PAD - 1).tolist() == [3, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 3]
 
@@ -143,7 +152,7 @@ def test_fingerprint_of_a_range(name, n):
 def test_fingerprint_with_keys_of_every_width(lanes):
     bits, _, _ = step_of(BF16, 1030, 0, 8)
     key = TensorKey(*lanes)
-    assert triton_fingerprint.fingerprint(torch.from_numpy(bits), key) == fingerprint.fingerprint(bits, key)
+    assert triton_fingerprint.fingerprint(on_device(bits), key) == fingerprint.fingerprint(bits, key)
 
 
 @FEW
@@ -165,10 +174,10 @@ def random_table(kind, generator, limit=6):
 
 def assert_split(kind, old, new, indices, table, active, module=triton_split):
     expected = classes.split_classes(kind, old, old[indices], new[indices], indices, table, active)
-    rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), torch.tensor(table), torch.tensor(active)
+    rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), on_device(table), on_device(active)
     found = module.split_classes(kind, *rows, int(table[-1]) + 1, TILING)
     for name in ("counts", "gaps", "steps"):
-        np.testing.assert_array_equal(getattr(found, name).numpy(), getattr(expected, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(found, name).cpu().numpy(), getattr(expected, name), err_msg=name)
 
 
 @FEW
@@ -191,10 +200,10 @@ def test_split_with_the_tiling_of_a_gpu():
     old, new, indices = step_of(BF16, 4096 + 100, 0.02, 5)
     table, active = random_table(BF16, np.random.default_rng(5), classes.MAX_CLASSES), classes.all_active(old.size)
     expected = classes.split_classes(BF16, old, old[indices], new[indices], indices, table, active)
-    rows = (torch.tensor(array) for array in (old, new[indices], indices, table, active))
+    rows = (on_device(array) for array in (old, new[indices], indices, table, active))
     found = triton_split.split_classes(BF16, *rows, int(table[-1]) + 1)
-    np.testing.assert_array_equal(found.gaps.numpy(), expected.gaps)
-    np.testing.assert_array_equal(found.steps.numpy(), expected.steps)
+    np.testing.assert_array_equal(found.gaps.cpu().numpy(), expected.gaps)
+    np.testing.assert_array_equal(found.steps.cpu().numpy(), expected.steps)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
@@ -211,20 +220,20 @@ def test_split_between_special_patterns(kind):
 @pytest.mark.parametrize("n", [0, 2047, 2049])
 def test_count_exponents(kind, n):
     bits, _, _ = step_of(kind, n, 0, n)
-    found = triton_split.count_exponents(kind, inside(bits, 1)).numpy()
+    found = triton_split.count_exponents(kind, inside(bits, 1)).cpu().numpy()
     np.testing.assert_array_equal(found, exponents.count_exponents(kind, bits))
 
 
 def test_rows_that_do_not_fit_are_refused():
-    short, long = torch.zeros(3, dtype=torch.uint16), torch.zeros(4, dtype=torch.uint16)
-    places = torch.arange(4)
+    short, long = on_device(np.zeros(3, np.uint16)), on_device(np.zeros(4, np.uint16))
+    places = on_device(np.arange(4))
     for call in (
         lambda: triton_compact.compare_and_compact(short, long),
-        lambda: triton_compact.compare_and_compact(short, torch.zeros(3, dtype=torch.uint8)),
-        lambda: triton_compact.compare_and_compact(torch.zeros(4, 4)[:, 1], torch.zeros(4, 4)[:, 1]),
+        lambda: triton_compact.compare_and_compact(short, on_device(np.zeros(3, np.uint8))),
+        lambda: triton_compact.compare_and_compact(*(on_device(np.zeros((4, 4)))[:, 1] for _ in range(2))),
         lambda: triton_move.scatter(long, places, short),
         lambda: triton_move.scatter(long, places.int(), long),
-        lambda: triton_move.scatter(long, places, torch.zeros(4, dtype=torch.uint8)),
+        lambda: triton_move.scatter(long, places, on_device(np.zeros(4, np.uint8))),
         lambda: triton_fingerprint.fingerprint(short, KEY, -1),
         lambda: triton_fingerprint.fingerprint_at(short, KEY, places),
         lambda: triton_fingerprint.fingerprint_change(KEY, places, short, long),
@@ -280,7 +289,7 @@ def scatter_is_right(module):
     old, new, indices = step_of(BF16, 327, 0.3, 1)
     held, untouched = inside(old, 3), np.flatnonzero(old == new)[0]
     module.scatter(held, inside(indices, untouched), inside(new[indices], 9))
-    return np.array_equal(held.numpy(), new)
+    return np.array_equal(held.cpu().numpy(), new)
 
 
 def split_is_right(module):
@@ -316,8 +325,8 @@ def test_a_wrong_kernel_is_found(name, tmp_path):
     assert differs(edited(module, old, new, tmp_path))
 
 
-def test_the_interpreter_is_what_runs():
-    assert triton_runtime.INTERPRETED
+def test_the_interpreter_is_what_runs_unless_a_device_is_named():
+    assert triton_runtime.INTERPRETED is (DEVICE == "cpu")
     assert triton_obstacle() is None
     assert choose(BackendMode.TRITON, False, triton_obstacle).name == "TRITON"
 
@@ -351,7 +360,7 @@ def test_deltas_of_arrays_and_of_tensors_have_the_same_bytes(name, density, monk
     assert stream(kind, old, new, "triton", monkeypatch) == expected
     assert set(calls) == set(KERNELS.values())
     calls.clear()
-    tensors = torch.from_numpy(old), torch.from_numpy(new)
+    tensors = on_device(old), on_device(new)
     assert stream(kind, *tensors, "triton", monkeypatch) == expected
     assert set(calls) == set(KERNELS.values())
     assert stream(kind, *tensors, "auto", monkeypatch) == expected
@@ -364,17 +373,17 @@ def test_a_delta_is_made_and_applied_by_triton(where, monkeypatch):
     old = np.random.default_rng(0).integers(0, 1 << 16, 8500, dtype=np.uint16)
     new = old.copy()
     new[where] ^= 3
-    held, target = (torch.from_numpy(bits.copy()).view(torch.bfloat16) for bits in (old, new))
+    held, target = (on_device(bits.copy()).view(torch.bfloat16) for bits in (old, new))
     expected = stream(BF16, old, new, "cpu", monkeypatch)
     assert stream(BF16, held, target, "triton", monkeypatch) == expected
     for block in decode_delta([expected], 2, 1):
         apply_change(resolve(block, held), held)
-    np.testing.assert_array_equal(held.view(torch.uint16).numpy(), new)
+    np.testing.assert_array_equal(held.view(torch.uint16).cpu().numpy(), new)
 
 
 def test_tensors_that_are_no_row_or_of_another_width_are_refused(monkeypatch):
     monkeypatch.setenv("TIDEMILL_KERNELS", "triton")
-    whole = torch.zeros(8, 8, dtype=torch.bfloat16)
+    whole = on_device(np.zeros((8, 8), np.uint16)).view(torch.bfloat16)
     for wrong in (whole.T[1:], whole.float()):
         with pytest.raises(DeltaError):
             list(encode_tensor("w", "bfloat16", wrong, wrong))

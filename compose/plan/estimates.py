@@ -1,0 +1,140 @@
+"""What a step computes and what its delta weighs: estimates, each with what it assumes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
+from tidemill.trainer.model_size import ModelSize
+
+SAMPLE = 1 << 18
+"""Weights that a delta is estimated from."""
+SPREAD = 0.02
+"""Standard deviation of a weight: what most models begin with (`initializer_range`)."""
+HALVINGS = 40
+TERA = 1e12
+Bits = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step is trained on, and how."""
+
+    rollouts: int
+    prompt: int
+    """Tokens of a rollout that are not sampled."""
+    sampled: int
+    """Tokens of a rollout that are sampled."""
+    frozen: int
+    """Passes without a gradient: of the reference, and of the policy before the step."""
+    learning_rate: float
+    beta: float
+    """Decay of AdamW's first moment."""
+    density: float | None
+    """Share of the elements that change; None: estimated from the learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpeed:
+    """How fast the trainer is taken to be."""
+
+    devices: int
+    peak_tflops: float
+    """Of one device."""
+    share: float
+    """Of the peak, that a step reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One number, and what it rests on."""
+
+    name: str
+    value: float
+    rests_on: str
+
+
+def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -> list[Estimate]:
+    """TFLOP of a step and of its rollouts; how long a step takes only where `pace` is given.
+
+    Nothing is shared: neither prompts in the trainer's rows nor prefixes in the replica's cache.
+    """
+    tokens = work.prompt + work.sampled
+    pairs, before = tokens * (tokens + 1) / 2, work.prompt * (work.prompt + 1) / 2
+    training = work.rollouts * (3 + work.frozen) * size.forward(tokens, pairs, work.sampled)
+    sampling = work.rollouts * size.forward(work.sampled, pairs - before, work.sampled)
+    prefilling = work.rollouts * size.forward(work.prompt, before, 0)
+    passes = "forward and backward" + f", {work.frozen} passes without a gradient" * (work.frozen > 0)
+    found = [
+        Estimate("training_tflop", training / TERA, f"{work.rollouts} rollouts of {tokens:,} tokens; {passes}"),
+        Estimate("sampling_tflop", sampling / TERA, f"{work.sampled:,} sampled tokens of each rollout"),
+        Estimate("prefilling_tflop", prefilling / TERA, f"{work.prompt:,} other tokens; no prefix cached"),
+        Estimate("inference_share", (sampling + prefilling) / (training + sampling + prefilling), "of the three above"),
+    ]
+    if pace is not None:
+        seconds = training / (TERA * pace.peak_tflops * pace.share * pace.devices)
+        told = f"your {pace.peak_tflops:g} TFLOP/s and share {pace.share:g}, {pace.devices} devices"
+        found.append(Estimate("step_seconds", seconds, told))
+        found.append(Estimate("trained_tokens_per_s", work.rollouts * tokens / seconds, told))
+    return found
+
+
+def delta_estimates(size: ModelSize, work: StepWork) -> list[Estimate]:
+    """Elements that one step changes, and the least bytes of its delta (`kernels.bounds`)."""
+    if work.density is None:
+        sample = delta_at_rate(work.learning_rate, work.beta)
+        told = f"learning rate {work.learning_rate:g}, gradients that are noise, weights of spread {SPREAD:g}"
+    else:
+        sample, told = delta_at_density(work.density), "your density"
+    changed = size.parameters * sample.changed / sample.elements
+    each = sample.exponent_class / max(sample.changed, 1)
+    return [
+        Estimate("changed_elements", changed, told),
+        Estimate("density", sample.changed / sample.elements, told),
+        Estimate("delta_bytes", changed * each, f"{each:.2f} bytes an element: the lower bound of a sample"),
+        Estimate("anchor_bytes", 2.0 * size.parameters, "2 bytes a parameter"),
+    ]
+
+
+def delta_at_rate(learning_rate: float, beta: float) -> DeltaBounds:
+    """The change of a sample of weights by AdamW, where gradients are noise; `beta` is the decay of the first moment.
+
+    That moment is then normal with the variance (1 - beta) / (1 + beta) of a gradient's, and the second moment is 1.
+    """
+    return _bounds(_masters(), learning_rate * math.sqrt((1 - beta) / (1 + beta)))
+
+
+def delta_at_density(density: float) -> DeltaBounds:
+    """The same with the learning rate at which this share of the elements changes."""
+    old = _masters()
+    bits = _rounded(old)
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        changed = float(np.mean(_rounded(_moved(old, middle)) != bits))
+        low, high = (middle, high) if changed < density else (low, middle)
+    return _bounds(old, high)
+
+
+def _bounds(old: npt.NDArray[np.float32], distance: float) -> DeltaBounds:
+    counts = DeltaCounts("bfloat16")
+    counts.count(_rounded(old), _rounded(_moved(old, distance)))
+    return counts.bounds()
+
+
+def _masters() -> npt.NDArray[np.float32]:
+    return np.random.default_rng(0).normal(0.0, SPREAD, SAMPLE).astype(np.float32)
+
+
+def _moved(old: npt.NDArray[np.float32], distance: float) -> npt.NDArray[np.float32]:
+    return (old + np.random.default_rng(1).normal(0.0, distance, old.size)).astype(np.float32)
+
+
+def _rounded(values: npt.NDArray[np.float32]) -> Bits:
+    """bf16 patterns, to nearest, ties to even."""
+    wide = values.view(np.uint32)
+    return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)

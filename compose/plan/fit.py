@@ -1,0 +1,168 @@
+"""What fits on which devices, and what to change where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tidemill.compose.plan.devices import GIB, Devices
+from tidemill.compose.plan.replica_memory import ReplicaCase, replica_bytes
+from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+from tidemill.trainer.model_size import ModelSize
+
+FURTHEST = 4096
+"""Devices up to which a number that fits is looked for."""
+SHORT_ROW = 1024
+"""Tokens of the rows that are proposed where longer ones do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """A trainer or a replica on a number of devices."""
+
+    role: str
+    case: TrainerCase | ReplicaCase
+    bytes: dict[str, float]
+    """Bytes of one device, by what they hold."""
+
+    @property
+    def devices(self) -> int:
+        """How many it takes."""
+        return self.case.ranks
+
+    @property
+    def total(self) -> float:
+        """Bytes of one device."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something to change, and the memory of a device then."""
+
+    role: str
+    what: str
+    gib: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FitPlan:
+    """What was found for one model on some devices."""
+
+    trainers: list[RoleMemory]
+    replicas: list[RoleMemory]
+    trainer: RoleMemory | None
+    """The trainer on the fewest devices on which it fits."""
+    replica: RoleMemory | None
+    """The replica on the fewest devices on which it fits."""
+    replica_count: int
+    """Replicas beside that trainer; 0 where there is no room for one."""
+    shared: bool
+    """Trainer and replica lie on the same devices."""
+    changes: list[Change]
+
+    @property
+    def parts(self) -> list[RoleMemory]:
+        """All that was looked at."""
+        return [*self.trainers, *self.replicas]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the whole loop has room."""
+        return self.replica_count > 0
+
+
+def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: ReplicaCase) -> FitPlan:
+    """Find the division over the devices.
+
+    Args:
+        trainer: how a trainer runs; the number of ranks is looked for.
+        replica: how a replica runs; its tensor parallel size is looked for where it is 0.
+    """
+    trainers = [trainer_part(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
+    splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
+    cases = [replace(replica, tensor_parallel=tensor) for tensor in splits]
+    tried = [case for case in cases if case.ranks <= devices.count]
+    replicas = [replica_part(size, case) for case in tried]
+    best = next((part for part in trainers if part.total <= devices.usable), None)
+    served = next((part for part in replicas if part.total <= devices.usable), None)
+    count, shared = 0, False
+    if best is not None and served is not None:
+        count = (devices.count - best.devices) // served.devices
+        pairs = ((one, other) for one in trainers for other in replicas)
+        side = next((pair for pair in pairs if pair[0].total + pair[1].total <= devices.usable), None)
+        if not count and side is not None:
+            (best, served), count, shared = side, 1, True
+    changes: list[Change] = []
+    if best is None:
+        changes += _trainer_changes(size, devices, replace(trainer, ranks=devices.count))
+    if served is None:
+        changes += _replica_changes(size, devices, tried[-1] if tried else cases[0])
+    if best is not None and served is not None and not count:
+        needed = best.devices + served.devices
+        changes.append(Change("both", f"{needed} devices", max(best.total, served.total) / GIB, True))
+    return FitPlan(trainers, replicas, best, served, count, shared, changes)
+
+
+def trainer_part(size: ModelSize, case: TrainerCase) -> RoleMemory:
+    """A trainer's memory."""
+    return RoleMemory("trainer", case, trainer_bytes(size, case))
+
+
+def replica_part(size: ModelSize, case: ReplicaCase) -> RoleMemory:
+    """A replica's memory."""
+    return RoleMemory("replica", case, replica_bytes(size, case))
+
+
+def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[Change]:
+    """What makes the trainer smaller, each by itself and all together, then how many ranks it takes as it is."""
+    smaller: dict[str, TrainerCase] = {}
+    if case.reference:
+        smaller["trainer.kl.coefficient=0: no reference"] = replace(case, reference=False)
+    if case.row_tokens > SHORT_ROW:
+        what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
+        smaller[what] = replace(case, row_tokens=SHORT_ROW)
+    if len(smaller) > 1:
+        smaller["both of them"] = replace(case, reference=False, row_tokens=SHORT_ROW)
+    for what, tried in smaller.items():
+        yield _changed(devices, what, trainer_part(size, tried))
+    counts = (count for count in _powers(FURTHEST) if count > case.ranks)
+    parts = (trainer_part(size, replace(case, ranks=count)) for count in counts)
+    enough = next((part for part in parts if part.total <= devices.usable), None)
+    if enough is not None:
+        yield _changed(devices, f"{enough.devices} ranks, each on a device of its own", enough)
+
+
+def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[Change]:
+    """Experts divided further, as many requests as there is room for, then how many devices it takes as it is."""
+    if size.experts and not case.expert_parallel and case.data_parallel > 1:
+        yield _changed(devices, "--expert-parallel", replica_part(size, replace(case, expert_parallel=True)))
+    engines = case.data_parallel
+    least, two = (replica_part(size, replace(case, requests=n * engines)).total for n in (1, 2))
+    if least < devices.usable:
+        requests = engines * (1 + int((devices.usable - least) / (two - least)))
+        part = replica_part(size, replace(case, requests=requests))
+        yield _changed(devices, f"--requests {requests}, of {case.context:,} tokens each", part)
+    splits = (tensor for tensor in _divisors(size.heads, size.heads) if tensor > case.tensor_parallel)
+    parts = (replica_part(size, replace(case, tensor_parallel=tensor)) for tensor in splits)
+    enough = next((part for part in parts if part.total <= devices.usable), None)
+    if enough is not None:
+        yield _changed(devices, f"{enough.devices} devices for each replica", enough)
+
+
+def _changed(devices: Devices, what: str, part: RoleMemory) -> Change:
+    return Change(part.role, what, part.total / GIB, part.total <= devices.usable)
+
+
+def _powers(most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, and last `most` itself."""
+    count = 1
+    while count < most:
+        yield count
+        count *= 2
+    yield most
+
+
+def _divisors(number: int, most: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0)

@@ -1,0 +1,133 @@
+"""The planner's memory beside a trainer's process that takes two steps, one JSON line a model.
+
+    python tests/bench/bench_plan.py [--model small DIR] [--row-tokens 256] [--rows 2]
+
+The process holds what a trainer on a CPU holds: model, masters, moments, reference, the serving view, and a copy of the
+newest version as the publisher keeps it. `measured_mb` is the most that was resident, `imported_mb` before the model
+was there; `planned_mb` is the sum of `compose/plan/trainer_memory.py` for rows of so many tokens, and `of_measured` the
+ratio of the two. `small` is a random model of 21 million parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).parents[2])]
+
+from conftest import trainable_group  # noqa: E402
+
+SMALL = {
+    "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 64,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+MIB = 2**20
+
+
+def take_steps(directory: str, row_tokens: int, rows: int) -> None:
+    """Take two steps on rollouts that fill `rows` rows, and print the most MiB that were resident."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tidemill.kernels.weights.held import HeldVersion
+    from tidemill.trainer.config import KlSettings, TrainerSettings
+    from tidemill.trainer.serving_view import serving_view
+    from tidemill.trainer.step import Learner
+
+    imported = resident_mb()
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(directory)
+    model, reference = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
+    settings = TrainerSettings(kl=KlSettings(coefficient=0.001), row_tokens=row_tokens)
+    learner = Learner(model, settings, reference)
+    group = long_group(rows, row_tokens, config.vocab_size)
+    view = serving_view(model)
+    held = HeldVersion.copy_of(0, view)
+    for step in (1, 2):
+        learner.train([group], step, 0, seed=step)
+    assert held.weights and view
+    print(json.dumps({"imported_mb": imported, "measured_mb": resident_mb()}))
+
+
+def resident_mb() -> float:
+    """The most MiB that this process has had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+
+
+def long_group(rollouts: int, tokens: int, vocabulary: int) -> Any:
+    """A group of rollouts that share nothing and fill a row of so many tokens each, half of them sampled."""
+    from tidemill.schemas.records import Segment, VersionSpan
+
+    group = trainable_group("g", tuple(float(n % 2) for n in range(rollouts)))
+    generator = np.random.default_rng(0)
+    mask = np.zeros(tokens + 1, np.uint8)
+    mask[tokens // 2 :] = 1
+    made = []
+    for record in group.rollouts:
+        segment = Segment(
+            n_tokens=tokens + 1,
+            token_ids=generator.integers(0, vocabulary, tokens + 1).astype("<u4").tobytes(),
+            loss_mask=mask.tobytes(),
+            logprobs=np.where(mask, -np.log(vocabulary), 0).astype("<f4").tobytes(),
+            spans=[VersionSpan(0, tokens // 2, tokens + 1)],
+        )
+        made.append(replace(record, segments=[segment], sampled_tokens=int(mask.sum())))
+    return replace(group, rollouts=tuple(made))
+
+
+def compare(directory: str, chosen: argparse.Namespace) -> None:
+    """Run a process of its own, and print its peak beside the plan."""
+    from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+    from tidemill.trainer.model_size import size_of_name
+
+    command = [sys.executable, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
+    command += ["--rows", str(chosen.rows)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    size = size_of_name(directory)
+    parts = trainer_bytes(size, TrainerCase(ranks=1, row_tokens=chosen.row_tokens, reference=True, gpu=False))
+    planned, found = sum(parts.values()) / MIB, json.loads(done.stdout.splitlines()[-1])
+    line = {
+        "figure": "plan.trainer_memory",
+        "parameters": size.parameters,
+        "row_tokens": chosen.row_tokens,
+        "planned_mb": round(planned, 1),
+        "measured_mb": round(found["measured_mb"], 1),
+        "imported_mb": round(found["imported_mb"], 1),
+        "of_measured": round(planned / found["measured_mb"], 4),
+        "parts_mb": {name: round(value / MIB, 1) for name, value in parts.items() if value},
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    """Compare each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=["small"], help="directories of models, or small")
+    parser.add_argument("--row-tokens", type=int, default=256, help="tokens of each row")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a step")
+    parser.add_argument("--take-steps", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.take_steps:
+        take_steps(chosen.take_steps, chosen.row_tokens, chosen.rows)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for name in chosen.model:
+            if name == "small":
+                from transformers import Qwen3Config
+
+                name = folder
+                Qwen3Config(**SMALL).save_pretrained(name)
+            compare(name, chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""`tidemill plan`: what fits, what to change, and the formula beside a trainer that ran."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from tidemill.compose.cli import app
+from tidemill.compose.plan.devices import GIB, Devices, devices_of
+from tidemill.compose.plan.estimates import delta_at_density, delta_at_rate
+from tidemill.compose.plan.replica_memory import ReplicaCase, kv_bytes
+from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+from tidemill.trainer.model_size import size_of_name
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3_8B = Qwen3Config(
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+)  # fmt: skip
+QWEN3_30B = Qwen3MoeConfig(
+    vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128,
+    head_dim=128, num_attention_heads=32, num_key_value_heads=4, num_experts_per_tok=8, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    made = {}
+    for name, config in (("8b", QWEN3_8B), ("30b", QWEN3_30B)):
+        made[name] = str(tmp_path_factory.mktemp(name))
+        config.save_pretrained(made[name])
+    return made
+
+
+def planned(*arguments: str, status: int = 0) -> dict:
+    result = CliRunner().invoke(app, ["plan", "--learning-rate", "1e-6", *arguments, "--json"])
+    assert result.exit_code == status, result.output
+    return json.loads(result.stdout)
+
+
+def test_eight_billion_parameters_fit_on_sixteen_gpus_and_not_on_one(models):
+    found = planned("--model", models["8b"], "--gpus", "16x80")
+    assert found["fits"] and (found["trainer_devices"], found["replicas_beside"]) == (8, 8)
+    (one,) = (each for each in found["trainer"] if each["ranks"] == 1)
+    assert not one["fits"]
+    # Masters 4, moments 8, gradients 4, bf16 values in fp32 4 and the reference's 4 bytes a parameter.
+    held = sum(one["bytes"][name] for name in ("weights", "masters", "moments", "gradients", "reference"))
+    assert held == 24 * found["model"]["parameters"]
+    alone = planned("--model", models["8b"], "--gpus", "1x80", status=1)
+    assert "trainer" in alone["verdict"] and alone["verdict"].startswith("does not fit")
+    (ranks,) = (change for change in alone["changes"] if change["what"].endswith("device of its own"))
+    assert ranks["fits"] and ranks["gib"] <= 72
+
+
+def test_roles_that_have_no_devices_of_their_own_share_them(models):
+    found = planned("--model", models["8b"], "--gpus", "8x80")
+    assert found["same_devices"] and found["replicas_beside"] == 1
+    trainer, replica = (
+        next(each for each in found[role] if each["devices"] == found[f"{role}_devices"])
+        for role in ("trainer", "replica")
+    )
+    assert trainer["total"] + replica["total"] <= 0.9 * 80 * GIB
+
+
+def test_changes_that_are_proposed_as_enough_are_enough(models):
+    base = ("--model", models["8b"], "--gpus", "4x80", "--row-tokens", "16384")
+    found = planned(*base, status=1)
+    (both,) = (change for change in found["changes"] if change["what"] == "both of them")
+    assert both["fits"] == (both["gib"] <= 72)
+    settings = ("--set", "trainer.kl.coefficient=0", "--set", "trainer.row_tokens=1024")
+    smaller = planned("--model", models["8b"], "--gpus", "4x80", *settings, status=1)
+    (four,) = (each for each in smaller["trainer"] if each["ranks"] == 4)
+    assert four["total"] / GIB == pytest.approx(both["gib"])
+
+
+def test_experts_are_divided_over_all_ranks_with_expert_parallel(models):
+    base = ("--model", models["30b"], "--gpus", "64x80", "--tensor-parallel", "2", "--data-parallel", "4")
+    shared, divided = (planned(*base, *more)["replica"][0] for more in ((), ("--expert-parallel",)))
+    experts = 2 * planned(*base)["model"]["experts"]
+    assert shared["bytes"]["weights"] - divided["bytes"]["weights"] == pytest.approx(experts / 2 - experts / 8)
+
+
+def test_a_tensor_parallel_size_divides_the_heads(models):
+    found = planned("--model", models["8b"], "--gpus", "12x80")
+    assert [each["tensor_parallel"] for each in found["replica"]] == [1, 2, 4, 8]
+
+
+def test_keys_and_values_are_copied_where_there_are_more_ranks_than_their_heads(models):
+    size = size_of_name(models["30b"])
+
+    def case(ranks: int) -> ReplicaCase:
+        return ReplicaCase(
+            tensor_parallel=ranks, expert_parallel=False, data_parallel=1, requests=1, context=1, step_tokens=1,
+            value_bytes=2, changed=0, gpu=True,
+        )  # fmt: skip
+
+    assert kv_bytes(size, case(1)) == 96 * 1024
+    assert kv_bytes(size, case(8)) == kv_bytes(size, case(4)) == 24 * 1024
+
+
+def test_more_requests_than_fit_lead_to_the_number_that_does(models):
+    base = ("--model", models["8b"], "--gpus", "1x48", "--context", "32768")
+    found = planned(*base, "--requests", "64", status=1)
+    (fewer,) = (change for change in found["changes"] if change["what"].startswith("--requests"))
+    requests = int(fewer["what"].split()[1].rstrip(","))
+    for number, fits in ((requests, True), (requests + 1, False)):
+        (replica,) = planned(*base, "--requests", str(number), status=1)["replica"]
+        assert replica["fits"] is fits
+
+
+def test_a_time_is_told_only_with_a_peak_and_a_share(models):
+    base = ("--model", models["8b"], "--gpus", "16x80")
+    names = {each["name"] for each in planned(*base)["estimates"]}
+    assert "step_seconds" not in names
+    found = planned(*base, "--peak-tflops", "1000", "--share", "0.4")
+    told = {each["name"]: each["value"] for each in found["estimates"]}
+    assert told["step_seconds"] == pytest.approx(told["training_tflop"] / (400 * found["trainer_devices"]))
+    refused = CliRunner().invoke(app, ["plan", *base, "--peak-tflops", "1000"])
+    assert "--share" in str(refused.exception)
+
+
+def test_the_arithmetic_of_a_step_is_a_third_inference_without_frozen_passes(models):
+    found = planned("--model", models["8b"], "--gpus", "16x80", "--set", "trainer.kl.coefficient=0")
+    told = {each["name"]: each["value"] for each in found["estimates"]}
+    assert (told["sampling_tflop"] + told["prefilling_tflop"]) / told["training_tflop"] == pytest.approx(
+        1 / 3, rel=1e-3
+    )
+
+
+def test_a_delta_follows_from_the_learning_rate_or_from_a_density():
+    slow, fast = delta_at_rate(1e-7, 0.9), delta_at_rate(1e-5, 0.9)
+    assert 0 < slow.changed < fast.changed < fast.elements
+    assert 0.3 < slow.exponent_class / slow.changed < 2
+    at = delta_at_density(0.02)
+    assert at.changed / at.elements == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["8", "8x", "x80", "0x80", "8x0", "-1x80", "8x80x2", "eight"])
+def test_devices_that_are_none_are_refused(text: str):
+    with pytest.raises(ValueError, match="8x80"):
+        devices_of(text, None)
+
+
+def test_one_kind_of_devices_is_asked_for():
+    assert devices_of(None, "2x23.5") == Devices(2, 23.5, gpu=False)
+    for both in ((None, None), ("1x80", "1x23")):
+        with pytest.raises(ValueError, match="one of --gpus and --cpu"):
+            devices_of(*both)
+
+
+def test_the_tables_read_well_in_a_pipe_and_as_csv(models):
+    arguments = ["plan", "--model", models["8b"], "--gpus", "8x80"]
+    piped = CliRunner().invoke(app, arguments)
+    lines = piped.stdout.splitlines()
+    assert lines[0].split("\t") == ["trainer_gib", "1", "2", "4", "8"]
+    assert any(line.startswith("replica_gib\t1\t2\t4\t8") for line in lines)
+    rows = list(csv.DictReader(io.StringIO(CliRunner().invoke(app, [*arguments, "--csv"]).stdout)))
+    assert {row["role"] for row in rows} == {"trainer", "replica"}
+
+
+def test_a_model_that_is_nowhere_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = CliRunner().invoke(app, ["plan", "--model", "nobody/no-such-model", "--gpus", "1x80"])
+    assert "no-such-model" in str(result.exception) and "config.json" in str(result.exception)
+
+
+def test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps(tmp_path):
+    Qwen3Config(
+        vocab_size=16_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    command = [sys.executable, str(ROOT / "tests/bench/bench_plan.py"), "--take-steps", str(tmp_path)]
+    done = subprocess.run([*command, "--row-tokens", "256", "--rows", "2"], capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])["measured_mb"]
+    planned = sum(trainer_bytes(size_of_name(str(tmp_path)), TrainerCase(1, 256, True, gpu=False)).values()) / 2**20
+    assert planned == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,96 @@
+"""Encode and apply a delta of tensors on a device, JSON lines: `python -m tests.gpu.delta_speed [--small]`.
+
+The device is that of TIDEMILL_TEST_DEVICE. The bytes are compared with those of the compiled loops on the CPU, and the
+weights after the apply with the new ones, bit for bit. `gb_s` counts the bytes of the dense bf16 tensor; `copy_gb_s` is
+a copy of the same tensor on the same device, which reads and writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+
+DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
+DENSITIES = (0.003, 0.01)
+SPREAD, STEP = 0.02, 1e-6
+
+
+def main() -> None:
+    """Measure each density."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a tensor of 4096 elements in place of 134 million")
+    elements = 1 << 12 if parser.parse_args().small else 1 << 27
+    for density in DENSITIES:
+        old, new = change(elements, density)
+        held, target = (torch.from_numpy(bits).view(torch.bfloat16).to(DEVICE) for bits in (old, new))
+
+        def encoded(held: torch.Tensor = held, target: torch.Tensor = target) -> list[bytes]:
+            return list(encode_delta(1, 0, [TensorChange("w", "bfloat16", held, target)]))
+
+        os.environ["TIDEMILL_KERNELS"] = "cpu"
+        expected = list(encode_delta(1, 0, [TensorChange("w", "bfloat16", old, new)]))
+        os.environ["TIDEMILL_KERNELS"] = "triton"
+        parts = encoded()
+        assert parts == expected, "the delta differs from that of the compiled loops"
+        applied = held.clone()
+
+        def copy(held: torch.Tensor = held, applied: torch.Tensor = applied) -> None:
+            applied.copy_(held)
+
+        def apply(parts: list[bytes] = parts, held: torch.Tensor = held, applied: torch.Tensor = applied) -> None:
+            applied.copy_(held)
+            for block in decode_delta(parts, 1, 0):
+                if (found := resolve(block, applied)) is not None:
+                    apply_change(found, applied)
+
+        gigabytes = 2 * elements / 1e9
+        encode_s, apply_s, copy_s = seconds(encoded), seconds(apply), seconds(copy)
+        apply()
+        assert torch.equal(applied.view(torch.int16), target.view(torch.int16)), "the applied weights differ"
+        line = {
+            "figure": "delta",
+            "device": DEVICE,
+            "elements": elements,
+            "density": float(np.mean(old != new)),
+            "delta_bytes": sum(map(len, parts)),
+            "encode_gb_s": gigabytes / encode_s,
+            "apply_gb_s": gigabytes / apply_s,
+            "copy_gb_s": 2 * gigabytes / copy_s,
+            "equal_to_cpu": True,
+        }
+        print(json.dumps(line), flush=True)
+
+
+def change(elements: int, density: float) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 patterns of Gaussian weights before and after about `density` of them move by one."""
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(elements, dtype=np.float32) * np.float32(SPREAD)
+    old = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
+    chance = 1 / np.maximum(np.abs(values), np.float32(STEP))
+    moved = generator.random(elements, dtype=np.float32) < chance * (density / chance.mean())
+    return old, np.where(moved, old + np.uint16(1), old)
+
+
+def seconds(work: Callable[[], object], runs: int = 3) -> float:
+    """Median of some runs, after one to compile and warm up; the device's work is waited for."""
+    taken = []
+    for _ in range(runs + 1):
+        begun = time.perf_counter()
+        work()
+        if DEVICE != "cpu":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The checks that need a GPU, in one call: `make test-gpu`, or `python -m tests.gpu.run [--out FILE]`.
+
+Prints one JSON document: the device, and for each check whether it passed, its seconds and its figures. Each check is a
+process of its own with a time limit; together they stay below ten minutes. The status is 1 where a check failed.
+
+Without a GPU nothing is run, which the document and a line say; the status is 0, and nothing counts as passed. With
+`--rehearse` the same checks run on the CPU, small and with Triton's interpreter in the place of a GPU: that shows that
+they run, and no figure of it is one of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = "tests/kernels/triton_cases.py"
+DEVICE = "TIDEMILL_TEST_DEVICE"
+"""Environment variable of `triton_cases.py`: where its tensors lie."""
+FEW = "edges_of_a_tile and uint8"
+"""Cases of a rehearsal; in the interpreter all of them take minutes, and `tests/kernels/test_triton.py` runs them."""
+NO_GPU = "no GPU: nothing was run"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCheck:
+    """One check: a command, and how its figures are read."""
+
+    name: str
+    command: list[str]
+    seconds: float
+    """Limit."""
+    environment: Mapping[str, str]
+    figures: Callable[[str], Any]
+    """From its standard output."""
+
+
+def checks(rehearse: bool) -> list[GpuCheck]:
+    """Every check, in order."""
+    where = {DEVICE: "cpu", "TRITON_INTERPRET": "1"} if rehearse else {DEVICE: "cuda", "TRITON_INTERPRET": "0"}
+    chosen = ["-k", FEW] if rehearse else []
+    options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib"]
+    small = ["--elements", "4096", "--runs", "1"] if rehearse else ["--runs", "5"]
+    kinds = ["--densities", "0.01", "--dtypes", "bfloat16"]
+    return [
+        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, CASES], 240, where, _counted),
+        GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 120, {}, _lines),
+        GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *(["--small"] if rehearse else [])], 90, where, _lines),
+    ]
+
+
+def run_check(check: GpuCheck) -> dict[str, Any]:
+    """Run it; what is said of it in the document."""
+    begun, path = time.monotonic(), os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, **check.environment, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(
+            [sys.executable, *check.command],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=check.seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"passed": False, "seconds": check.seconds, "problem": f"not done within {check.seconds:g} s"}
+    told: dict[str, Any] = {"passed": done.returncode == 0, "seconds": round(time.monotonic() - begun, 1)}
+    if done.returncode:
+        told["problem"] = (done.stdout[-3000:] + done.stderr[-1000:]).strip()
+    else:
+        told["figures"] = check.figures(done.stdout)
+    return told
+
+
+def device_name() -> str | None:
+    """The GPU that PyTorch finds, None without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def main() -> int:
+    """Run what can be run; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the document to this file as well")
+    parser.add_argument("--rehearse", action="store_true", help="run the checks on the CPU, small; no figure of a GPU")
+    parser.add_argument("--only", action="append", help="run only this check; may be repeated")
+    chosen = parser.parse_args()
+    gpu = device_name()
+    found: dict[str, Any] = {"gpu": gpu, "rehearsal": chosen.rehearse, "checks": {}}
+    if gpu is None and not chosen.rehearse:
+        found["note"] = NO_GPU
+    else:
+        todo = [check for check in checks(chosen.rehearse) if not chosen.only or check.name in chosen.only]
+        for check in todo:
+            print(f"{check.name} (at most {check.seconds:g} s)", file=sys.stderr, flush=True)
+            found["checks"][check.name] = run_check(check)
+    text = json.dumps(found, indent=2)
+    print(text)
+    if chosen.out:
+        chosen.out.write_text(text + "\n", "utf-8")
+    if "note" in found:
+        print(NO_GPU, file=sys.stderr)
+    return 0 if all(told["passed"] for told in found["checks"].values()) else 1
+
+
+def _lines(output: str) -> list[Any]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def _counted(output: str) -> dict[str, int]:
+    """Counts of pytest's last line."""
+    return {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped)", output)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
