@@ -28,6 +28,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(VENV)/bin/uv pip install --python $(VENV)/bin/python --no-deps --no-build-isolation --editable .
 	mkdir -p $(VENV)/typed/tidemill
 	for folder in $(FOLDERS); do ln -sfn $(CURDIR)/$$folder $(VENV)/typed/tidemill/$$folder; done
+	ln -sfn $(CURDIR)/compose/main/__main__.py $(VENV)/typed/tidemill/__main__.py
 	rm -f $(VENV)/.installed*
 	touch $@
 

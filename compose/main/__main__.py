@@ -1,0 +1,7 @@
+"""`python -m tidemill`: the command line, for programs that start a module, such as torchrun."""
+
+from __future__ import annotations
+
+from tidemill.compose.cli import main
+
+main()
