@@ -28,6 +28,7 @@ SLOW: tuple[str, ...] = (
     "system",
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
+    "trainer/test_ranks.py",
 )
 """Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
 Triton's interpreter, a process for each bench, and one or more for each hostile environment (some 2 s a test)."""

@@ -23,10 +23,7 @@ CIRCLES: Set[tuple[str, ...]] = set()
 TWICE: Set[str] = set()
 """Class names with several definitions."""
 
-UNUSED: Set[str] = {
-    "kernels/weights/ranks.py:open_ranks",
-    "trainer/sharded_view.py:local_parts",
-}
+UNUSED: Set[str] = set()
 """Public names of modules that only tests use, or nobody."""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,13 @@ class PackedRow:
     """i8[T]: the rollout of each sampled token, by its place in the batch."""
     tokens: int
     """Tokens of the segments, what they share and what is left out counted as often as it occurs."""
+
+    def to(self, device: torch.device) -> PackedRow:
+        """The row on `device`; itself where it is there already."""
+        if self.input_ids.device == device:
+            return self
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "tokens"}
+        return PackedRow(**moved, tokens=self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

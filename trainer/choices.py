@@ -56,5 +56,21 @@ class Estimator(StrEnum):
     K3 = "k3"
 
 
+class Compute(StrEnum):
+    """Name of the type that a step is computed in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Experts(StrEnum):
+    """Name of an implementation of experts in transformers."""
+
+    GROUPED = "grouped_mm"
+    BATCHED = "batched_mm"
+    EAGER = "eager"
+
+
 CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
 """Objectives whose surrogate holds its own weight between sampler and trainer."""

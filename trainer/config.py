@@ -1,20 +1,29 @@
 """Settings of the trainer role.
 
-The fields marked below as shaping the arithmetic are hashed into every `train.steps` record: two steps with the same
-inputs, seed and hash give the same weights.
+The fields that shape the arithmetic are hashed into every `train.steps` record, with the machine: two steps with the
+same inputs, seed and hash give the same weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import Section
-from tidemill.trainer.choices import CORRECT_THEMSELVES, BaselineKind, CorrectionKind, Estimator, ObjectiveName
+from tidemill.trainer.choices import (
+    CORRECT_THEMSELVES,
+    BaselineKind,
+    Compute,
+    CorrectionKind,
+    Estimator,
+    Experts,
+    ObjectiveName,
+)
+from tidemill.trainer.machine import ONE_PROCESS, StepMachine, all_machines
 
 
 class OnlineSettings(Section):
@@ -169,12 +178,32 @@ class TrainerSettings(Section):
     """Compute tokens once that segments of a forward pass have in common at their beginnings: the prompt of a group,
     turns that branches share. Off, each segment is computed by itself, with the same results to rounding."""
 
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where steps are computed: `cpu`; `cuda`, or `cuda:N` for the GPU with that number; `auto`, a GPU where there is
+    one. Under torchrun each rank takes the GPU of its number on its machine. Results are reproducible on one kind."""
+
+    compute: Compute = Compute.AUTO
+    """Type of the computation: `float32`; `bfloat16`, with master weights and summed gradients in float32; `auto`,
+    bfloat16 on a GPU and float32 on a CPU. Results are reproducible for one type."""
+
+    checkpoint_activations: bool = False
+    """Compute each layer a second time for its gradients, so that a row needs the memory of one layer and not of all:
+    about a third more work for the same results."""
+
+    experts: Experts | None = None
+    """Implementation of a mixture-of-experts model's experts; each gives other last bits. Not set: the one that
+    transformers chooses. Set it for runs that are to be repeated with a later version of transformers."""
+
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
 
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """How long one turn of the trainer's loop may take, such as a step with its publication, before the process is
     taken for hung and ends (`kafka.stall_timeout_s` of 0: never)."""
+
+    ranks_timeout_s: float = Field(default=600.0, gt=0)
+    """How long a rank waits for the others, under torchrun, before it takes them for hung and ends: longer than the
+    slowest rank's share of a row, of a publication and of a checkpoint, and than the difference of their starts."""
 
     min_step_seconds: float = Field(default=0.0, ge=0)
     """Least time between the starts of two steps, to hold the trainer back on purpose."""
@@ -236,8 +265,19 @@ class TrainerSettings(Section):
             )
         return self
 
-    def arithmetic_hash(self) -> str:
-        """Hash of the fields that shape the arithmetic of a step, 16 hexadecimal digits."""
+    def arithmetic_hash(self, machine: StepMachine = ONE_PROCESS) -> str:
+        """Hash of what shapes the arithmetic of a step on `machine`, 16 hexadecimal digits."""
+        return _hash(self._arithmetic(), machine)
+
+    def difference(self, recorded: str, machine: StepMachine) -> str:
+        """How a step with the hash `recorded` was trained, and how `machine` would train it with these settings."""
+        fields = self._arithmetic()
+        for other in all_machines():
+            if _hash(fields, other) == recorded:
+                return f"by {other}, now by {machine}"
+        return f"with other settings (hash {recorded}, now {_hash(fields, machine)})"
+
+    def _arithmetic(self) -> dict[str, Any]:
         fields = self.model_dump(mode="json", include=set(ARITHMETIC_FIELDS))
         # Left out where nothing is learnt from users, so that the steps of such runs keep their hash.
         if self.online.enabled:
@@ -245,7 +285,14 @@ class TrainerSettings(Section):
         # Left out where nothing is shared, so that the steps of runs from before the setting keep their hash.
         if self.share_prefixes:
             fields["share_prefixes"] = True
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        if self.experts is not None:
+            fields["experts"] = self.experts.value
+        return fields
+
+
+def _hash(fields: dict[str, Any], machine: StepMachine) -> str:
+    shaping = {**fields, **({"machine": machine.arithmetic()} if machine.arithmetic() else {})}
+    return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
 
 ARITHMETIC_FIELDS = (

@@ -2,7 +2,8 @@
 
 The model's parameters are fp32 tensors that only ever hold bf16 values: the serving view, the very numbers that the
 replicas serve. Gradients are taken there and applied to the fp32 masters, which are then rounded into the parameters
-again. So trainer and sampler at one version hold equal weights, and an update too small for bf16 is not lost.
+again. So trainer and sampler at one version hold equal weights, and an update too small for bf16 is not lost. Of a
+sharded model each rank has the masters of its own rows.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from tidemill.trainer.config import OptimizerSettings
 
 
 class MasterWeights:
-    """fp32 master weights of `model`, with AdamW over them."""
+    """fp32 master weights of `model`, with AdamW over them, where the model's weights are."""
 
     def __init__(self, model: PreTrainedModel, settings: OptimizerSettings) -> None:
         self._settings = settings
         self._parameters = dict(model.named_parameters())
-        self._masters = {name: p.detach().clone().float() for name, p in self._parameters.items()}
+        self.rows = {name: own_rows(p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
+        """Of each sharded weight, the first row that this rank holds and the one after the last."""
+        self._masters = {name: own_part(p).clone().float() for name, p in self._parameters.items()}
         self._optimizer = torch.optim.AdamW(
             self._masters.values(),
             lr=settings.learning_rate,
@@ -44,11 +49,13 @@ class MasterWeights:
         """Apply the gradients of the model's parameters, clear them, round; the gradient norm before clipping."""
         found = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(found, error_if_nonfinite=True, foreach=False)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        for name, parameter in self._parameters.items():
+            self._masters[name].grad = None if parameter.grad is None else own_part(parameter.grad)
+            parameter.grad = None
         if norm > self._settings.max_grad_norm:
             limit = self._settings.max_grad_norm
-            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), limit, norm, foreach=False)
-        for name, parameter in self._parameters.items():
-            self._masters[name].grad, parameter.grad = parameter.grad, None
+            torch.nn.utils.clip_grads_with_norm_(self._masters.values(), limit, norm, foreach=False)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -64,13 +71,21 @@ class MasterWeights:
                 state[f"{kind}/{name}"] = value
         return state
 
+    def restart(self, model: PreTrainedModel) -> None:
+        """Take over the weights of a whole model, without moments. Raises ValueError when it is another model."""
+        whole = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+        self.load(
+            {f"master/{name}": w[slice(*self.rows[name])] if name in self.rows else w for name, w in whole.items()}
+        )
+
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a saved state. Raises ValueError when it is of another model."""
+        """Take over a saved state, of sharded weights the own rows. Raises ValueError when it is of another model."""
         self._require_same_tensors(state)
         for name, master in self._masters.items():
             master.copy_(state[f"master/{name}"])
             moments = [key for key in state if key.split("/", 1)[1] == name and not key.startswith("master/")]
-            self._optimizer.state[master] = {key.split("/", 1)[0]: state[key].clone() for key in moments}
+            moved = {key.split("/", 1)[0]: state[key].clone().to(master.device) for key in moments}
+            self._optimizer.state[master] = moved
         self._round()
 
     def _require_same_tensors(self, state: Mapping[str, Tensor]) -> None:
@@ -83,4 +98,15 @@ class MasterWeights:
     @torch.no_grad()
     def _round(self) -> None:
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._masters[name].to(torch.bfloat16))
+            own_part(parameter).copy_(self._masters[name].to(torch.bfloat16))
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, in the same memory: rows of a sharded one, else all of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def own_rows(tensor: DTensor) -> tuple[int, int]:
+    """Of a tensor that is sharded over its first dimension, the first row held here and the one after the last."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0], offset[0] + shape[0]

@@ -27,6 +27,8 @@ class TokenTrace:
     entropy: Tensor
     clipped: Tensor
     """f4[]: tokens whose clipped surrogate had no gradient."""
+    reference_logprobs: Tensor | None = None
+    """Of the reference, where `logprobs` are those from before the step."""
 
 
 def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
@@ -102,6 +104,12 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTr
     }
 
 
+def reference_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+    """Mean of log pi_old - log pi_ref over the trained tokens; nothing where the settings do not ask for both."""
+    apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
+    return {"reference/k1": float(torch.cat(apart).double().mean())} if apart else {}
+
+
 def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
     """Tokens of the trained segments, and how many the model computes for them in a pass."""
     return {
@@ -110,11 +118,14 @@ def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
     }
 
 
-def flop_metrics(size: ModelSize, rows: Iterable[tuple[PackedRow, int]]) -> dict[str, float]:
+def flop_metrics(
+    size: ModelSize, rows: Iterable[tuple[PackedRow, int]], *, layers_twice: bool = False
+) -> dict[str, float]:
     """FLOPs of a step by `ModelSize.forward`, and the numbers that the FLOPs of other tokens follow from.
 
     `flops/forward` and `flops/backward` are those of the tokens that the model computes, `flops/frozen` those of the
-    passes without a gradient. `flops/recomputed` is computed a second time, for memory's sake: scores of the head.
+    passes without a gradient. `flops/recomputed` is computed a second time, for memory's sake: scores of the head, and
+    the layers where they are computed twice.
     `flops/saved` would be computed, attention aside, if every token of every segment stood in a row.
 
     Args:
@@ -123,10 +134,12 @@ def flop_metrics(size: ModelSize, rows: Iterable[tuple[PackedRow, int]]) -> dict
     forward, frozen, recomputed, saved = 0.0, 0.0, 0.0, 0.0
     for row, passes in rows:
         scored = len(row.predicting)
-        computed = size.forward(row.tree.length, float((row.position_ids + 1).sum()), scored)
+        pairs = float((row.position_ids + 1).sum())
+        computed = size.forward(row.tree.length, pairs, scored)
         forward += computed
         frozen += passes * computed
         recomputed += 0.0 if keeps_scores(scored, size.vocabulary) else size.forward(0, 0, scored)
+        recomputed += size.forward(row.tree.length, pairs, 0) if layers_twice else 0.0
         saved += (3 + passes) * size.forward(max(row.tokens - row.tree.length, 0), 0, 0)
     return {
         "flops/parameters": float(size.parameters),

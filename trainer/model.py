@@ -16,6 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tidemill.trainer.choices import Experts
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
 
 PADDING = "<|pad|>"
@@ -65,9 +66,13 @@ def build_model(shape: ModelShape, tokenizer: Tokenizer, end_token: str, seed: i
     return Qwen3ForCausalLM(config)
 
 
-def load_model(directory: str) -> PreTrainedModel:
-    """The causal model of a checkpoint directory, in fp32. Raises FileNotFoundError when there is none."""
-    return AutoModelForCausalLM.from_pretrained(_checkpoint(directory), dtype=torch.float32)
+def load_model(directory: str, experts: Experts | None = None) -> PreTrainedModel:
+    """The causal model of a checkpoint directory, in fp32, with that implementation of its experts.
+
+    Raises FileNotFoundError when there is none, ValueError for a model without experts where one is named.
+    """
+    options = {} if experts is None else {"experts_implementation": experts.value}
+    return AutoModelForCausalLM.from_pretrained(_checkpoint(directory), dtype=torch.float32, **options)
 
 
 def save_checkpoint(

@@ -6,7 +6,8 @@ tokens at a time are scored, and scored again for the gradient unless they are f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ CHUNK_SCORES = 1 << 24
 """Scores held at a time."""
 KEPT_SCORES = 1 << 26
 """Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
+SCORING = "tidemill_scored"
+"""Method of a sharded model that is `scored`, with the gathering of weights around it."""
 
 
 def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
@@ -28,14 +31,19 @@ def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Te
 
     At temperature 1 over the whole vocabulary, in nats. `model` must have passed `use_packed_attention`.
     """
-    logprobs, entropy = SampledLogprobs.apply(*_head_inputs(model, row), True)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _scoring(model)(row, True)
     return logprobs, entropy[row.predictors]
 
 
 def frozen_logprobs(model: PreTrainedModel, row: PackedRow) -> Tensor:
     """f4[T]: like `sampled_logprobs`, without gradient or entropy."""
     with torch.no_grad():
-        return SampledLogprobs.apply(*_head_inputs(model, row), False)[0]  # type: ignore[no-any-return,no-untyped-call]
+        return _scoring(model)(row, False)[0]
+
+
+def scored(model: PreTrainedModel, row: PackedRow, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Logprobs (f4[T]) of the sampled tokens, and entropies (f4[P]) where they are `wanted`."""
+    return SampledLogprobs.apply(*_head_inputs(model, row), wanted)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def keeps_scores(predicting: int, vocabulary: int) -> bool:
@@ -87,6 +95,11 @@ class SampledLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += slopes.sum(0)
         return grad_hidden, grad_weight, grad_bias, None, None, None
+
+
+def _scoring(model: PreTrainedModel) -> Callable[[PackedRow, bool], tuple[Tensor, Tensor]]:
+    """`scored` with `model`: the one that gathers the weights around the call, where the model is sharded."""
+    return getattr(model, SCORING, None) or partial(scored, model)
 
 
 def _head_inputs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:

@@ -18,17 +18,15 @@ from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
-from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
+from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps
-from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.model import load_model
 from tidemill.trainer.objectives import OBJECTIVES
 from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WeightLine
 from tidemill.trainer.session import Session
-from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import DECISIONS
+from tidemill.trainer.trained_weights import TrainedWeights
 
 _log = logging.getLogger(__name__)
 
@@ -73,12 +71,8 @@ class Rewinder:
         self._session.continue_from_here(step)
 
     def _load(self, version: int, steps: dict[int, TrainStep]) -> None:
-        if version == 0:
-            fresh = MasterWeights(load_model(self._settings.model), self._settings.optimizer)
-            self._session.go_back(0, fresh.state())
-            return
-        self._session.go_back(version, self._checkpoints.read(version)[1])
-        if self._session.place.fingerprint != steps[version].fingerprint:
+        self._session.go_back(version)
+        if version and self._session.place.fingerprint != steps[version].fingerprint:
             raise TrainerCheckpointError(
                 f"the checkpoint of step {version} holds weights {self._session.place.fingerprint}, the log recorded "
                 f"{steps[version].fingerprint}: it is damaged or of another run; delete it, and an older one is used"
@@ -157,12 +151,6 @@ def online_rules_of(run: RunSettings, settings: TrainerSettings) -> OnlineRules:
     )
 
 
-def make_learner(settings: TrainerSettings) -> Learner:
-    """A learner at the starting checkpoint. Raises FileNotFoundError when there is none."""
-    reference = load_model(settings.model) if settings.kl.coefficient else None
-    return Learner(load_model(settings.model), settings, reference)
-
-
 def open_session(
     kafka: KafkaSettings,
     run: RunSettings,
@@ -171,18 +159,19 @@ def open_session(
     publisher: WeightPublisher,
     checkpoints: CheckpointStore,
     commits: AckedWriter,
+    weights: TrainedWeights,
 ) -> OpenRun:
     """A session after the last recorded step, everything up to it published, and what goes on from there.
 
-    `commits` writes `train.steps`, and lets no other trainer of the run do so.
+    `weights` are those that the run starts from; `commits` writes `train.steps`, and lets no other trainer do so.
 
     Raises HistoryError, VersionError or NotRepeatableError when the log, the checkpoint and the settings do not fit.
     """
     rules, online_rules = rules_of(run, settings), online_rules_of(run, settings)
     history = read_history(kafka, run.run_id)
-    learner = make_learner(settings)
-    saved = _restore(learner, checkpoints, len(history.steps))
-    session = Session(run, settings, learner, producer, publisher, steps=commits, step=saved.step if saved else 0)
+    newest = checkpoints.newest(len(history.steps))
+    saved = weights.restore(newest) if newest else None
+    session = Session(run, settings, weights, producer, publisher, steps=commits, step=saved.step if saved else 0)
     if saved is not None:
         _require_recorded(session, history.steps[saved.step - 1])
     session.publish_start()
@@ -199,15 +188,6 @@ def open_session(
         opened.made(record)
     _repeat(kafka, settings, producer, opened, history.steps[session.place.step :])
     return opened
-
-
-def _restore(learner: Learner, checkpoints: CheckpointStore, last_step: int) -> CheckpointState | None:
-    step = checkpoints.newest(last_step)
-    if step is None or step == 0:
-        return None
-    state, tensors = checkpoints.read(step)
-    learner.masters.load(tensors)
-    return state
 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
@@ -272,9 +252,7 @@ def _inputs(
     """The planned inputs. Raises OutdatedPlanError."""
     session = opened.session
     if plan.config_hash != session.config_hash:
-        raise OutdatedPlanError(
-            f"it was planned with other settings (hash {plan.config_hash}, now {session.config_hash})"
-        )
+        raise OutdatedPlanError(f"it was planned {session.difference(plan.config_hash)}")
     if plan.parent_version in opened.line.abandoned:
         raise OutdatedPlanError(f"the gate gave up version {plan.parent_version}, from which it starts")
     try:

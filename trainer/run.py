@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 from tidemill.kernels.weights.publish import WeightPublisher
@@ -24,10 +25,12 @@ from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.job import open_job
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online_input import OnlineFeed, OnlineInput
 from tidemill.trainer.resume import OpenRun, open_session, take_begun
 from tidemill.trainer.rollout_log import CLIENT
+from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 _log = logging.getLogger(__name__)
 
@@ -56,22 +59,32 @@ def run(
 ) -> None:
     """Train until `stop` is set (without one: until SIGINT or SIGTERM) or step `run.max_steps` is done.
 
+    Under torchrun every rank calls this; all but the first do what the first one tells them.
+
     Raises FileNotFoundError without a starting checkpoint, HistoryError, VersionError or NotRepeatableError when the
     log does not fit the checkpoint and the settings, GroupTooSmallError for groups of one under an objective that
     compares rollouts, InOrderError when the log has no one order of groups, RejectedLineError when the gate left no
     version to train on from, FencedError when another trainer took the run over, DeliveryError or KafkaException when
-    the log fails.
+    the log fails, RanksLostError when another rank failed or is gone.
     """
     stop = stop or stop_on_signals()
     checkpoints = CheckpointStore(store.root, run.run_id, run.branch, trainer.keep_checkpoints)
     with ExitStack() as stack:
+        job = stack.enter_context(open_job(trainer.ranks_timeout_s))
+        job.require_same({"run": run, "store": store, "trainer": trainer})
+        open_publisher = partial(
+            WeightPublisher.open, kafka, run, store, trainer.publish, base_model=trainer.model, ranks=job.ranks
+        )
+        if not job.ranks.is_first:
+            publisher = stack.enter_context(open_publisher())
+            TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job).follow()
+            return
         producer = stack.enter_context(RecordProducer(kafka, CLIENT))
         # Before anything is read: what another trainer of the run may still write would not be seen.
         commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
-        publisher = WeightPublisher.open(
-            kafka, run, store, trainer.publish, base_model=trainer.model, manifests=commits
-        )
-        opened = open_session(kafka, run, trainer, producer, stack.enter_context(publisher), checkpoints, commits)
+        publisher = stack.enter_context(open_publisher(manifests=commits))
+        weights = TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job)
+        opened = open_session(kafka, run, trainer, producer, publisher, checkpoints, commits, weights)
         place, vocab_size = opened.session.place, opened.session.vocab_size
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
         source = LogInput(kafka, opened.builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=vocab_size)
@@ -88,6 +101,7 @@ def run(
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
             loop.took(take_begun(opened.begun, opened, kafka, trainer, producer))
         loop.run(run.max_steps)
+        weights.let_go()
 
 
 def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
@@ -190,9 +204,7 @@ class _Loop:
         # After going back there is nothing new to keep until the next step, which the log leads to as well.
         if place.step and place.version == place.step and place.step not in self._checkpoints.steps():
             kept = self._opened.line.milestones(self._settings.keep_checkpoints)
-            self._session.checkpoint(
-                self._checkpoints, self._opened.builder.progress(), self._opened.queue.progress(), kept
-            )
+            self._session.checkpoint(self._opened.builder.progress(), self._opened.queue.progress(), kept)
 
 
 def summary(record: TrainStep) -> dict[str, float]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 
@@ -32,7 +33,7 @@ ServingView = Mapping[str, npt.NDArray[np.uint16]]
 
 
 def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
-    """A snapshot of `model`'s weights, rounded to bf16 (to nearest, ties to even).
+    """A snapshot of `model`'s weights, rounded to bf16 (to nearest, ties to even); of a sharded one, on every rank.
 
     Raises TypeError for a weight that is no floating-point tensor.
     """
@@ -55,6 +56,7 @@ def bf16_bits(name: str, tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
     """A copy of a floating-point tensor as bf16 bit patterns, in its shape. Raises TypeError for another type."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name} is {tensor.dtype}: only floating-point weights can be served as {SERVING_DTYPE}")
-    rounded = tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    rounded = whole.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
     bits: npt.NDArray[np.uint16] = rounded.view(torch.int16).numpy().view(np.uint16)
     return bits

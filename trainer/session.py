@@ -14,10 +14,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-
-from torch import Tensor
 
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.catalogue import Topic
@@ -26,13 +24,12 @@ from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.history import NotRepeatableError
-from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
-from tidemill.trainer.step import Learner
 from tidemill.trainer.step_records import TakenStep, plan_of, record_of, staleness_records
+from tidemill.trainer.trained_weights import TrainedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +39,15 @@ class TrainerPosition:
     step: int
     """The last step taken, whether or not the weights are still those that it made."""
     version: int
-    view: ServingView
     fingerprint: str
-    """Of `view`, hexadecimal."""
+    """Of the serving weights, hexadecimal."""
 
 
 class Session:
-    """Trains, records and publishes steps from `learner`'s weights on, which are those of `step`.
+    """Trains, records and publishes steps from `weights` on, which are those of `step`. On the first rank alone.
 
     Args:
+        publisher: what the log has of the versions; `weights` publishes.
         producer: writes what may be said twice.
         steps: writes `train.steps`; while this process may not, no version is published.
     """
@@ -59,7 +56,7 @@ class Session:
         self,
         run: RunSettings,
         settings: TrainerSettings,
-        learner: Learner,
+        weights: TrainedWeights,
         producer: RecordProducer,
         publisher: WeightPublisher,
         *,
@@ -68,18 +65,22 @@ class Session:
     ) -> None:
         self._run = run
         self._settings = settings
-        self._learner = learner
+        self._weights = weights
         self._producer = producer
         self._steps = steps
         self._publisher = publisher
-        self.config_hash = settings.arithmetic_hash()
+        self.config_hash = settings.arithmetic_hash(weights.machine)
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.place = self._snapshot(step)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        return int(self._learner.model.config.vocab_size)
+        return self._weights.vocab_size
+
+    def difference(self, recorded: str) -> str:
+        """How a step with the configuration hash `recorded` was trained, and how it would be now."""
+        return self._settings.difference(recorded, self._weights.machine)
 
     def publish_start(self) -> None:
         """Publish the weights that the run starts from as version 0, an anchor; compare later ones with the log's.
@@ -87,7 +88,7 @@ class Session:
         Raises VersionError when the log has other weights under their version.
         """
         if not self.place.step or self._publisher.has(self.place.version):
-            self._publisher.publish(self.place.version, self.place.view, step=self.place.step)
+            self._weights.publish(self.place.version, step=self.place.step)
 
     def train(self, batch: StepBatch, decisions: int | None = None) -> TrainStep:
         """Train the next step on `batch`, record it and publish its version.
@@ -120,7 +121,7 @@ class Session:
                 f"{before.step} from version {before.version}"
             )
         started, clock = now_us(), time.monotonic()
-        outcome = self._learner.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
+        outcome = self._weights.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
         self.place = self._snapshot(plan.step)
         taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
         record = record_of(plan, batch, self._settings.objective, taken)
@@ -143,7 +144,7 @@ class Session:
             raise ValueError(
                 f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
             )
-        self._learner.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
+        self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         self.place = self._snapshot(record.step)
         if self.place.fingerprint != record.fingerprint:
             raise NotRepeatableError(
@@ -151,9 +152,10 @@ class Session:
                 "run it on the original machine type and library versions, or start a new run"
             )
 
-    def go_back(self, version: int, state: Mapping[str, Tensor]) -> None:
-        """Hold the weights and moments of an older version from now on; `state` is what its checkpoint holds."""
-        self._learner.masters.load(state)
+    def go_back(self, version: int) -> None:
+        """Hold the weights and moments of an older version from now on, as its checkpoint has them; for version 0 those
+        that the run started from. Raises CheckpointError."""
+        self._weights.restore(version)
         self.place = self._snapshot(version)
 
     def continue_from_here(self, step: int) -> None:
@@ -162,14 +164,10 @@ class Session:
         Raises VersionError when the log does not have them under their version.
         """
         self.place = replace(self.place, step=step)
-        self._publisher.go_back(self.place.version, self.place.view)
+        self._weights.go_back(self.place.version)
 
     def checkpoint(
-        self,
-        store: CheckpointStore,
-        progress: TopicProgress,
-        online: TopicProgress | None = None,
-        keep: Collection[int] = (),
+        self, progress: TopicProgress, online: TopicProgress | None = None, keep: Collection[int] = ()
     ) -> None:
         """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped."""
         state = CheckpointState(
@@ -182,21 +180,19 @@ class Session:
             progress=progress,
             online=online or TopicProgress(),
         )
-        store.write(state, self._learner.masters.state(), keep)
+        self._weights.save(state, keep)
 
     def _snapshot(self, step: int) -> TrainerPosition:
-        view = serving_view(self._learner.model)
         # Each step makes one version, and version 0 is what the run starts from.
-        return TrainerPosition(step=step, version=step, view=view, fingerprint=fingerprint_of(view))
+        return TrainerPosition(step=step, version=step, fingerprint=self._weights.snapshot())
 
     def _finish(self, record: TrainStep, batch: StepBatch) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
             for staleness in staleness_records(record, batch):
                 self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
-        self._publisher.publish(
+        self._weights.publish(
             record.version,
-            self.place.view,
             learning_rate=record.learning_rate,
             step=record.step,
             parent=record.parent_version,
@@ -206,7 +202,7 @@ class Session:
     def _require_same_settings(self, record: TrainStep) -> None:
         if record.config_hash != self.config_hash:
             raise NotRepeatableError(
-                f"step {record.step} is in the log, has no checkpoint, and was trained with other settings (hash "
-                f"{record.config_hash}, now {self.config_hash}): start once with the original settings, and "
-                "change them after the next checkpoint"
+                f"step {record.step} is in the log, has no checkpoint, and was trained "
+                f"{self.difference(record.config_hash)}: start once with the original settings, device and number of "
+                "ranks, and change them after the next checkpoint"
             )

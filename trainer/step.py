@@ -1,7 +1,10 @@
 """One optimizer step: groups and an online batch in, weights changed in place, metrics out.
 
-Deterministic given the weights, the inputs in order, the settings and the seed: the same call on the same machine type
-and thread count gives the same weights, bit for bit.
+Deterministic given the weights, the inputs in order, the settings and the seed: the same call on the same machine type,
+thread count and number of ranks gives the same weights, bit for bit.
+
+Every rank packs the same rows and takes its share of them. As a row is computed by all ranks together, each takes
+equally many: a rank with too few computes a row again, whose loss counts nothing.
 
 What users made of single answers and what simulated groups earned are two parts of one loss. Each has its own
 advantages, surrogate and average; the weights of the second against the first are a setting.
@@ -9,17 +12,17 @@ advantages, surrogate and average; the weights of the second against the first a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tidemill.kernels.weights.ranks import Ranks, SingleRank
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, batch_advantages, penalise
@@ -27,6 +30,8 @@ from tidemill.trainer.batch import PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, correction_weights, sequence_sum
+from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of, keep_freed_memory, make_deterministic
+from tidemill.trainer.machine import StepMachine
 from tidemill.trainer.master import MasterWeights
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
@@ -42,6 +47,7 @@ from tidemill.trainer.objectives import (
 )
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
+from tidemill.trainer.sharding import recompute_activations, shard
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 _log = logging.getLogger(__name__)
@@ -56,6 +62,7 @@ class StepOutcome:
     """What a step reports of itself; the new weights are in the model."""
 
     metrics: dict[str, float]
+    """Known to the first rank."""
     lag: list[LagCount]
     learning_rate: float
     rollouts: int
@@ -69,6 +76,8 @@ class _Anchored:
     """A row with the logprobs that do not change within the step; None where the settings need none."""
 
     row: PackedRow
+    counts: bool
+    """False for a row that another rank trains on."""
     old: Tensor | None
     reference: Tensor | None
 
@@ -77,7 +86,10 @@ class _Anchored:
 class _Part:
     """The rows of one part of an optimizer update, with the advantage of each of its n rollouts (f4[n])."""
 
+    packed: Sequence[PackedRow]
+    """Of all ranks."""
     rows: list[_Anchored]
+    """Of this rank."""
     advantages: Tensor
     totals: Totals
     recipe: Recipe
@@ -88,30 +100,53 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """What an update saw of one part."""
+    """What an update saw of one part, on all ranks; nothing but on the first one."""
 
     loss: float
     traces: list[metrics.TokenTrace]
 
 
 class Learner:
-    """Holds the model, its master weights and the reference, and trains steps."""
+    """Holds the model, its master weights and the reference, and trains steps: on every rank, by the same calls.
 
-    def __init__(self, model: PreTrainedModel, settings: TrainerSettings, reference: PreTrainedModel | None) -> None:
-        make_deterministic(settings.threads)
+    Args:
+        model: the whole model, on a CPU; it is moved, and laid over the ranks.
+
+    Raises DeviceError, ShardingError or UntrainableModelError for what cannot be trained here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: TrainerSettings,
+        reference: PreTrainedModel | None,
+        ranks: Ranks | None = None,
+        place: RankPlace = ALONE,
+    ) -> None:
+        self._device = device_of(settings, place)
+        make_deterministic(settings.threads, self._device)
         keep_freed_memory()
         if settings.kl.coefficient and reference is None:
             raise ValueError("kl.coefficient is above 0, so a reference model is needed")
-        self.model = model
-        self.masters = MasterWeights(model, settings.optimizer)
         self._settings = settings
         self._size = _size(model)
-        self._reference = reference
         self._recipe = OBJECTIVES[settings.objective]
+        self._ranks = ranks or SingleRank()
+        compute = compute_dtype(settings, self._device)
+        self.machine = StepMachine(self._device.type, str(compute).removeprefix("torch."), self._ranks.size)
+        if settings.checkpoint_activations:
+            recompute_activations(model)
         for network in (model, reference):
             if network is not None:
                 use_packed_attention(network)
                 network.eval()
+                if self.machine.is_sharded:
+                    shard(network, self._device, compute)
+                else:
+                    network.to(self._device)
+        self.model = model
+        self.masters = MasterWeights(model, settings.optimizer)
+        self._reference = reference
 
     def train(
         self,
@@ -135,60 +170,80 @@ class Learner:
             simulated = [self._simulated(groups, self._settings.online.simulated_weight)] if groups else []
             updates = [[self._online(online), *simulated]]
         seen = [self._update(parts, learning_rate) for parts in updates]
-        traces = [trace for trained, _ in seen for part in trained for trace in part.traces]
         sampled: list[Trajectory] = [*(online.interactions if online else ()), *_rollouts(groups)]
         lag = metrics.lag_counts(sampled, version)
         return StepOutcome(
-            metrics={
-                "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
-                "grad_norm": float(np.mean([norm for _, norm in seen])),
-                **metrics.token_metrics(traces),
-                **metrics.mismatch_metrics(traces),
-                **metrics.reward_metrics(groups),
-                **metrics.lag_metrics(lag),
-                **self._reference_metrics([part for parts in updates for part in parts]),
-                **metrics.packing_metrics([a.row for parts in updates for part in parts for a in part.rows]),
-                **self._flops([anchored for parts in updates for part in parts for anchored in part.rows]),
-                **_part_metrics(online, groups, updates[0], seen[0][0]),
-            },
+            metrics=self._metrics(groups, online, lag, updates, seen) if self._ranks.is_first else {},
             lag=lag,
             learning_rate=learning_rate,
             rollouts=len(sampled),
             tokens=sum(part.totals.tokens for parts in updates for part in parts),
         )
 
+    def _metrics(
+        self,
+        groups: Sequence[TrainableGroup],
+        online: TrainableBatch | None,
+        lag: list[LagCount],
+        updates: Sequence[Sequence[_Part]],
+        seen: Sequence[tuple[list[_Trained], float]],
+    ) -> dict[str, float]:
+        traces = [trace for trained, _ in seen for part in trained for trace in part.traces]
+        return {
+            "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
+            "grad_norm": float(np.mean([norm for _, norm in seen])),
+            **metrics.token_metrics(traces),
+            **metrics.mismatch_metrics(traces),
+            **metrics.reward_metrics(groups),
+            **metrics.lag_metrics(lag),
+            **metrics.reference_metrics(traces),
+            **metrics.packing_metrics([row for parts in updates for part in parts for row in part.packed]),
+            **self._flops([part for parts in updates for part in parts]),
+            **_part_metrics(online, groups, updates[0], seen[0][0]),
+        }
+
     def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
         rollouts = _rollouts(groups)
-        rows = self._rows(rollouts)
-        return self._part(rows, self._advantages(groups, rows), len(rollouts), self._recipe, weight)
+        packed, rows = self._rows(rollouts)
+        return self._part(packed, rows, self._advantages(groups, rows), len(rollouts), self._recipe, weight)
 
     def _online(self, batch: TrainableBatch) -> _Part:
-        kl, rows = self._settings.kl, self._rows(batch.interactions)
+        kl = self._settings.kl
+        packed, rows = self._rows(batch.interactions)
         coefficient = 0.0 if kl.in_loss else kl.coefficient
-        divergence = _rollout_divergence(rows, len(batch.interactions))
+        divergence = self._divergence(rows, len(batch.interactions))
         values = batch_advantages(self._settings.online.baseline, batch, divergence, coefficient)
-        return self._part(rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
+        return self._part(packed, rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
 
-    def _rows(self, sampled: Sequence[Trajectory]) -> list[_Anchored]:
+    def _rows(self, sampled: Sequence[Trajectory]) -> tuple[Sequence[PackedRow], list[_Anchored]]:
+        """The rows of all ranks, and this rank's."""
         settings, vocab_size = self._settings, self.model.config.vocab_size
         packed = pack(sampled, settings.row_tokens, vocab_size, share_prefixes=settings.share_prefixes)
-        return [self._anchor(row) for row in packed]
+        return packed, [self._anchor(row, counts) for row, counts in deal_rows(packed, self._ranks)]
 
-    def _part(self, rows: list[_Anchored], advantages: Tensor, n: int, recipe: Recipe, weight: float) -> _Part:
-        tokens = sum(len(anchored.row.targets) for anchored in rows)
-        return _Part(rows, advantages, Totals(n, tokens), recipe, objective_options(self._settings, recipe), weight)
+    def _part(
+        self,
+        packed: Sequence[PackedRow],
+        rows: list[_Anchored],
+        advantages: Tensor,
+        n: int,
+        recipe: Recipe,
+        weight: float,
+    ) -> _Part:
+        totals = Totals(n, sum(len(row.targets) for row in packed))
+        return _Part(packed, rows, advantages, totals, recipe, objective_options(self._settings, recipe), weight)
 
-    def _anchor(self, row: PackedRow) -> _Anchored:
-        settings = self._settings
+    def _anchor(self, packed: PackedRow, counts: bool) -> _Anchored:
+        settings, row = self._settings, packed.to(self._device)
         in_reward = settings.kl.coefficient > 0 and not settings.kl.in_loss
         needs_old = settings.minibatches > 1 or in_reward
         old = frozen_logprobs(self.model, row) if needs_old else None
         reference = frozen_logprobs(self._reference, row) if settings.kl.coefficient and self._reference else None
-        return _Anchored(row, old, reference)
+        return _Anchored(row, counts, old, reference)
 
     def _advantages(self, groups: Sequence[TrainableGroup], rows: Sequence[_Anchored]) -> Tensor:
         kl = self._settings.kl
-        divergence = _rollout_divergence(rows, len(_rollouts(groups)))
+        divergence = self._divergence(rows, len(_rollouts(groups)))
         advantage, parts, start = ADVANTAGES[self._recipe.advantage], [], 0
         for group in groups:
             rewards = group.rewards()
@@ -201,22 +256,29 @@ class Learner:
     def _update(self, parts: Sequence[_Part], learning_rate: float) -> tuple[list[_Trained], float]:
         trained = []
         for part in parts:
-            seen = [self._accumulate(anchored, part) for anchored in part.rows]
-            trained.append(_Trained(sum(value for value, _ in seen), [trace for _, trace in seen]))
+            rows = self._train_rows(part)
+            trained.append(_Trained(sum(value for value, _ in rows), [trace for _, trace in rows]))
         return trained, self.masters.update(learning_rate)
 
+    def _train_rows(self, part: _Part) -> list[tuple[float, metrics.TokenTrace]]:
+        """Add up the gradients of a part; what was seen of its rows, in their order: of all ranks, on the first one."""
+        seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
+        hands = self._ranks.gather(lambda: [one for counts, one in seen if counts])
+        return [one for dealt in zip_longest(*hands) for one in dealt if one is not None]
+
     def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
-        row = anchored.row
+        row, reference = anchored.row, anchored.reference
         logprobs, entropy = sampled_logprobs(self.model, row)
         tokens = self._tokens(anchored, logprobs, part)
         value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
-        value.backward()  # type: ignore[no-untyped-call]
+        (value if anchored.counts else 0.0 * value).backward()  # type: ignore[no-untyped-call]
         return float(value.detach()), metrics.TokenTrace(
-            logprobs=tokens.old_logprobs,
-            sampler_logprobs=row.sampler_logprobs,
-            weights=tokens.weights,
-            entropy=entropy,
-            clipped=clip_fraction(tokens, part.options),
+            logprobs=tokens.old_logprobs.cpu(),
+            sampler_logprobs=row.sampler_logprobs.cpu(),
+            weights=tokens.weights.cpu(),
+            entropy=entropy.cpu(),
+            clipped=clip_fraction(tokens, part.options).cpu(),
+            reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
         )
 
     def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:
@@ -228,24 +290,30 @@ class Learner:
             logprobs=logprobs,
             old_logprobs=old,
             sampler_logprobs=row.sampler_logprobs,
-            advantages=part.advantages[row.sequence],
+            advantages=part.advantages.to(self._device)[row.sequence],
             weights=correction_weights(correction.kind, old, row.sampler_logprobs, row.sequence, n, bounds),
             sequence=row.sequence,
             reference_logprobs=anchored.reference,
         )
 
-    def _flops(self, rows: Sequence[_Anchored]) -> dict[str, float]:
+    def _flops(self, parts: Sequence[_Part]) -> dict[str, float]:
+        """Of the rows of all ranks, each counted once."""
         if self._size is None:
             return {}
-        frozen = ((a.row, (a.old is not None) + (a.reference is not None)) for a in rows)
-        return metrics.flop_metrics(self._size, frozen)
+        frozen = [(part.rows[0].old is not None) + (part.rows[0].reference is not None) for part in parts]
+        rows = [(row, passes) for part, passes in zip(parts, frozen, strict=True) for row in part.packed]
+        return metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
 
-    def _reference_metrics(self, parts: Sequence[_Part]) -> dict[str, float]:
-        rows = [anchored for part in parts for anchored in part.rows]
-        pairs = [(a.old, a.reference) for a in rows if a.old is not None and a.reference is not None]
-        if not pairs:
-            return {}
-        return {"reference/k1": float(torch.cat([old - reference for old, reference in pairs]).double().mean())}
+    def _divergence(self, rows: Sequence[_Anchored], n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
+        total = torch.zeros(n, dtype=torch.float64)
+        for anchored in rows:
+            if anchored.counts and anchored.old is not None and anchored.reference is not None:
+                apart = (anchored.old - anchored.reference).double()
+                total += sequence_sum(apart, anchored.row.sequence, n).cpu()
+        # The tokens of a rollout are in one row, so on one rank: the others add zeros.
+        totals = self._ranks.gather(lambda: total.numpy())
+        return self._ranks.from_first(lambda: np.sum(totals, axis=0))
 
 
 def _size(model: PreTrainedModel) -> ModelSize | None:
@@ -275,24 +343,14 @@ def split(groups: Sequence[TrainableGroup], parts: int) -> list[Sequence[Trainab
     return [groups[a:b] for a, b in pairwise(bounds)]
 
 
-def make_deterministic(threads: int) -> None:
-    """Fix the thread count and refuse nondeterministic operations, for the whole process."""
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    # On by default, it writes NaN over every new tensor before it is filled: an eighth of a step.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def deal_rows(packed: Sequence[PackedRow], ranks: Ranks) -> list[tuple[PackedRow, bool]]:
+    """The rows that a rank computes, and whether each counts: equally many on every rank.
 
-
-def keep_freed_memory() -> None:
-    """Let this process keep what a step frees, where its allocator is glibc's: the next step needs as much again.
-
-    Given back, every page would be faulted in and cleared anew, a twentieth of a step.
+    Row i is the rank's with the number i modulo their number. Who has too few takes the shortest row once more.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(trim_threshold, (1 << 31) - 4096)
-        mallopt(mmap_threshold, 1 << 30)
+    own = [(row, True) for row in packed[ranks.rank :: ranks.size]]
+    missing = -(-len(packed) // ranks.size) - len(own)
+    return own + [(min(packed, key=lambda row: row.tree.length), False)] * missing
 
 
 def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
@@ -312,12 +370,3 @@ def _part_metrics(
         found |= metrics.simulated_metrics(groups, seen[1].traces)
         found |= {"simulated/loss": seen[1].loss, "simulated/tokens": float(tokens[1])}
     return found
-
-
-def _rollout_divergence(rows: Sequence[_Anchored], n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
-    total = torch.zeros(n, dtype=torch.float64)
-    for anchored in rows:
-        if anchored.old is not None and anchored.reference is not None:
-            total += sequence_sum((anchored.old - anchored.reference).double(), anchored.row.sequence, n)
-    return total.numpy()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,10 @@ class ShortRuns:
     mask: Tensor
     """f4[B, 1, N, N]: 0 where a slot (third axis) attends to another (fourth axis), else minus infinity."""
 
+    def to(self, device: torch.device) -> ShortRuns:
+        """The same on `device`."""
+        return ShortRuns(self.tokens.to(device), self.slots.to(device), self.mask.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class TreeCalls:
@@ -53,6 +57,10 @@ class TreeCalls:
     short: tuple[ShortRuns, ...]
     trunks: tuple[tuple[int, int, int], ...]
     """Start and end of each run that branches, and the end of what is below it, which begins at the run's end."""
+
+    def to(self, device: torch.device) -> TreeCalls:
+        """The same with the tensors on `device`."""
+        return replace(self, short=tuple(runs.to(device) for runs in self.short))
 
 
 def tree_calls(parents: npt.NDArray[np.int64]) -> TreeCalls:

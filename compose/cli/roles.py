@@ -142,7 +142,10 @@ def train(
     model: Annotated[str | None, typer.Option(help="Directory of the starting Hugging Face causal model.")] = None,
     max_steps: Annotated[int | None, typer.Option(help="Stop after this many optimizer steps.")] = None,
 ) -> None:
-    """Train: from groups to weight versions, or (--phase midtrain) from documents to a starting checkpoint."""
+    """Train: from groups to weight versions, or (--phase midtrain) from documents to a starting checkpoint.
+
+    On several ranks: `torchrun --nproc-per-node 8 -m tidemill train`. `trainer.device` chooses CPU or GPU.
+    """
     if phase is Phase.MIDTRAIN:
         settings = _begin(settings_of, midtrain__output=model)
         from tidemill.trainer import midtrain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,6 +56,9 @@ def steps(
     from (a Hugging Face checkpoint) below `--out`, then its metrics. `--what-if` makes the steps with other settings
     from the same start: the weights are then other ones, and the metrics are shown side by side.
 
+    A step is the same on the kind of device and the number of ranks that it was trained on:
+    `torchrun --nproc-per-node 2 -m tidemill replay steps 1..6`.
+
     Examples: `tidemill replay steps 1..6 --config run.toml` ·
     `tidemill replay steps 7 --break-at 7 --out step-7` ·
     `tidemill replay steps 4..9 --what-if trainer.optimizer.learning_rate=3e-5`
@@ -63,13 +67,19 @@ def steps(
     halts = _halts(break_at or [], out, first, last)
     changed = _counterfactual(settings_of, what_if or [])
     settings = with_reachable_log(settings_of({}))
-    from tidemill.trainer.replay.steps import StepReplay
+    from tidemill.trainer.job import open_job
+    from tidemill.trainer.replay.steps import StepReplay, follow_replay
 
     done: list[ReplayedStep] = []
-    with (
-        working("replaying", last - first + 1) as progress,
-        StepReplay(settings.kafka, settings.run, settings.store, settings.trainer) as replay,
-    ):
+    with ExitStack() as stack:
+        job = stack.enter_context(open_job(settings.trainer.ranks_timeout_s))
+        job.require_same({"run": settings.run, "store": settings.store, "trainer": settings.trainer})
+        if not job.ranks.is_first:
+            follow_replay(settings.run, settings.store, settings.trainer, job)
+            return
+        progress = stack.enter_context(working("replaying", last - first + 1))
+        replay = StepReplay(settings.kafka, settings.run, settings.store, settings.trainer, job)
+        stack.enter_context(replay)
         for made in _made(replay, first, last, changed, halts, out):
             done.append(made)
             progress(len(done), f"step {made.record.step}")

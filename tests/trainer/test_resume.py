@@ -25,6 +25,7 @@ from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.resume import open_session
 from tidemill.trainer.run import commit_name, run
 from tidemill.trainer.step_records import step_seed
+from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 GROUPS = 10
 STEPS = 5
@@ -84,13 +85,14 @@ def train_until(log, settings, store, run_id: str, steps: int, checkpoints: bool
     producer = RecordProducer(log, "test")
     commits = FencedProducer(log, "test", commit_name(log, run_of))
     publisher = WeightPublisher.open(log, run_of, store, settings.publish, base_model=settings.model, manifests=commits)
-    opened = open_session(log, run_of, settings, producer, publisher, held, commits)
+    weights = TrainedWeights(settings, make_learner(settings), held, publisher)
+    opened = open_session(log, run_of, settings, producer, publisher, held, commits, weights)
     session, builder = opened.session, opened.builder
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=session.vocab_size) as source:
         for _ in range(steps):
             session.train(next_batch(session, builder, source))
             if checkpoints and session.place.step % settings.checkpoint_every == 0:
-                session.checkpoint(held, builder.progress())
+                session.checkpoint(builder.progress())
 
 
 def next_batch(session, builder, source, polls: int = 600) -> StepBatch:

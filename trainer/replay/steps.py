@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
-
 from tidemill.kernels.weights.anchor import anchor_uri
 from tidemill.kernels.weights.anchor_write import write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -26,12 +24,12 @@ from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps
-from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.model import load_model
+from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.replay.reading import NoProducer
-from tidemill.trainer.resume import make_learner, way_back
-from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view
+from tidemill.trainer.resume import way_back
+from tidemill.trainer.serving_view import ServingView, fingerprint_of
 from tidemill.trainer.trainable import TrainableGroup
+from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +73,24 @@ class Halt:
 
 
 class StepReplay:
-    """Recorded steps of one run, made again in memory. Raises HistoryError for steps that form no chain."""
+    """Recorded steps of one run, made again in memory: on the first rank of a job, which the others `follow_replay`.
 
-    def __init__(self, kafka: KafkaSettings, run: RunSettings, store: StoreSettings, settings: TrainerSettings) -> None:
+    Raises HistoryError for steps that form no chain.
+    """
+
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        run: RunSettings,
+        store: StoreSettings,
+        settings: TrainerSettings,
+        job: Job = SINGLE,
+    ) -> None:
         self._settings = replayable(settings, store, run)
         self._steps = {record.version: record for record in read_steps(kafka, run.run_id)}
         self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
-        self._learner = make_learner(self._settings)
-        limit, vocab_size = settings.read_ahead_bytes, int(self._learner.model.config.vocab_size)
-        self._inputs = RecordedInputs(kafka, NoProducer(), limit, vocab_size)
+        self._weights = TrainedWeights(self._settings, make_learner(self._settings, job), self._checkpoints, job=job)
+        self._inputs = RecordedInputs(kafka, NoProducer(), settings.read_ahead_bytes, self._weights.vocab_size)
         self._version: int | None = None
 
     @property
@@ -116,7 +123,7 @@ class StepReplay:
                 self._require_same_settings(record)
             self._stand_before(record, first=record is chosen[0], what_if=what_if)
             batch = self._inputs.of(record)
-            view = serving_view(self._learner.model)
+            view = self._weights.whole()
             halt(Halt(record, batch, view, fingerprint_of(view), Path(self._settings.model)))
             yield self._make(record, batch)
 
@@ -155,9 +162,9 @@ class StepReplay:
                 )
 
     def _load(self, version: int) -> None:
-        self._learner.masters.load(self._state(version))
+        self._weights.restore(version)
         self._version = version
-        held = fingerprint_of(serving_view(self._learner.model))
+        held = self._weights.snapshot()
         recorded = self._steps[version].fingerprint if version else self._first_parent()
         if held == recorded:
             return
@@ -171,33 +178,26 @@ class StepReplay:
             "checkpoint that it started from"
         )
 
-    def _state(self, version: int) -> Mapping[str, Tensor]:
-        if version:
-            return self._checkpoints.read(version)[1]
-        return MasterWeights(load_model(self._settings.model), self._settings.optimizer).state()
-
     def _first_parent(self) -> str:
         return next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
 
     def _change_settings(self, what_if: TrainerSettings) -> None:
-        state = self._learner.masters.state()
-        self._learner = make_learner(replace_model(what_if, self._settings.model))
-        self._learner.masters.load(state)
+        self._weights.change_settings(replace_model(what_if, self._settings.model))
 
     def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()
-        outcome = self._learner.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
+        outcome = self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         seconds = time.monotonic() - begun
         self._version = record.version
-        fingerprint = fingerprint_of(serving_view(self._learner.model))
+        fingerprint = self._weights.snapshot()
         return ReplayedStep(record, fingerprint, outcome.metrics, outcome.learning_rate, seconds)
 
     def _require_same_settings(self, record: TrainStep) -> None:
-        own = self._settings.arithmetic_hash()
-        if record.config_hash != own:
+        machine = self._weights.machine
+        if record.config_hash != self._settings.arithmetic_hash(machine):
             raise NotRepeatableError(
-                f"step {record.step} was trained with other settings (hash {record.config_hash}, here {own}): give the "
-                "original --config, and the settings to change as --what-if"
+                f"step {record.step} was trained {self._settings.difference(record.config_hash, machine)}: give the "
+                "original --config, device and number of ranks, and the settings to change as --what-if"
             )
 
     def __enter__(self) -> Self:
@@ -207,6 +207,15 @@ class StepReplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._inputs.__exit__(kind, error, trace)
+        if error is None:
+            self._weights.let_go()
+
+
+def follow_replay(run: RunSettings, store: StoreSettings, settings: TrainerSettings, job: Job) -> None:
+    """Do on another rank what the first one's `StepReplay` does, until it ends."""
+    checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
+    held = replayable(settings, store, run)
+    TrainedWeights(held, make_learner(held, job), checkpoints, job=job).follow()
 
 
 def replayable(settings: TrainerSettings, store: StoreSettings, run: RunSettings) -> TrainerSettings:

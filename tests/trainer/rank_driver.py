@@ -1,0 +1,232 @@
+"""Trainers of several ranks, forked from one process that has loaded the libraries: a driver for tests.
+
+    python -m tests.trainer.rank_driver JOBS    JOBS: a file with a list of `{"name", "ranks", "scenario", "options"}`
+
+A job's ranks meet as those of torchrun do. What the scenario found on each rank goes to `<name>-<rank>.json` beside
+JOBS, and how each rank ended to `<name>.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.trainer.conftest import tiny_model, trainable_batch, trainable_group
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.endings import TopicProgress
+from tidemill.trainer.job import Job, open_job
+from tidemill.trainer.replay.steps import StepReplay, follow_replay
+from tidemill.trainer.run import run
+from tidemill.trainer.step import Learner
+from tidemill.trainer.trained_weights import TrainedWeights, make_learner
+
+TIMEOUT_S = 60.0
+STEPS = 3
+GROUPS = ("a", "b", "c", "d", "e")
+Found = dict[str, Any]
+
+
+def settings_of(**changes: Any) -> TrainerSettings:
+    return TrainerSettings(**{"optimizer": {"learning_rate": 1e-3}, "row_tokens": 96, "device": "cpu", **changes})
+
+
+def learner_of(settings: TrainerSettings, job: Job) -> Learner:
+    if settings.experts is not None:
+        return make_learner(settings, job)
+    reference = tiny_model(3) if settings.kl.coefficient else None
+    return Learner(tiny_model(), settings, reference, job.ranks, job.place)
+
+
+def weights_of(settings: TrainerSettings, job: Job, store: str) -> TrainedWeights:
+    return TrainedWeights(settings, learner_of(settings, job), CheckpointStore(store, "run", "main", 9), job=job)
+
+
+def take(weights: TrainedWeights, step: int, groups: tuple[str, ...] = GROUPS, online: bool = False) -> Found:
+    batch = trainable_batch("q", (1.0, -1.0, 0.5)) if online else None
+    outcome = weights.train([trainable_group(name) for name in groups], step, step - 1, step, batch)
+    return {"fingerprint": weights.snapshot(), "metrics": outcome.metrics, "tokens": outcome.tokens}
+
+
+def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Found], Found]:
+    """A scenario of the first rank, which the others follow."""
+
+    def run(job: Job, options: Found) -> Found:
+        settings = settings_of(**{"model": options["model"], **options["settings"]})
+        weights = weights_of(settings, job, options["store"])
+        if not job.ranks.is_first:
+            weights.follow()
+            return {}
+        found = scenario(weights, options)
+        weights.let_go()
+        return found
+
+    return run
+
+
+def trained(weights: TrainedWeights, options: Found) -> Found:
+    """Some steps, and the weights that they lead to."""
+    groups = tuple(options.get("groups", GROUPS))
+    steps = [take(weights, step, groups, options.get("online", False)) for step in range(1, STEPS + 1)]
+    view = {name: bits.reshape(-1).tolist() for name, bits in weights.whole().items()}
+    return {"steps": steps, "view": view, "hash": settings_of(**options["settings"]).arithmetic_hash(weights.machine)}
+
+
+def saved(weights: TrainedWeights, options: Found) -> Found:
+    """Two steps, a checkpoint, a third step."""
+    for step in (1, 2):
+        take(weights, step)
+    weights.save(state_of(2, weights.snapshot()), ())
+    return take(weights, 3)
+
+
+def resaved(weights: TrainedWeights, options: Found) -> Found:
+    """The checkpoint taken up, written as another step, and gone on with."""
+    state = weights.restore(options["restore"])
+    assert state is not None
+    before = weights.snapshot()
+    weights.save(state_of(options["save"], before), ())
+    return {"recorded": state.fingerprint, "restored": before, **take(weights, 3)}
+
+
+def restarted(weights: TrainedWeights, options: Found) -> Found:
+    """Back to the weights that the run started from."""
+    start = weights.snapshot()
+    take(weights, 1)
+    weights.restore(0)
+    return {"start": start, "restarted": weights.snapshot()}
+
+
+def failing(job: Job, options: Found) -> Found:
+    """Rank 1 fails, or is killed, within a layer: the first rank says so."""
+    weights = weights_of(settings_of(), job, options["store"])
+    if job.ranks.rank == 1:
+        layer = weights._learner.model.model.layers[1]
+        layer.register_forward_pre_hook(lambda *_: fail(options["how"]))
+    if not job.ranks.is_first:
+        weights.follow()
+        return {}
+    try:
+        take(weights, 1)
+    except RuntimeError as error:
+        return {"error": str(error), "class": type(error).__name__}
+    raise AssertionError("a step was taken without a rank that failed")
+
+
+def fail(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise MemoryError("no room for a row")
+
+
+def different(job: Job, options: Found) -> Found:
+    """Ranks with different settings."""
+    settings = settings_of(row_tokens=96 + 32 * job.ranks.rank)
+    try:
+        job.require_same({"trainer": settings})
+    except ValueError as error:
+        return {"error": str(error)}
+    raise AssertionError("different settings were taken")
+
+
+def role(options: Found) -> None:
+    """The trainer role, whose rank `kill[0]` is killed within step `kill[1]`."""
+    train_step = Learner.train
+
+    def killed(learner: Learner, groups: Sequence[Any], step: int, *others: Any) -> Any:
+        if [os.environ["RANK"], step] == options.get("kill"):
+            learner.model.model.layers[1].register_forward_pre_hook(lambda *_: fail("kill"))
+        return train_step(learner, groups, step, *others)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Learner, "train", killed)
+        run(
+            KafkaSettings(**options["kafka"]),
+            RunSettings(**options["run"]),
+            StoreSettings(root=options["store"]),
+            TrainerSettings(**options["trainer"]),
+        )
+
+
+def replayed(job: Job, options: Found) -> Found:
+    """Recorded steps made again by as many ranks."""
+    run_of, store = RunSettings(**options["run"]), StoreSettings(root=options["store"])
+    settings = TrainerSettings(**options["trainer"])
+    if not job.ranks.is_first:
+        follow_replay(run_of, store, settings, job)
+        return {}
+    with StepReplay(KafkaSettings(**options["kafka"]), run_of, store, settings, job) as replay:
+        return {"same": [made.same for made in replay.run(*options["steps"])]}
+
+
+SCENARIOS = {
+    "trained": led(trained), "saved": led(saved), "resaved": led(resaved), "restarted": led(restarted),
+    "failing": failing, "different": different, "replayed": replayed,
+}  # fmt: skip
+
+
+def state_of(step: int, fingerprint: str) -> CheckpointState:
+    return CheckpointState("run", "main", step, step, fingerprint, "hash", TopicProgress())
+
+
+def rank(job: Found, number: int, port: int, out: Path) -> None:
+    """One rank; does not come back."""
+    log = os.open(out / f"{job['name']}-{number}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {
+        "RANK": str(number), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(job["ranks"]), "LOCAL_WORLD_SIZE": str(job["ranks"]),
+    }  # fmt: skip
+    status = 1
+    try:
+        options = {"settings": {}, "store": str(out / "store"), "model": str(out / "model"), **job["options"]}
+        if job["scenario"] == "role":
+            logging.basicConfig(level=logging.INFO)
+            role(options)
+        else:
+            with open_job(TIMEOUT_S) as opened:
+                found = SCENARIOS[job["scenario"]](opened, options)
+                (out / f"{job['name']}-{number}.json").write_text(json.dumps(found))
+        status = 0
+    except BaseException:  # noqa: BLE001 - the log of the rank says which
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def carry_out(job: Found, out: Path) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    ranks = []
+    for number in range(job["ranks"]):
+        if not (pid := os.fork()):
+            rank(job, number, port, out)
+        ranks.append(pid)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    (out / f"{job['name']}.json").write_text(json.dumps(ended))
+
+
+def main() -> None:
+    """Carry all jobs out, one after the other."""
+    jobs = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    for job in json.loads(jobs.read_text()):
+        carry_out(job, jobs.parent)
+
+
+if __name__ == "__main__":
+    main()

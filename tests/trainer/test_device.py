@@ -1,0 +1,161 @@
+"""The device of a trainer: what is chosen, what is refused, and what of it stands in the hash of a step."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+from transformers import PretrainedConfig
+
+from tidemill.trainer import attention
+from tidemill.trainer.attention import TreeAttention
+from tidemill.trainer.batch import pack
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.device import ALONE, DeviceError, RankPlace, compute_dtype, device_of
+from tidemill.trainer.machine import StepMachine
+from tidemill.trainer.policy import SampledLogprobs
+from tidemill.trainer.sharding import ShardingError, layers_of
+from tidemill.trainer.tree import tree_calls
+
+TWO_RANKS = StepMachine(ranks=2)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Lets torch see a number of GPUs, which nothing is computed on."""
+    return lambda number: monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "place", "expected"),
+    [
+        ("auto", 0, ALONE, "cpu"),
+        ("auto", 2, ALONE, "cuda:0"),
+        ("auto", 2, RankPlace(1, 2), "cuda:1"),
+        ("cpu", 2, ALONE, "cpu"),
+        ("cuda", 2, RankPlace(1, 2), "cuda:1"),
+        ("cuda:1", 2, ALONE, "cuda:1"),
+    ],
+)
+def test_the_device_that_is_taken(gpus, device, there, place, expected):
+    gpus(there)
+    assert device_of(TrainerSettings(device=device), place) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "place", "message"),
+    [
+        ("cuda", 0, ALONE, "trainer.device is cuda and torch sees 0 CUDA devices here, not number 0: set"),
+        ("cuda:3", 2, ALONE, "sees 2 CUDA devices here, not number 3"),
+        ("auto", 2, RankPlace(2, 3), "not number 2: set trainer.device to cpu, start fewer ranks"),
+        ("cuda:1", 2, RankPlace(0, 2), "cuda:1 is one GPU for the 2 ranks of this machine: set it to cuda"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(gpus, device, there, place, message):
+    gpus(there)
+    with pytest.raises(DeviceError, match=message):
+        device_of(TrainerSettings(device=device), place)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "mps"])
+def test_a_device_of_no_known_kind_is_refused(device):
+    with pytest.raises(ValidationError, match="device"):
+        TrainerSettings(device=device)
+
+
+def test_the_type_of_the_computation():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert compute_dtype(TrainerSettings(), cpu) == torch.float32
+    assert compute_dtype(TrainerSettings(), gpu) == torch.bfloat16
+    assert compute_dtype(TrainerSettings(compute="float32"), gpu) == torch.float32
+    assert compute_dtype(TrainerSettings(compute="bfloat16"), cpu) == torch.bfloat16
+
+
+def test_one_process_on_a_cpu_in_float32_keeps_its_hash():
+    assert TrainerSettings(share_prefixes=False).arithmetic_hash(StepMachine()) == "65df4e88a6d39794"
+    others = [
+        StepMachine("cuda"),
+        StepMachine(compute="bfloat16"),
+        TWO_RANKS,
+        StepMachine(ranks=3),
+        StepMachine("cuda", "bfloat16", 2),
+    ]
+    settings = TrainerSettings()
+    assert len({settings.arithmetic_hash(machine) for machine in (StepMachine(), *others)}) == 6
+    assert settings.arithmetic_hash() != TrainerSettings(experts="eager").arithmetic_hash()
+    assert settings.arithmetic_hash() == TrainerSettings(device="cpu", checkpoint_activations=True).arithmetic_hash()
+
+
+def test_a_step_of_another_machine_is_told_from_one_of_other_settings():
+    settings, other = TrainerSettings(), TrainerSettings(row_tokens=64)
+    recorded = settings.arithmetic_hash(StepMachine("cuda", "bfloat16", 8))
+    assert settings.difference(recorded, TWO_RANKS) == (
+        "by 8 ranks on a CUDA device in bfloat16, now by 2 ranks on a CPU in float32"
+    )
+    told = other.difference(recorded, StepMachine())
+    assert told == f"with other settings (hash {recorded}, now {other.arithmetic_hash()})"
+
+
+def test_a_model_whose_layers_are_not_marked_cannot_be_sharded():
+    class Unmarked(nn.Module):
+        config = PretrainedConfig(num_hidden_layers=2)
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+    with pytest.raises(ShardingError, match=r"Unmarked marks 0 modules as layers .* and has 2: it"):
+        layers_of(Unmarked())
+
+
+def test_a_row_moves_with_all_of_its_tensors(make_rollout):
+    (row,) = pack([make_rollout("g", index, 1.0) for index in range(4)], 1000, 64)
+    moved = row.to(torch.device("meta"))
+    short = [tensor for runs in moved.tree.short for tensor in (runs.tokens, runs.slots, runs.mask)]
+    tensors = [moved.input_ids, moved.position_ids, moved.predicting, moved.predictors, moved.targets]
+    assert {tensor.device.type for tensor in [*tensors, *short, moved.sampler_logprobs, moved.sequence]} == {"meta"}
+    assert short, "nothing would be seen of the batches"
+    assert (moved.tokens, moved.tree.runs, moved.tree.trunks) == (row.tokens, row.tree.runs, row.tree.trunks)
+    assert row.to(torch.device("cpu")) is row
+
+
+def random_tree(length: int) -> torch.Tensor:
+    """Parents of a long trunk with branches, one of them long."""
+    parents = torch.arange(-1, length - 1)
+    parents[100], parents[130], parents[140] = 79, 79, 59
+    return parents
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_attention_in_half_precision_is_that_in_full_to_rounding(kernel, monkeypatch):
+    """With torch's call for CPUs, and with the products that any device computes."""
+    if not kernel:
+        monkeypatch.setattr(attention, "_has_kernel", lambda _query, _value: False)
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, 240, 16, generator=generator) for heads in (4, 2, 2)]
+    slope = torch.randn(1, 4, 240, 16, generator=generator)
+    calls, results = tree_calls(random_tree(240).numpy()), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        own = [state.detach().to(dtype).requires_grad_() for state in states]
+        out = TreeAttention.apply(*own, calls, 0.25)
+        out.backward(slope.to(dtype))
+        results[dtype] = [out.detach(), *(state.grad for state in own)]
+        assert all(tensor.dtype == dtype for tensor in results[dtype])
+    for full, half in zip(results[torch.float32], results[torch.bfloat16], strict=True):
+        assert float((full - half.float()).norm() / full.norm()) < 0.01
+
+
+def test_logprobs_in_half_precision_are_float32(monkeypatch):
+    """In chunks of the vocabulary, whose gradients are added up."""
+    monkeypatch.setattr("tidemill.trainer.policy.CHUNK_SCORES", 300)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(20, 16, generator=generator), torch.randn(64, 16, generator=generator)
+    predictors, targets = torch.arange(20), torch.randint(64, (20,), generator=generator)
+    grads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        logprobs, entropy = SampledLogprobs.apply(*own, None, predictors, targets, True)
+        assert logprobs.dtype == entropy.dtype == torch.float32
+        logprobs.sum().backward()
+        grads.append([logprobs.detach(), *(tensor.grad.float() for tensor in own)])
+    for full, half in zip(*grads, strict=True):
+        assert float((full - half).norm() / full.norm()) < 0.02

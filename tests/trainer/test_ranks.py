@@ -1,0 +1,171 @@
+"""Trainers of several ranks: each world size repeats itself bit for bit, and a rank that is lost ends the job."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.trainer import rank_driver
+from tests.trainer.conftest import tiny_model
+from tests.trainer.families import make_model
+from tests.trainer.rank_driver import STEPS, settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+KL = {"kl": {"coefficient": 0.05}, "objective": "grpo", "minibatches": 2}
+EXPERTS = {"model": "{root}/experts", "experts": "grouped_mm"}
+ONLINE = {"online": {"enabled": True, "simulated_weight": 0.3}}
+JOBS = {
+    "one": (1, "trained", {}),
+    "two": (2, "trained", {}),
+    "two again": (2, "trained", {}),
+    "recomputed": (2, "trained", {"settings": {"checkpoint_activations": True}}),
+    "bf16 one": (1, "trained", {"settings": {"compute": "bfloat16"}}),
+    "bf16 two": (2, "trained", {"settings": {"compute": "bfloat16"}}),
+    "grpo one": (1, "trained", {"settings": KL, "groups": ["a", "b"]}),
+    "grpo three": (3, "trained", {"settings": KL, "groups": ["a", "b"]}),
+    "online one": (1, "trained", {"settings": ONLINE, "online": True}),
+    "online two": (2, "trained", {"settings": ONLINE, "online": True}),
+    "experts one": (1, "trained", {"settings": EXPERTS}),
+    "experts two": (2, "trained", {"settings": EXPERTS}),
+    "saved": (2, "saved", {}),
+    "saved by one": (1, "resaved", {"restore": 2, "save": 4}),
+    "saved again": (2, "resaved", {"restore": 4, "save": 6}),
+    "restarted": (2, "restarted", {}),
+    "failing": (2, "failing", {"how": "raise"}),
+    "killed": (2, "failing", {"how": "kill"}),
+    "different": (2, "different", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """A directory with what the jobs found."""
+    root = tmp_path_factory.mktemp("ranks")
+    tiny_model().bfloat16().save_pretrained(root / "model")
+    jobs = [
+        {"name": name, "ranks": ranks, "scenario": scenario, "options": options}
+        for name, (ranks, scenario, options) in JOBS.items()
+    ]
+    make_model("Qwen3Moe").bfloat16().save_pretrained(root / "experts")
+    (root / "jobs.json").write_text(json.dumps(jobs).replace("{root}", str(root)))
+    command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    logs = "\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*.log")))
+    assert done.returncode == 0, done.stderr + logs
+    print(logs)
+    return root
+
+
+def found(out: Path, name: str, rank: int = 0) -> dict:
+    return json.loads((out / f"{name}-{rank}.json").read_text())
+
+
+def ended(out: Path, name: str) -> list[int]:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def fingerprints(out: Path, name: str) -> list[str]:
+    return [step["fingerprint"] for step in found(out, name)["steps"]]
+
+
+def differing(out: Path, one: str, other: str) -> tuple[int, int]:
+    """How many bf16 weights of two runs differ, and how many there are."""
+    views = [found(out, name)["view"] for name in (one, other)]
+    pairs = [(np.array(bits), np.array(views[1][name])) for name, bits in views[0].items()]
+    return sum(int((a != b).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
+
+
+def test_a_world_size_repeats_itself(out):
+    assert fingerprints(out, "two") == fingerprints(out, "two again")
+    assert found(out, "two") == found(out, "two again"), "metrics too"
+    assert len(set(fingerprints(out, "two"))) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("one", "more"),
+    [
+        ("one", "two"),
+        ("grpo one", "grpo three"),
+        ("online one", "online two"),
+        ("bf16 one", "bf16 two"),
+        ("experts one", "experts two"),
+    ],
+)
+def test_ranks_train_what_one_process_trains(out, one, more):
+    """To rounding: the gradients of rows are added up in another order."""
+    apart, of = differing(out, one, more)
+    assert apart < 0.01 * of
+    for here, there in zip(found(out, one)["steps"], found(out, more)["steps"], strict=True):
+        assert here["tokens"] == there["tokens"]
+        assert list(here["metrics"]) == list(there["metrics"])
+        assert there["metrics"] == pytest.approx(here["metrics"], rel=1e-3, abs=1e-5)
+
+
+def test_rows_that_only_fill_up_change_nothing(out):
+    """Of three ranks one has no row of its own in an update: the metrics of the first step are those of one process."""
+    here, there = (found(out, name)["steps"][0]["metrics"] for name in ("grpo one", "grpo three"))
+    for name in ("loss", "entropy", "mismatch/k3", "packing/tokens", "packing/computed"):
+        assert there[name] == pytest.approx(here[name], rel=1e-5), name
+
+
+def test_activations_that_are_computed_twice_give_the_same_bits(out):
+    assert fingerprints(out, "recomputed") == fingerprints(out, "two")
+    assert found(out, "recomputed")["hash"] == found(out, "two")["hash"]
+
+
+def test_another_type_of_the_computation_gives_other_bits(out):
+    assert fingerprints(out, "bf16 one") != fingerprints(out, "one")
+    loss = [found(out, name)["steps"][0]["metrics"]["loss"] for name in ("one", "bf16 one")]
+    assert loss[0] == pytest.approx(loss[1], rel=0.05)
+
+
+def test_the_hash_names_the_machine(out):
+    assert found(out, "one")["hash"] == settings_of().arithmetic_hash()
+    assert len({found(out, name)["hash"] for name in ("one", "two", "bf16 one", "bf16 two")}) == 4
+
+
+def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
+    """2 to 1 to 2: the weights and the moments keep their bits, and the next step is the uninterrupted one's."""
+    saved, one, again = (found(out, name) for name in ("saved", "saved by one", "saved again"))
+    assert one["recorded"] == one["restored"] == again["recorded"] == again["restored"]
+    assert saved["fingerprint"] == again["fingerprint"] == fingerprints(out, "two")[2]
+    folder = out / "store/run/checkpoints/main"
+    whole = load_file(folder / "step-00000004.safetensors")
+    for step in (2, 6):
+        first, second = (load_file(folder / f"step-{step:08d}{other}.safetensors") for other in ("", ".rank-1-of-2"))
+        assert first.keys() == second.keys() == whole.keys()
+        for name, tensor in whole.items():
+            parts = [part.numpy() for part in (first[name], second[name])]
+            joined = np.concatenate(parts) if tensor.ndim else parts[0]
+            np.testing.assert_array_equal(joined.view(np.int32), tensor.numpy().view(np.int32), err_msg=name)
+
+
+def test_ranks_go_back_to_the_start(out):
+    here = found(out, "restarted")
+    assert here["restarted"] == here["start"]
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_reason(out):
+    here = found(out, "failing")
+    assert here["class"] == "RanksLostError"
+    assert here["error"].startswith("rank 1: MemoryError: no room for a row")
+    assert ended(out, "failing") == [0, 1]
+
+
+def test_a_killed_rank_is_named(out):
+    here = found(out, "killed")
+    assert here["class"] == "RanksLostError"
+    assert here["error"].startswith("rank 1 is gone or hangs; start the trainer again, it goes on from the log")
+    assert ended(out, "killed") == [0, -9]
+
+
+def test_ranks_with_different_settings_are_refused(out):
+    for rank in (0, 1):
+        assert (
+            "rank 1 has trainer.row_tokens 128, rank 0 has 96: start all ranks"
+            in found(out, "different", rank)["error"]
+        )

@@ -1,0 +1,179 @@
+"""The trainer role on two ranks, through the log: recorded, published, proved, killed and continued."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import rank_driver
+from tests.trainer.conftest import group_of, member_of, rollout, tiny_model
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights.commit import read_versions
+from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.kernels.weights.tensor_table import with_tensors
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import TrainStep
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.history import NotRepeatableError
+from tidemill.trainer.machine import StepMachine
+from tidemill.trainer.replay.steps import StepReplay
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 4
+TRAINER = {
+    "kl": {"coefficient": 0.01}, "optimizer": {"learning_rate": 1e-3}, "row_tokens": 128, "checkpoint_every": 2,
+    "publish": {"anchor_every": 3, "skips": []}, "device": "cpu", "ranks_timeout_s": 60,
+}  # fmt: skip
+RUNS = ("alone", "torchrun", "killed")
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log on which runs were trained from the same groups."""
+
+    kafka: KafkaSettings
+    root: Path
+    model: str
+
+    def run(self, name: str, **changes: object) -> RunSettings:
+        return RunSettings(run_id=name, seed=7, groups_per_step=2, max_policy_lag=10, max_steps=STEPS, **changes)
+
+    @property
+    def store(self) -> StoreSettings:
+        return StoreSettings(root=str(self.root / "store"))
+
+    @property
+    def settings(self) -> TrainerSettings:
+        return TrainerSettings(model=self.model, **TRAINER)
+
+    def steps(self, name: str) -> list[TrainStep]:
+        with LogReader(self.kafka, [Topic.STEPS]) as reader:
+            found = [located.record for located in reader.read_to_end()]
+        return [record for record in found if isinstance(record, TrainStep) and record.run_id == name]
+
+    def job(self, name: str, run: str, ranks: int, max_steps: int = STEPS, **options: object) -> dict:
+        settings = self.run(run).model_dump(mode="json") | {"max_steps": max_steps}
+        told = {
+            "kafka": self.kafka.model_dump(mode="json"), "run": settings, "store": self.store.root,
+            "trainer": {"model": self.model, **TRAINER},
+        }  # fmt: skip
+        return {"name": name, "ranks": ranks, "scenario": "role", "options": told | options}
+
+
+@pytest.fixture(scope="module")
+def log(kafka, tmp_path_factory) -> Log:
+    root = tmp_path_factory.mktemp("ranks_log")
+    tiny_model().bfloat16().save_pretrained(root / "model")
+    settings = KafkaSettings(bootstrap=kafka.bootstrap, topic_prefix=f"t{uuid.uuid4().hex[:12]}.", partitions=1)
+    create_topics(settings)
+    with RecordProducer(settings, "test") as producer:
+        for number in range(2 * STEPS + 2):
+            rollouts = [rollout(f"g{number}", i, float(i % 2)) for i in range(4)]
+            places = producer.send_acked(Topic.ROLLOUTS, [(r.group_id, r) for r in rollouts])
+            members = [member_of(r, p.partition, p.offset) for r, p in zip(rollouts, places, strict=True)]
+            groups = [group_of(f"g{number}", members, run_id=run_id, closed_at=number) for run_id in RUNS]
+            producer.send_acked(Topic.GROUPS, [(group.group_id, group) for group in groups])
+    made = Log(settings, root, str(root / "model"))
+    jobs = [
+        made.job("alone", "alone", 1),
+        made.job("killed", "killed", 2, kill=["1", 3]),
+        made.job("continued", "killed", 2),
+        made.job("replayed", "killed", 2, steps=[2, 4]) | {"scenario": "replayed"},
+        made.job("then alone", "killed", 1, STEPS + 1),
+    ]
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    commands = {
+        "forked": [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")],
+        "torchrun": torchrun(made),
+    }
+    for name, command in commands.items():
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            check=False, timeout=500,
+        )  # fmt: skip
+        (root / f"{name}.log").write_text(done.stdout + done.stderr)
+        print((root / f"{name}.log").read_text())
+        assert done.returncode == 0, done.stderr
+    print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))
+    return made
+
+
+def torchrun(log: Log) -> list[str]:
+    """The command of the documentation, as two ranks."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tidemill"]
+    told = {"run_id": "torchrun", "model": log.model, "max_steps": STEPS, "bootstrap": log.kafka.bootstrap}
+    sets = {
+        "kafka.topic_prefix": log.kafka.topic_prefix, "kafka.partitions": 1, "store.root": log.store.root,
+        "run.seed": 7, "run.groups_per_step": 2, "run.max_policy_lag": 10,
+        **{f"trainer.{key}": json.dumps(value) if isinstance(value, dict) else value for key, value in TRAINER.items()},
+    }  # fmt: skip
+    flags = [text for key, value in told.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    return [*start, "train", *flags, *(text for key, value in sets.items() for text in ("--set", f"{key}={value}"))]
+
+
+def ended(log: Log, name: str) -> list[int]:
+    return json.loads((log.root / f"{name}.json").read_text())
+
+
+def test_two_runs_of_two_ranks_are_bit_equal(log):
+    """One by torchrun, and one of which a rank was killed within step 3 and that was started again."""
+    torchrun, killed = log.steps("torchrun"), log.steps("killed")[:STEPS]
+    assert [step.step for step in torchrun] == list(range(1, STEPS + 1))
+    assert [step.fingerprint for step in torchrun] == [step.fingerprint for step in killed]
+    assert [step.metrics["loss"] for step in torchrun] == [step.metrics["loss"] for step in killed]
+    assert [i.group_id for step in killed for i in step.inputs] == [f"g{n}" for n in range(2 * STEPS)]
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(log):
+    first, killed = ended(log, "killed")
+    assert (first, killed) == (1, -9)
+    assert "RanksLostError: rank 1 is gone or hangs" in (log.root / "killed-0.log").read_text()
+    assert ended(log, "continued") == [0, 0]
+
+
+def test_ranks_and_one_process_train_the_same(log):
+    alone, two = log.steps("alone"), log.steps("torchrun")
+    for here, there in zip(alone, two, strict=True):
+        assert [i.group_id for i in here.inputs] == [i.group_id for i in there.inputs]
+        assert there.metrics["loss"] == pytest.approx(here.metrics["loss"], rel=1e-3)
+        assert here.config_hash != there.config_hash
+    assert {step.config_hash for step in two} == {log.settings.arithmetic_hash(StepMachine(ranks=2))}
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(log):
+    """From the checkpoint of two ranks, with one process."""
+    assert ended(log, "then alone") == [0]
+    last = log.steps("killed")[-1]
+    assert (last.step, last.config_hash) == (STEPS + 1, log.settings.arithmetic_hash())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_version_is_the_steps_weights(log, name):
+    """Made again from the log, the version has the fingerprint of the manifest, and that is the recorded one."""
+    graph = read_versions(log.kafka, log.run(name))
+    steps = {step.version: step.fingerprint for step in log.steps(name)}
+    assert {version: m.fingerprint for version, m in graph.manifests.items() if version} == steps
+    newest = graph.newest
+    assert newest is not None
+    held = rebuild(log.kafka, graph.path(newest.version), with_tensors(newest).tensors)
+    assert sum((info.fingerprint for info in held.infos), ZERO).hex() == newest.fingerprint
+
+
+def test_steps_of_two_ranks_are_repeated_by_two_ranks(log):
+    assert json.loads((log.root / "replayed-0.json").read_text()) == {"same": [True, True, True]}
+
+
+def test_steps_of_two_ranks_are_not_repeated_by_one_process(log):
+    message = "step 1 was trained by 2 ranks on a CPU in float32, now by one process on a CPU in float32: give the"
+    with StepReplay(log.kafka, log.run("torchrun"), log.store, log.settings) as replay:  # noqa: SIM117
+        with pytest.raises(NotRepeatableError, match=message):
+            list(replay.run(1, 1))

@@ -1,0 +1,97 @@
+"""The device that a process trains on, and the switches that make its results repeatable."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.trainer.choices import Compute
+from tidemill.trainer.config import TrainerSettings
+
+_FIXED_ON_A_GPU = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+}
+"""Read by the libraries when they start. Without them matrix products and sums over ranks may differ in their last bits
+from one call to the next. A value that the environment has already is kept."""
+
+
+class DeviceError(ValueError):
+    """The device of the settings is not there; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where this process is among those of the job on its machine."""
+
+    local_rank: int = 0
+    ranks_here: int = 1
+
+
+ALONE = RankPlace()
+
+
+def device_of(settings: TrainerSettings, place: RankPlace) -> torch.device:
+    """The device of this process.
+
+    Raises DeviceError for a GPU that is not there, or one GPU for several processes.
+    """
+    name, _, number = settings.device.partition(":")
+    there = torch.cuda.device_count()
+    if name == "cpu" or (name == "auto" and not there):
+        return torch.device("cpu")
+    if number and place.ranks_here > 1:
+        raise DeviceError(
+            f"trainer.device {settings.device} is one GPU for the {place.ranks_here} ranks of this machine: set it to "
+            "cuda, and each rank takes its own"
+        )
+    wanted = int(number or place.local_rank)
+    if wanted >= there:
+        raise DeviceError(
+            f"trainer.device is {settings.device} and torch sees {there} CUDA devices here, not number {wanted}: set "
+            "trainer.device to cpu, start fewer ranks, or look with `nvidia-smi` whether the driver is running"
+        )
+    return torch.device("cuda", wanted)
+
+
+def compute_dtype(settings: TrainerSettings, device: torch.device) -> torch.dtype:
+    """The type that layers are computed in."""
+    if settings.compute is Compute.AUTO:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return torch.float32 if settings.compute is Compute.FLOAT32 else torch.bfloat16
+
+
+def backend() -> str:
+    """What ranks talk by, for torch's process groups."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
+def make_deterministic(threads: int, device: torch.device | None = None) -> None:
+    """Fix the thread count and refuse nondeterministic operations, for the whole process."""
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    # On by default, it writes NaN over every new tensor before it is filled: an eighth of a step.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device is not None and device.type == "cuda":
+        for name, value in _FIXED_ON_A_GPU.items():
+            os.environ.setdefault(name, value)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.cuda.set_device(device)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what a step frees, where its allocator is glibc's: the next step needs as much again.
+
+    Given back, every page would be faulted in and cleared anew, a twentieth of a step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, (1 << 31) - 4096)
+        mallopt(mmap_threshold, 1 << 30)

@@ -1,0 +1,161 @@
+"""The weights under training, on all ranks of the job.
+
+Keeps true: what is done to the weights is done on every rank, by the same calls in the same order. The first rank alone
+reads the log, plans and records, and calls the methods here; the others `follow` it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import update_wrapper
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from tidemill.kernels.weights.bits import total_fingerprint
+from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
+from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.job import SINGLE, Job
+from tidemill.trainer.model import load_model
+from tidemill.trainer.serving_view import ServingView, serving_view
+from tidemill.trainer.sharded_view import local_parts
+from tidemill.trainer.step import Learner, StepOutcome
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Let the first rank's call be every rank's. Such methods do not call each other."""
+
+    def called(weights: TrainedWeights, /, *args: P.args, **options: P.kwargs) -> T:
+        return weights.do(method.__name__, lambda: method(weights, *args, **options), args, options)
+
+    return update_wrapper(called, method)
+
+
+class TrainedWeights:
+    """Trains, restores, saves and publishes the weights of `learner`, whose snapshot it holds.
+
+    Its methods raise what the rank's own part raises, or RanksLostError, which names the rank that is gone or failed.
+
+    Args:
+        checkpoints: the same place for every rank.
+        publisher: of the same ranks, where versions are published.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        learner: Learner,
+        checkpoints: CheckpointStore,
+        publisher: WeightPublisher | None = None,
+        job: Job = SINGLE,
+    ) -> None:
+        self._settings = settings
+        self._learner = learner
+        self._checkpoints = checkpoints
+        self._publisher = publisher
+        self._job = job
+        self.machine = learner.machine
+        self.vocab_size = int(learner.model.config.vocab_size)
+        """Token ids are below this."""
+        self._parts: Parts = {}
+
+    def do(self, name: str, work: Callable[[], T], args: Sequence[Any], options: Mapping[str, Any]) -> T:
+        """Do `work`, the method `name` with these arguments, here, and if this is the first rank on the others too."""
+
+        def begun() -> T:
+            if self._job.ranks.is_first:
+                self._job.tell((name, args, options))
+            return work()
+
+        return self._job.together(begun)
+
+    def follow(self) -> None:
+        """Do what the first rank does, until it lets go. Raises what that raises here, RanksLostError."""
+        while (call := self._job.together(self._job.told)) is not None:
+            name, args, options = call
+            getattr(self, name)(*args, **options)
+
+    def let_go(self) -> None:
+        """End `follow` on the other ranks."""
+        self._job.tell(None)
+
+    @_on_every_rank
+    def train(
+        self,
+        groups: Sequence[TrainableGroup],
+        step: int,
+        version: int,
+        seed: int,
+        online: TrainableBatch | None,
+    ) -> StepOutcome:
+        """As `Learner.train`."""
+        return self._learner.train(groups, step, version, seed, online)
+
+    @_on_every_rank
+    def snapshot(self) -> str:
+        """Keep a copy of the serving weights as they are now; their fingerprint, hexadecimal, on the first rank."""
+        ranks = self._job.ranks
+        self._parts = local_parts(self._learner.model, first=ranks.is_first)
+        reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
+        return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
+
+    @_on_every_rank
+    def restore(self, step: int) -> CheckpointState | None:
+        """Hold the weights and moments of a checkpoint; for step 0, those that the run started from.
+
+        Raises CheckpointError for one that is damaged.
+        """
+        if step == 0:
+            self._learner.masters.restart(load_model(self._settings.model))
+            return None
+        state, tensors = self._checkpoints.read(step, self._learner.masters.rows)
+        self._learner.masters.load(tensors)
+        return state
+
+    @_on_every_rank
+    def save(self, state: CheckpointState, keep: Collection[int]) -> None:
+        """Store the weights and moments; the checkpoints of the steps in `keep` are not dropped."""
+        self._checkpoints.write(state, self._learner.masters.state(), keep, self._job.ranks)
+
+    @_on_every_rank
+    def publish(
+        self,
+        version: int,
+        learning_rate: float = 0.0,
+        step: int | None = None,
+        parent: int | None = None,
+        trained_at: int | None = None,
+    ) -> None:
+        """Publish the snapshot as `version`; as `WeightPublisher.publish`."""
+        if self._publisher is not None:
+            self._publisher.publish(
+                version, self._parts, learning_rate=learning_rate, step=step, parent=parent, trained_at=trained_at
+            )
+
+    @_on_every_rank
+    def go_back(self, version: int) -> None:
+        """Let the next version continue `version`, which the snapshot is; as `WeightPublisher.go_back`."""
+        if self._publisher is not None:
+            self._publisher.go_back(version, self._parts)
+
+    @_on_every_rank
+    def whole(self) -> ServingView:
+        """All serving weights as they are now, whatever each rank holds."""
+        return serving_view(self._learner.model)
+
+    @_on_every_rank
+    def change_settings(self, settings: TrainerSettings) -> None:
+        """Train on from these weights and moments with other settings; not with another starting model."""
+        state = self._learner.masters.state()
+        self._learner = make_learner(settings, self._job)
+        self._learner.masters.load(state)
+
+
+def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:
+    """A learner at the starting checkpoint, on every rank of a job. Raises FileNotFoundError when there is none."""
+    reference = load_model(settings.model, settings.experts) if settings.kl.coefficient else None
+    return Learner(load_model(settings.model, settings.experts), settings, reference, job.ranks, job.place)
