@@ -24,7 +24,8 @@ import xxhash
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tidemill.kernels.weights import anchor_write
 from tidemill.kernels.weights.commit import read_versions
@@ -32,6 +33,7 @@ from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.kernels.weights.publish import ForkPoint, WeightPublisher
 from tidemill.kernels.weights.ranks import ProcessGroupRanks, Ranks, RanksLostError, open_ranks
+from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.consumed import Position
@@ -110,6 +112,19 @@ def advance(model: nn.Module, version: int) -> None:
             weight.to_local().add_(change[first : first + rows])
         else:
             weight.add_(change)
+
+
+def whole_experts() -> torch.Tensor:
+    """A weight of eight experts."""
+    return torch.arange(24.0).reshape(8, 3)
+
+
+def expert_parts(mesh: DeviceMesh, placements: list[Placement], rows: slice | list[int]) -> dict[str, TensorPart]:
+    """This rank's part of it, which are `rows`."""
+    module = nn.Module()
+    local = DTensor.from_local(whole_experts()[rows], mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1))
+    module.weight = nn.Parameter(local)
+    return local_parts(module, first=mesh.get_rank() == 0)
 
 
 def mark(version: int) -> dict[str, Any]:
@@ -349,6 +364,17 @@ class Worker:
             "twice": raised(lambda: publisher.publish(0, shifted)),
             "then": publisher.publish(1, self.parts(model)).fingerprint,
         }
+
+    def experts(self) -> dict[str, Any]:
+        """A weight on a mesh of two dimensions, as expert parallelism with FSDP lays it; then with rows in turn."""
+        over, under = DeviceMesh("cpu", [[0, 1]]), DeviceMesh("cpu", [[0], [1]])
+        half, turns = slice(4 * self.rank, 4 * self.rank + 4), [2 * self.rank + row for row in (0, 1, 4, 5)]
+        publisher = self.publisher("experts")
+        in_turn = expert_parts(over, [Shard(0), _StridedShard(0, split_factor=2)], turns)
+        told = raised(lambda: publisher.publish(0, in_turn))
+        dealt = publisher.publish(0, expert_parts(over, [_StridedShard(0, split_factor=2), Shard(0)], half))
+        cut = publisher.publish(0, expert_parts(under, [_StridedShard(0, split_factor=1), Shard(0)], half))
+        return {"told": told, "versions": [dealt.fingerprint, cut.fingerprint]}
 
     def skipping(self) -> dict[str, Any]:
         """Skip-deltas of both ranks: from copies in memory, and after a restart from the log."""

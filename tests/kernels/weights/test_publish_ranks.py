@@ -25,6 +25,7 @@ from tests.kernels.weights.ranks_worker import (
     Job,
     advance,
     first_weights,
+    whole_experts,
 )
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import Move
@@ -41,7 +42,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, SkipDelta
 from tidemill.schemas.stored_object import StoredObject, read_object
-from tidemill.trainer.serving_view import fingerprint_of, serving_view
+from tidemill.trainer.serving_view import bf16_bits, fingerprint_of, serving_view
 
 RUN = "sharded"
 
@@ -84,8 +85,8 @@ def jobs(kafka, tmp_path_factory):
         return out, torchrun(n_ranks, out)
 
     two, status = run(
-        2, "replicated", "failing", "going_back", "forking", "doubting", "fenced", "refusing", "skipping", "hanging",
-        "training", "killed",
+        2, "replicated", "failing", "going_back", "forking", "doubting", "fenced", "refusing", "experts", "skipping",
+        "hanging", "training", "killed",
     )  # fmt: skip
     assert status, "torchrun did not notice that a rank was killed"
     killed = sorted(manifests(settings, f"{RUN}-killed")), len(chunk_versions(settings, f"{RUN}-killed"))
@@ -315,6 +316,16 @@ def test_what_ranks_may_not_give_is_refused_on_all_and_they_go_on(jobs, given, r
         kind, told = jobs.found("refusing", rank)[given]
         assert told.startswith(reason) and kind == reason.split(": ")[1]
         assert jobs.found("refusing", rank)["then"] == expected_fingerprints()[1]
+
+
+def test_experts_are_published_from_where_they_lie(jobs):
+    whole = fingerprint_of({"weight": bf16_bits("weight", whole_experts())})
+    for rank in (0, 1):
+        found = jobs.found("experts", rank)
+        assert found["versions"] == [whole, whole]
+        assert (
+            found["told"][0] == "CoverageError" and "weight: elements 6 to 12 are held by several" in found["told"][1]
+        )
 
 
 def test_ranks_make_skip_deltas_together(jobs):
