@@ -1,4 +1,4 @@
-"""Settings of a replica: one vLLM engine with its HTTP server and its weight subscriber.
+"""Settings of a replica: a vLLM engine of one or more ranks with its HTTP server and its weight subscriber.
 
 Everything here is known before the process imports vLLM; what a version looks like comes from the log.
 """
@@ -76,8 +76,16 @@ class ReplicaSettings(Section):
     """Tokens computed in one engine step; bounds how long a prefill holds up decoding."""
     block_size: int = Field(default=32, multiple_of=32)
     """Tokens in a KV block: the grain of prefix caching. A CPU engine needs a multiple of 32."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes (on GPUs: devices) that an engine's tensors are cut over. The model's attention heads must be divisible
+    by it. Every rank's share is written and proved as one engine."""
+    data_parallel: int = Field(default=1, ge=1)
+    """Engines side by side behind the one server, each with whole weights and `tensor_parallel` ranks, each taking a
+    version between two steps of its own. For dense models."""
+    expert_parallel: bool = False
+    """Give each rank whole experts instead of a slice of every expert. vLLM does it on GPUs only."""
     threads: int = Field(default=1, ge=1)
-    """Compute threads of the engine."""
+    """Compute threads of each rank."""
     kv_policy: KvPolicy = KvPolicy.STALE
     """What running requests do with older keys and values when the weights change."""
     log_stats: bool = False

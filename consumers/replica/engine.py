@@ -2,7 +2,8 @@
 
 Keeps true:
 
-- `version` is the version that the engine core serves, and changes only when the core has confirmed it;
+- `version` is the version that every engine core serves, and changes only when all have confirmed it;
+- a delta is handed to the ranks once, and written by none of them before all have staged it;
 - every request is salted with the version at its admission, so that it never reuses a prefix that older weights
   computed: vLLM's prefix cache outlives a weight change. It may finish under a newer version; its salt is then never
   given to a new request.
@@ -13,21 +14,30 @@ from __future__ import annotations
 import asyncio
 import os
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
-from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.hand_over import handed_over
+from tidemill.consumers.replica.plugin import register
+from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
+from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
+
+_FIRST_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.02
+_TIMES = ("apply_ms", "pause_ms", "decode_step_ms", "stage_ms")
 
 
 class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its types
@@ -52,7 +62,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         engine.version, engine.kv_policy = version, kv_policy
         specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
         try:
-            await engine._call("tidemill_install", specs, version)
+            await engine._cores("tidemill_install", specs, version)
         except BaseException:
             engine.shutdown()
             raise
@@ -61,42 +71,75 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     @classmethod
     def _forked(cls, arguments: AsyncEngineArgs) -> ReplicaEngine:
         config = arguments.create_engine_config()
+        _check_topology(config)
         hide_llvmlite_from_kernel_search()
         tell_spans_before_the_end()
+        # Processes that are forked have the plugin from here, those that are started anew load it by its entry point.
+        register()
         # vLLM chooses to spawn on a CPU, which imports everything a second time; a fork is safe here because nothing
         # has used a compute thread or opened a client of the log yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         return engine
 
-    async def _call(self, method: str, *arguments: Any) -> Any:  # noqa: ANN401 - vLLM's untyped utility calls
-        return await self.engine_core.call_utility_async(method, *arguments)
+    async def _cores(self, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's untyped utility calls
+        answers: list[Any] = await self.engine_core.call_utility_all_async(method, *arguments)
+        return answers
+
+    async def _done(self, method: str, *arguments: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's utility calls
+        """What every engine core answers, once the work that was begun is done."""
+        wait_s = _FIRST_LOOK_S
+        while None in (answers := await self._cores(method, *arguments)):
+            await asyncio.sleep(wait_s)
+            wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
+        return _accepted(answers)
 
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
-        """Write the changed elements and serve `version` from the next engine step on. Raises on a refused write.
+        """Write the changed elements and serve `version` from the next engine step on.
 
         Everything but the stores happens while tokens flow.
+
+        Raises:
+            WriteRefusedError: a rank could not take the changes; unless it says otherwise, nothing was written.
         """
-        packed = await asyncio.to_thread(_packed, changes)
-        return await self._commit(await self._call("tidemill_stage", *packed), version)
+        with ExitStack() as stack:
+            handed = await asyncio.to_thread(stack.enter_context, handed_over(changes))
+            return await self._write(version, "stage", *handed)
 
     async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite every tensor from a checkpoint directory, read while tokens flow, and serve `version`."""
-        return await self._commit(await self._call("tidemill_stage_checkpoint", str(directory)), version)
+        """Overwrite every tensor from a checkpoint directory, read while tokens flow, and serve `version`.
 
-    async def _commit(self, staged: Mapping[str, float], version: int) -> Applied:
-        report = await self._call("tidemill_commit", version, self._recompute)
+        Raises WriteRefusedError like `apply`.
+        """
+        return await self._write(version, "load", str(directory))
+
+    async def _write(self, version: int, work: str, *arguments: str) -> Applied:
+        _accepted(await self._cores("tidemill_begin", work, arguments))
+        if len(self.engine_core.core_engines) > 1:
+            # No engine writes before the ranks of all have staged. A single one finds that out when it commits.
+            await self._done("tidemill_answers")
+        try:
+            reports = await self._done("tidemill_commit", version, self._recompute)
+        except WriteRefusedError:
+            # An engine core that has written takes it back; one that has refused has nothing to take back.
+            await self._cores("tidemill_undo")
+            raise
         self.version, self.epoch = version, self.epoch + 1
-        return _applied({**staged, **report})
+        slowest = {name: max(report[name] for report in reports) for name in _TIMES}
+        return Applied(**slowest, requests_in_flight=sum(report["requests_in_flight"] for report in reports))
 
     async def undo(self) -> None:
-        """Take the last `apply` back."""
-        self.version, self.epoch = int(await self._call("tidemill_undo")), self.epoch + 1
+        """Take the last `apply` back. Raises WriteRefusedError when there is none, or a rank cannot."""
+        answers = _accepted(await self._cores("tidemill_undo"))
+        self.version, self.epoch = answers[0]["version"], self.epoch + 1
 
     async def prove(self) -> Proof:
-        """Fingerprint the live tensors while tokens flow. Nothing may be applied meanwhile."""
-        report = await self._call("tidemill_prove")
-        return Proof(report["total"], report["tensors"], report["damage"], report["proof_ms"])
+        """Fingerprint the live tensors of every rank while tokens flow. Nothing may be applied meanwhile."""
+        _accepted(await self._cores("tidemill_begin", "prove", []))
+        answers = await self._done("tidemill_answers")
+        proofs = [Proof(one["total"], one["tensors"], one["damage"], one["proof_ms"]) for one in answers]
+        # Of engines side by side the first that is damaged, or is another version than the first one, speaks for all.
+        return next((one for one in proofs if one.damage or one.total != proofs[0].total), proofs[0])
 
     async def abort_all(self) -> int:
         """End every request in flight with what was sampled so far, as aborted. Returns how many there were."""
@@ -115,8 +158,11 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         *rest: Any,  # noqa: ANN401 - vLLM's own types
         **options: Any,  # noqa: ANN401 - vLLM's own types
     ) -> AsyncGenerator[RequestOutput, None]:
-        """vLLM's `generate`, salted with the version served now. Raises VLLMValidationError for a seeded request."""
-        if sampling_params.seed is not None:
+        """vLLM's `generate`, salted with the version served now.
+
+        Raises VLLMValidationError for a seeded request on a CPU.
+        """
+        if sampling_params.seed is not None and current_platform.is_cpu():
             # On a CPU a seeded request that is prefilled in two pieces ends the engine core (vLLM 0.32).
             raise VLLMValidationError("this replica takes no per-request seeds: leave `seed` out", parameter="seed")
         salted = {**prompt, "cache_salt": f"version-{self.version}-{self.epoch}"}
@@ -124,12 +170,27 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return outputs
 
 
-def _applied(report: Mapping[str, float]) -> Applied:
-    times = (report["apply_ms"], report["pause_ms"], report["decode_step_ms"])
-    return Applied(*times, int(report["requests_in_flight"]), report["stage_ms"])
+def _check_topology(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    if config.model_config.quantization:
+        raise UnsupportedModelError(
+            f"the model is quantized ({config.model_config.quantization}): its runtime weights cannot be written "
+            "bit by bit; serve an unquantized checkpoint"
+        )
+    if parallel.enable_expert_parallel and current_platform.is_cpu():
+        raise UnsupportedModelError(
+            "replica.expert_parallel needs a GPU: vLLM's experts for CPUs multiply by the wrong ones under it; set "
+            "replica.tensor_parallel instead, which cuts every expert"
+        )
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        raise UnsupportedModelError(
+            "replica.data_parallel is for dense models: engines side by side compute one forward pass of a mixture of "
+            "experts together, so that one of them cannot take a version alone; set replica.tensor_parallel, or start "
+            "several replicas"
+        )
 
 
-def _packed(changes: Sequence[ElementChange]) -> tuple[list[str], list[int], bytes, bytes]:
-    indices = b"".join(change.indices.astype("<i8", copy=False).tobytes() for change in changes)
-    bits = b"".join(change.bits.tobytes() for change in changes)
-    return [change.name for change in changes], [len(change.indices) for change in changes], indices, bits
+def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if refused := [answer["refused"] for answer in answers if answer["refused"]]:
+        raise WriteRefusedError("; ".join(refused))
+    return answers

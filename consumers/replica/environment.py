@@ -1,8 +1,9 @@
 """Environment of the engine, set before vLLM is imported (`vllm.envs` reads most variables once, at import).
 
-Why each is set: the multiprocessing executor would add a process and two hops to every call; the one compiled
-logprob helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend
-on the thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
+Why each is set: for one rank the multiprocessing executor would add a process and two hops to every call (for several
+vLLM uses it all the same); ranks that share a NUMA node cannot be bound to nodes of their own; the one compiled logprob
+helper costs seconds at the first request; splitting the KV loop over threads makes a token's logprob depend on the
+thread count; and the integer-GiB cache variable would override `kv_cache_memory_bytes`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import sys
 
 PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
 """Process id of the server, so that its engine core dies with it."""
+PLUGIN = "tidemill"
+"""Name of the entry point of `plugin.register` in the group `vllm.general_plugins`."""
 
 _ALWAYS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_ATTN_SPLIT_KV": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_PLUGINS": "",
+    "VLLM_PLUGINS": PLUGIN,
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",

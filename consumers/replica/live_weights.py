@@ -1,4 +1,4 @@
-"""Reads and writes the engine's live parameters in checkpoint coordinates, bit for bit.
+"""Reads and writes one rank's live parameters in checkpoint coordinates, bit for bit.
 
 A write has two halves. `prepare` checks everything, works out what goes where and notes what is there now; it touches
 no parameter and may run while tokens flow. `commit` only stores elements in their places, and `take_back` is as quick.
@@ -8,7 +8,7 @@ next forward pass uses, because both go through the parameters' own storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tidemill.consumers.replica import places
-from tidemill.consumers.replica.places import Elements, Layout, Places
+from tidemill.consumers.replica.places import Box, Elements, Layout, Places
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
@@ -55,35 +55,48 @@ class WeightWrite:
         return sum(patch.places.size for patch in self.patches)
 
 
+@dataclass(frozen=True, slots=True)
+class WholeWrite:
+    """New patterns for every element that the rank holds, by box."""
+
+    parts: tuple[tuple[Layout, Box, Bits], ...]
+
+
 class LiveWeights:
     """The live storage of a model behind its recorded map.
 
     Args:
-        model: the engine's model.
+        model: the engine's model, or a rank's part of it.
         layouts: where each checkpoint tensor lies.
         tensors: the checkpoint's tensors.
     """
 
     def __init__(self, model: torch.nn.Module, layouts: Mapping[str, Layout], tensors: Sequence[TensorSpec]) -> None:
         parameters = dict(model.named_parameters())
-        used = {layout.parameter for layout in layouts.values()}
+        held = {name: layout for name, layout in layouts.items() if layout.boxes}
         self._layouts = dict(layouts)
+        used = {layout.parameter for layout in held.values()}
         self._storage = {name: _element_bits(name, parameters[name]) for name in used}
         self._patterns = {spec.name: _pattern_type(spec) for spec in tensors}
+        self._lengths = {spec.name: spec.n_elements for spec in tensors}
         self._writes = 0
-        for name, layout in layouts.items():
+        for name, layout in held.items():
             _check_layout(name, layout, self._storage[layout.parameter])
 
     @property
     def names(self) -> list[str]:
-        """Checkpoint tensors, in the checkpoint's order."""
+        """The checkpoint's tensors, in the checkpoint's order, also those of which nothing lies here."""
         return list(self._layouts)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """What lies here of a tensor."""
+        return self._layouts[name].boxes
 
     def length(self, name: str) -> int:
         """Number of elements of a checkpoint tensor. Raises ValueError for one that is not served."""
-        if name not in self._layouts:
+        if name not in self._lengths:
             raise ValueError(f"the engine serves no tensor {name}")
-        return self._layouts[name].length
+        return self._lengths[name]
 
     def pattern_type(self, name: str) -> np.dtype[Any]:
         """The unsigned integer of a tensor's patterns. Raises ValueError for one that is not served."""
@@ -100,7 +113,8 @@ class LiveWeights:
         by_parameter: dict[str, list[ElementChange]] = {}
         for change in changes:
             self._check(change)
-            by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
+            if self._layouts[change.name].boxes:
+                by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
         return WeightWrite(tuple(self._patch(parameter, found) for parameter, found in by_parameter.items()), after)
 
     def commit(self, write: WeightWrite) -> None:
@@ -119,46 +133,54 @@ class LiveWeights:
         for patch in write.patches:
             places.scatter(self._storage[patch.parameter], patch.places, patch.old)
 
-    def warm(self) -> None:
-        """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
-        nothing = {name: np.empty(0, dtype=self._patterns[name]) for name in self.names}
-        none = np.empty(0, dtype=np.int64)
-        self.commit(self.prepare([ElementChange(name, none, bits) for name, bits in nothing.items()]))
-        for name, bits in nothing.items():
-            layout = self._layouts[name]
-            places.write(layout, layout.runs[0], bits, self._storage[layout.parameter])
+    def prepare_whole(self, whole: Iterable[tuple[str, Bits]]) -> WholeWrite:
+        """Copy what lies here of every tensor (name, uN[n]), one after the other; nothing is written.
 
-    def check_whole(self, whole: Mapping[str, Bits]) -> None:
-        """Raises ValueError unless `write_all` can write these tensors."""
-        for name, bits in whole.items():
+        Raises ValueError for a tensor of another length or width.
+        """
+        parts: list[tuple[Layout, Box, Bits]] = []
+        for name, bits in whole:
             if bits.shape != (self.length(name),) or bits.dtype != self.pattern_type(name):
                 wanted = f"{self.length(name)} {self.pattern_type(name)}"
                 raise ValueError(f"{name} has {wanted} patterns, the new value has {bits.shape} {bits.dtype}")
-
-    def write_all(self, whole: Mapping[str, Bits]) -> None:
-        """Overwrite tensors entirely with uN[n] each. Raises ValueError like `check_whole`, before any write."""
-        self.check_whole(whole)
-        self._writes += 1
-        for name, bits in whole.items():
             layout = self._layouts[name]
-            for run in layout.runs:
-                part = bits[run.source : run.source + run.length]
-                places.write(layout, run, part, self._storage[layout.parameter])
+            parts += [(layout, box, box.cut(bits)) for box in layout.boxes]
+        return WholeWrite(tuple(parts))
 
-    def pieces(self, name: str) -> Iterator[tuple[int, Bits]]:
-        """Read a tensor back as (start, uN[n]) pieces, in order.
+    def write_whole(self, write: WholeWrite) -> None:
+        """Overwrite every element that lies here."""
+        self._writes += 1
+        for layout, box, bits in write.parts:
+            places.write(layout, box, bits, self._storage[layout.parameter])
+
+    def warm(self) -> None:
+        """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
+        nowhere = np.empty(0, dtype=np.int64)
+        nowhere.flags.writeable = False
+        changes = [ElementChange(name, nowhere, np.empty(0, self._patterns[name])) for name in self.names]
+        for change in changes:
+            # What is handed over can only be read, which is another type for the compiled loops.
+            change.bits.flags.writeable = False
+        self.commit(self.prepare(changes))
+        for change in changes:
+            layout = self._layouts[change.name]
+            if layout.boxes:
+                none = np.empty(0, change.bits.dtype)
+                places.write(layout, layout.boxes[0], none, self._storage[layout.parameter])
+
+    def pieces(self, name: str) -> Iterator[tuple[Box, int, Bits]]:
+        """Read back what lies here of a tensor, as patterns uN[n] of a box from one of its elements on, in order.
 
         Raises:
             NotRepresentableError: an element is no value of the checkpoint's type.
         """
         layout = self._layouts[name]
-        storage = self._storage[layout.parameter]
-        for run in layout.runs:
-            for begin in range(0, run.length, _PIECE):
-                bits = np.empty(min(_PIECE, run.length - begin), dtype=self._patterns[name])
-                if not places.read(layout, run, begin, storage, bits):
+        for box in layout.boxes:
+            for begin in range(0, box.length, _PIECE):
+                bits = np.empty(min(_PIECE, box.length - begin), dtype=self._patterns[name])
+                if not places.read(layout, box, begin, self._storage[layout.parameter], bits):
                     raise NotRepresentableError(f"a live element of {name} is no value of the checkpoint's type")
-                yield run.source + begin, bits
+                yield box, begin, bits
 
     def _check(self, change: ElementChange) -> None:
         length = self.length(change.name)
@@ -171,13 +193,16 @@ class LiveWeights:
 
     def _patch(self, parameter: str, changes: Sequence[ElementChange]) -> Patch:
         storage = self._storage[parameter]
-        ends = np.cumsum([len(change.indices) for change in changes])
-        where = np.empty(ends[-1], dtype=np.uint32 if storage.size <= 1 << 32 else np.uint64)
-        new, old = np.empty(ends[-1], dtype=storage.dtype), np.empty(ends[-1], dtype=storage.dtype)
-        for change, end in zip(changes, ends, strict=True):
-            part, layout = slice(end - len(change.indices), end), self._layouts[change.name]
-            places.find(layout, change.indices, where[part])
-            places.widen(layout, change.bits, new[part])
+        most = sum(len(change.indices) for change in changes)
+        where: Places = np.empty(most, dtype=np.uint32 if storage.size <= 1 << 32 else np.uint64)
+        new: Elements = np.empty(most, dtype=storage.dtype)
+        held = 0
+        for change in changes:
+            layout = self._layouts[change.name]
+            held += places.place(layout, change.indices, change.bits, where[held:], new[held:])
+        # Not slices where others were left out: they would keep the memory that they are cut from.
+        where, new = (where, new) if held == most else (where[:held].copy(), new[:held].copy())
+        old = np.empty_like(new)
         places.gather(storage, where, old)
         return Patch(parameter, where, new, old)
 

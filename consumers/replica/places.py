@@ -1,8 +1,9 @@
 """The arithmetic of places: from an element of a checkpoint tensor to an element of a parameter's storage.
 
-A tensor lies in a parameter as runs of rows; the engine may have reordered the parameter afterwards, block by block
-(an expert is a block). The loops are compiled and let go of the interpreter's lock, so that what is prepared or proved
-while tokens flow does not hold the engine up.
+A tensor lies in a parameter as boxes: rows of neighbouring elements, at one distance in the tensor and at another in
+the storage. A rank of an engine may hold some boxes of a tensor, or none. The engine may have reordered the parameter
+afterwards, block by block (an expert is a block). The loops are compiled and let go of the interpreter's lock, so that
+a write can be prepared, and proved, while tokens flow.
 
 Keeps true: a loop visits the elements that a `Layout` names and no others; `Layout.last` bounds them.
 """
@@ -30,14 +31,45 @@ _AS_LOADED: Indices = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements [source, source + length) of a tensor: rows of `row` elements, row r at target + r * pitch."""
+class Box:
+    """`rows` rows of `row` elements: row r is at source + r * pitch in the tensor, at target + r * step in the storage.
+
+    One row is written as pitch = step = row.
+    """
 
     source: int
-    length: int
     target: int
+    rows: int
     row: int
     pitch: int
+    step: int
+
+    @property
+    def length(self) -> int:
+        """Number of its elements."""
+        return self.rows * self.row
+
+    @property
+    def end(self) -> int:
+        """One more than its last element's index in the tensor."""
+        return self.source + (self.rows - 1) * self.pitch + self.row
+
+    @property
+    def dense(self) -> bool:
+        """Whether its elements are neighbours in the tensor."""
+        return self.rows == 1 or self.pitch == self.row
+
+    def cut(self, tensor: Elements) -> Elements:
+        """Its elements of a flat tensor, uN[length], in memory of their own."""
+        strides = (self.pitch * tensor.itemsize, tensor.itemsize)
+        rows = np.lib.stride_tricks.as_strided(tensor[self.source : self.end], (self.rows, self.row), strides)
+        return np.array(rows).reshape(-1)
+
+    def indices(self, begin: int, count: int) -> Indices:
+        """Where its elements [begin, begin + count) lie in the tensor, i8[count]."""
+        number, column = np.divmod(np.arange(begin, begin + count, dtype=np.int64), self.row)
+        found: Indices = self.source + number * self.pitch + column
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +77,60 @@ class Layout:
     """Where the elements of one checkpoint tensor lie."""
 
     parameter: str
-    runs: tuple[Run, ...]
-    """In the order of the tensor's elements, without gaps."""
+    """Empty where no element of it lies here."""
+    boxes: tuple[Box, ...]
+    """In the order of the tensor's elements, each one's end before the next one's source."""
     table: Indices
-    """i8[runs, 4]: source, target, row, pitch of each run."""
+    """i8[boxes, 6]: source, target, rows, row, pitch, step of each box."""
     order: Indices
     """i8[block]: where in its block an element lies that was loaded there; empty where nothing was reordered."""
     shift: int
     """Bits by which a pattern is moved up in the engine's wider element."""
 
     @classmethod
-    def of(cls, parameter: str, runs: Sequence[Run], order: Indices | None, shift: int) -> Layout:
-        """A layout from its runs; `order` None for a parameter that holds what was loaded."""
-        table = np.array([(run.source, run.target, run.row, run.pitch) for run in runs], dtype=np.int64)
-        return cls(parameter, tuple(runs), table.reshape(-1, 4), _AS_LOADED if order is None else order, shift)
-
-    @property
-    def length(self) -> int:
-        """Number of the tensor's elements."""
-        return sum(run.length for run in self.runs)
+    def of(cls, parameter: str, boxes: Sequence[Box], order: Indices | None, shift: int) -> Layout:
+        """A layout from its boxes; `order` None for a parameter that holds what was loaded."""
+        rows = [(box.source, box.target, box.rows, box.row, box.pitch, box.step) for box in boxes]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        return cls(parameter, tuple(boxes), table, _AS_LOADED if order is None else order, shift)
 
     @property
     def last(self) -> int:
         """The highest element of the storage that is visited, -1 for none."""
-        ends = [
-            run.target + (run.length - 1) // run.row * run.pitch + min(run.row, run.length) - 1
-            for run in self.runs
-            if run.length
-        ]
+        ends = [box.target + (box.rows - 1) * box.step + box.row - 1 for box in self.boxes]
         block = max(self.order.size, 1)
         return (max(ends, default=-1) // block + 1) * block - 1
 
 
-def find(layout: Layout, indices: Indices, places: Places) -> None:
-    """Write to `places` (uN[n]) where the elements at flat `indices` (i8[n], within the tensor) lie."""
-    _find(indices, layout.table, layout.order, places)
+def place(layout: Layout, indices: Indices, bits: Elements, places: Places, elements: Elements) -> int:
+    """Find the changed elements that lie here.
+
+    Args:
+        layout: of their tensor.
+        indices: i8[n], flat within the tensor.
+        bits: uN[n], their patterns.
+        places: takes, from the front, where those that lie here lie.
+        elements: takes what the engine holds for the patterns of those.
+
+    Returns:
+        How many lie here.
+    """
+    shift = elements.dtype.type(layout.shift)
+    found: int = _place(indices, bits, layout.table, layout.order, shift, places, elements)
+    return found
 
 
-def widen(layout: Layout, bits: Elements, elements: Elements) -> None:
-    """Write to `elements` what the engine holds for the patterns `bits` (uN[n] each)."""
-    np.left_shift(bits, elements.dtype.type(layout.shift), out=elements, dtype=elements.dtype)
-
-
-def read(layout: Layout, run: Run, begin: int, storage: Elements, bits: Elements) -> bool:
-    """Read elements [begin, begin + bits.size) of a run into `bits`; whether every one is a pattern of the tensor."""
+def read(layout: Layout, box: Box, begin: int, storage: Elements, bits: Elements) -> bool:
+    """Read elements [begin, begin + bits.size) of a box into `bits`; whether every one is a pattern of the tensor."""
     shift = storage.dtype.type(layout.shift)
     below = storage.dtype.type((1 << layout.shift) - 1)
-    lost: bool = _read(storage, layout.order, run.target, run.row, run.pitch, begin, shift, below, bits)
+    lost: bool = _read(storage, layout.order, box.target, box.row, box.step, begin, shift, below, bits)
     return not lost
 
 
-def write(layout: Layout, run: Run, bits: Elements, storage: Elements) -> None:
-    """Write all of a run's patterns (uN[run.length]) into the storage."""
-    _write(storage, layout.order, run.target, run.row, run.pitch, storage.dtype.type(layout.shift), bits)
+def write(layout: Layout, box: Box, bits: Elements, storage: Elements) -> None:
+    """Write all of a box's patterns (uN[box.length]) into the storage."""
+    _write(storage, layout.order, box.target, box.row, box.step, storage.dtype.type(layout.shift), bits)
 
 
 def gather(storage: Elements, places: Places, elements: Elements) -> None:
@@ -111,20 +144,38 @@ def scatter(storage: Elements, places: Places, elements: Elements) -> None:
 
 
 @compiled
-def _find(indices: Indices, table: Indices, order: Indices, places: Places) -> None:
-    block = order.size
+def _place(
+    indices: Indices,
+    bits: Elements,
+    table: Indices,
+    order: Indices,
+    shift: np.unsignedinteger[Any],
+    places: Places,
+    elements: Elements,
+) -> int:
+    found, block = 0, order.size
+    if table.shape[0] == 0:
+        return found
     for k in range(indices.size):
-        run = 0
+        box = 0
         if table.shape[0] > 1:
-            run = np.searchsorted(table[:, 0], indices[k], side="right") - 1
-        within, row = indices[k] - table[run, 0], table[run, 2]
-        place = table[run, 1] + within
-        if within >= row:
-            place += within // row * (table[run, 3] - row)
+            box = np.searchsorted(table[:, 0], indices[k], side="right") - 1
+            if box < 0:
+                continue
+        number, column = 0, indices[k] - table[box, 0]
+        if column >= table[box, 4]:
+            number = column // table[box, 4]
+            column -= number * table[box, 4]
+        if column < 0 or number >= table[box, 2] or column >= table[box, 3]:
+            continue
+        target = table[box, 1] + number * table[box, 5] + column
         if block:
-            start = place // block * block
-            place = start + order[place - start]
-        places[k] = place
+            start = target // block * block
+            target = start + order[target - start]
+        places[found] = target
+        elements[found] = elements.dtype.type(bits[k]) << shift
+        found += 1
+    return found
 
 
 @compiled
@@ -133,7 +184,7 @@ def _read(
     order: Indices,
     target: int,
     row: int,
-    pitch: int,
+    step: int,
     begin: int,
     shift: np.unsignedinteger[Any],
     below: np.unsignedinteger[Any],
@@ -142,7 +193,7 @@ def _read(
     lost = np.uint64(0)
     done = 0
     while done < bits.size:
-        first, n = _stretch(order.size, target, row, pitch, begin + done, bits.size - done)
+        first, n = _stretch(order.size, target, row, step, begin + done, bits.size - done)
         if order.size:
             start = first // order.size * order.size
             for j in range(n):
@@ -160,11 +211,11 @@ def _read(
 
 @compiled
 def _write(
-    storage: Elements, order: Indices, target: int, row: int, pitch: int, shift: np.unsignedinteger[Any], bits: Elements
+    storage: Elements, order: Indices, target: int, row: int, step: int, shift: np.unsignedinteger[Any], bits: Elements
 ) -> None:
     done = 0
     while done < bits.size:
-        first, n = _stretch(order.size, target, row, pitch, done, bits.size - done)
+        first, n = _stretch(order.size, target, row, step, done, bits.size - done)
         if order.size:
             start = first // order.size * order.size
             for j in range(n):
@@ -176,11 +227,11 @@ def _write(
 
 
 @compiled
-def _stretch(block: int, target: int, row: int, pitch: int, at: int, wanted: int) -> tuple[int, int]:
-    """The first place of element `at` of a run before reordering, and how many follow it within a row and a block."""
+def _stretch(block: int, target: int, row: int, step: int, at: int, wanted: int) -> tuple[int, int]:
+    """The first place of element `at` of a box before reordering, and how many follow it within a row and a block."""
     number = at // row
     column = at - number * row
-    first = target + number * pitch + column
+    first = target + number * step + column
     n = min(row - column, wanted)
     if block:
         n = min(n, block - first % block)

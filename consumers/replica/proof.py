@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
+class WriteRefusedError(ValueError):
+    """Ranks of the engine could not write a version; the message names them and the reasons."""
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """What one in-place update cost the engine; milliseconds."""
@@ -17,7 +21,7 @@ class Applied:
     """The engine's own median time between steps over the last seconds; 0 when idle."""
     requests_in_flight: int
     stage_ms: float = 0.0
-    """How long the write was prepared in the engine core before it was held, while tokens flowed."""
+    """How long the slowest rank prepared its write before the engine was held, while tokens flowed."""
 
 
 @dataclass(frozen=True, slots=True)

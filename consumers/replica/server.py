@@ -75,12 +75,18 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
         "max-num-batched-tokens": max(settings.max_num_batched_tokens, settings.max_model_len),
         "block-size": settings.block_size,
         "kv-cache-memory-bytes": settings.kv_cache_mb << 20,
+        "tensor-parallel-size": settings.tensor_parallel,
+        "data-parallel-size": settings.data_parallel,
         "worker-extension-cls": _EXTENSION,
         "generation-config": "vllm",
     }
     switches = ["enforce-eager", "enable-prefix-caching", "disable-uvicorn-access-log", "disable-fastapi-docs"]
+    # A batch that is in flight while a version is written would be stamped with the wrong one.
+    switches.append("no-async-scheduling")
     if not settings.log_stats:
         switches.append("disable-log-stats")
+    if settings.expert_parallel:
+        switches.append("enable-expert-parallel")
     parser = make_arg_parser(_Parser(allow_abbrev=False))
     options = parser._option_string_actions
     own = flags(

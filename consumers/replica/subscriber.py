@@ -16,12 +16,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
 from tidemill.consumers.replica.ledger import Ledger, Timings
 from tidemill.consumers.replica.patience import Patience
-from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.staging import Prepared, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
@@ -42,13 +43,13 @@ class Engine(Protocol):
     """The part of `ReplicaEngine` that the subscriber drives."""
 
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
-        """Write changed elements and serve `version`."""
+        """Write changed elements and serve `version`. Raises WriteRefusedError."""
 
     async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite everything from a directory and serve `version`."""
+        """Overwrite everything from a directory and serve `version`. Raises WriteRefusedError."""
 
     async def undo(self) -> None:
-        """Take the last `apply` back."""
+        """Take the last `apply` back. Raises WriteRefusedError."""
 
     async def prove(self) -> Proof:
         """Fingerprint the live tensors."""
@@ -141,7 +142,14 @@ class Subscriber:
         target = move.target
         again = self._write_whole == target.version
         whole = prepared.whole or again
-        applied = await self._write(prepared, target.version, whole)
+        try:
+            applied = await self._write(prepared, target.version, whole)
+        except WriteRefusedError as error:
+            try:
+                await self._take_back(target, prepared, whole)
+            finally:
+                self._refuse(target, f"the engine could not write it: {error}")
+            return
         served_ms = self._ledger.since_us(target.trained_at)
         proof = await self._engine.prove()
         times = Timings(prepared.fetch_ms, prepared.decode_ms, proof.proof_ms, served_ms)
@@ -173,7 +181,8 @@ class Subscriber:
         if whole:
             raise ReplicaFault(f"version {target.version} was written in full and is not there")
         self._write_whole = target.version
-        await self._engine.undo()
+        with suppress(WriteRefusedError):  # nothing was written, or a rank cannot take it back: the proof tells
+            await self._engine.undo()
         if self._objection_to_mirror(await self._engine.prove()):
             await self._write_mirror()
 

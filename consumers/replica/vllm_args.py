@@ -15,14 +15,15 @@ REFUSED: Mapping[str, str] = {
     "Tidemill sets it: see the other settings of [replica]": """
         model model-tag served-model-name host port dtype max-model-len max-num-seqs max-num-batched-tokens block-size
         kv-cache-memory-bytes worker-extension-cls generation-config enforce-eager enable-prefix-caching
-        disable-uvicorn-access-log disable-fastapi-docs disable-log-stats""",
-    "a version is proved from whole, unquantized tensors of one process": """
+        disable-uvicorn-access-log disable-fastapi-docs disable-log-stats tensor-parallel-size data-parallel-size
+        enable-expert-parallel async-scheduling""",
+    "a version is proved from whole, unquantized tensors, and written between two steps of all ranks": """
         quantization quantization-config allow-deprecated-quantization load-format model-loader-extra-config
         ignore-patterns hf-overrides hf-config-path config-format model-impl model-class-overrides worker-cls runner
         convert pooler-config enable-lora lora-* *-lora* *-loras speculative-config spec-* cpu-offload-* offload-*
         enable-sleep-mode sleep-* weight-transfer-config diffusion-config distributed-executor-backend nnodes node-rank
-        master-addr master-port tensor-parallel-size pipeline-parallel-size data-parallel-* dp-* dcp-*
-        decode-context-parallel-size prefill-context-parallel-size enable-expert-parallel enable-eplb eplb-config
+        master-addr master-port pipeline-parallel-size data-parallel-* dp-* dcp-*
+        decode-context-parallel-size prefill-context-parallel-size enable-eplb eplb-config
         expert-placement-strategy enable-elastic-ep elastic-ep-* enable-ep-weight-filter enable-dbo ubatch-size
         enable-fault-tolerance fault-tolerance-config""",
     "recorded logprobs are those of the model's own distribution": """

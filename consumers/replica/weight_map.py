@@ -1,10 +1,11 @@
-"""Where each checkpoint element lies in the live engine, recorded from the model's own loader.
+"""Where each checkpoint element lies in one rank of the live engine, recorded from the model's own loader.
 
-A serving engine fuses, pads and ties checkpoint tensors. Instead of guessing how, `record_map` runs the model's own
-`load_weights` once on meta tensors (no memory) and notes each copy that it would make. What holds afterwards:
+A serving engine fuses, pads, ties and shards checkpoint tensors. Instead of guessing how, `record_map` runs the model's
+own `load_weights` once on meta tensors (no memory) and notes each copy that it would make. What holds afterwards:
 
-- every element of every checkpoint tensor has exactly one place in the engine, or the map is refused;
-- every parameter of the engine is fed by the checkpoint (rows and columns that only pad it excepted);
+- an element of a checkpoint tensor has at most one place in the rank, or the map is refused; that the ranks together
+  hold every element is for `holdings` to check;
+- every parameter of the rank is fed by the checkpoint (rows and columns that only pad it excepted);
 - the engine's type holds every value of the checkpoint's type, or the map is refused.
 
 Where the engine reorders what was loaded (`experts`), the order is part of the place. Bits are the checkpoint's own
@@ -16,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tidemill.consumers.replica.places import Layout, Run
+from tidemill.consumers.replica.places import Box, Layout
 from tidemill.kernels.weights.bits import TensorSpec
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -53,7 +55,7 @@ class _Copy:
 def record_map(
     model: torch.nn.Module, tensors: Sequence[TensorSpec], orders: Mapping[str, Indices]
 ) -> dict[str, Layout]:
-    """Map each checkpoint tensor to a parameter of the model.
+    """Map each checkpoint tensor to a parameter of the model, as far as this rank holds it.
 
     Args:
         model: the engine's model, its `load_weights` taking an iterable of (name, tensor).
@@ -62,24 +64,24 @@ def record_map(
 
     Raises:
         UnsupportedModelError: a weight is packed away, lies in an order that is not known or in a type that cannot
-            hold it, or a tensor or parameter has no counterpart.
+            hold it, or a tensor has no name in the engine, or a parameter none in the checkpoint.
     """
     owners, parameters = _owners(model), dict(model.named_parameters())
     layouts: dict[str, Layout] = {}
     for spec in tensors:
         copies = _record_copies(model, spec, owners)
         parameter = _only_parameter(spec, copies)
-        shift = _shift(spec, parameter, parameters[parameter])
-        layouts[spec.name] = Layout.of(parameter, _runs_of(spec, copies), orders.get(parameter), shift)
+        shift = _shift(spec, parameter, parameters[parameter]) if parameter else 0
+        layouts[spec.name] = Layout.of(parameter, _boxes_of(spec, copies), orders.get(parameter), shift)
     _check_parameters(owners, layouts)
     return layouts
 
 
 def _only_parameter(spec: TensorSpec, copies: Iterable[_Copy]) -> str:
     found = sorted({copy.parameter for copy in copies})
-    if len(found) != 1:
+    if len(found) > 1:
         raise UnsupportedModelError(f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}")
-    return found[0]
+    return found[0] if found else ""
 
 
 def _shift(spec: TensorSpec, name: str, parameter: torch.Tensor) -> int:
@@ -140,53 +142,31 @@ def _load_one(model: Any, name: str, tensor: torch.Tensor) -> None:  # noqa: ANN
         raise UnsupportedModelError(f"the engine has no place for checkpoint tensor {name}: {error}") from error
 
 
-def _runs_of(spec: TensorSpec, copies: Iterable[_Copy]) -> tuple[Run, ...]:
-    runs = sorted((_run_of(spec, copy) for copy in copies), key=lambda run: run.source)
-    position = 0
-    for run in runs:
-        if run.source != position:
-            raise UnsupportedModelError(f"elements of {spec.name} from {position} lie in two places or in none")
-        position += run.length
-    if position != spec.n_elements:
-        raise UnsupportedModelError(f"the engine takes {position} of the {spec.n_elements} elements of {spec.name}")
-    return tuple(runs)
+def _boxes_of(spec: TensorSpec, copies: Iterable[_Copy]) -> list[Box]:
+    boxes = sorted((_box_of(spec, copy) for copy in copies if 0 not in copy.shape), key=lambda box: box.source)
+    for before, box in pairwise(boxes):
+        if box.source < before.end:
+            raise UnsupportedModelError(f"elements of {spec.name} from {box.source} lie in two places: not mapped")
+    return boxes
 
 
-def _run_of(spec: TensorSpec, copy: _Copy) -> Run:
-    length = int(np.prod(copy.shape, dtype=np.int64))
-    row, pitch = _rows(copy.shape, copy.target_stride)
-    if row == 0 or not _same_layout(copy.shape, copy.source_stride, _dense_stride(copy.shape)):
+def _box_of(spec: TensorSpec, copy: _Copy) -> Box:
+    axes: list[tuple[int, int, int]] = []
+    for size, source, target in zip(copy.shape, copy.source_stride, copy.target_stride, strict=True):
+        outer = axes[-1] if axes else (1, 0, 0)
+        if axes and outer[1:] == (source * size, target * size):
+            axes[-1] = (outer[0] * size, source, target)
+        elif size > 1:
+            # The stride of an axis of size 1 is never used.
+            axes.append((size, source, target))
+    row = axes.pop()[0] if axes and axes[-1][1:] == (1, 1) else 1
+    rows, pitch, step = axes.pop() if axes else (1, row, row)
+    if axes or min(pitch, step) < row:
         raise UnsupportedModelError(f"{spec.name} lies in {copy.parameter} with gaps or in another order: not mapped")
-    return Run(copy.source, length, copy.target, row, pitch)
-
-
-def _rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, int]:
-    """Length and distance of the rows that an array consists of, (0, 0) when it does not consist of equal rows."""
-    dense = _dense_stride(shape)
-    if _same_layout(shape, stride, dense):
-        length = int(np.prod(shape, dtype=np.int64))
-        return length, length
-    for axis in range(len(shape) - 1, 0, -1):
-        row, pitch = dense[axis - 1], stride[axis - 1]
-        leading = tuple(pitch * inner for inner in _dense_stride(shape[:axis]))
-        if _same_layout(shape, stride, leading + dense[axis:]) and pitch >= row:
-            return row, pitch
-    return 0, 0
-
-
-def _dense_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides))
-
-
-def _same_layout(shape: tuple[int, ...], stride: tuple[int, ...], dense: tuple[int, ...]) -> bool:
-    # The stride of a dimension of size 1 is never used.
-    return all(size == 1 or a == b for size, a, b in zip(shape, stride, dense, strict=False))
+    return Box(copy.source, copy.target, rows, row, pitch, step)
 
 
 def _check_parameters(owners: Mapping[int, str], layouts: Mapping[str, Layout]) -> None:
-    unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values()})
+    unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values() if layout.boxes})
     if unfed:
         raise UnsupportedModelError(f"the checkpoint names no tensor for the engine's {', '.join(unfed)}")

@@ -38,14 +38,23 @@ def install() -> None:
 
 
 def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
-    """Flip one bit of the live element that checkpoint element `index` of tensor `name` lies in."""
+    """Flip one bit of the live element that checkpoint element `index` of tensor `name` lies in, on every rank."""
+    assert any(core.collective_rpc(flip_on_rank, args=(name, index, bit)))
+
+
+def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
+    """Whether the element lies on this rank, where its bit is flipped."""
     from tidemill.consumers.replica import places
 
-    live = core.tidemill_state.live
+    live = worker._tidemill.live
     layout, place = live._layouts[name], np.empty(1, dtype=np.uint64)
-    places.find(layout, np.array([index]), place)
+    if not layout.boxes:
+        return False
     storage = live._storage[layout.parameter]
-    storage[place] ^= storage.dtype.type(1 << bit)
+    nothing, unused = np.zeros(1, live.pattern_type(name)), np.empty(1, storage.dtype)
+    held = places.place(layout, np.array([index]), nothing, place, unused)
+    storage[place[:held]] ^= storage.dtype.type(1 << bit)
+    return held > 0
 
 
 async def flip(engine: Any, name: str, index: int, bit: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ import numpy as np
 import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
+from tidemill.consumers.replica.hand_over import handed_over
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
+from tidemill.kernels.weights.mirror import ElementChange
 
 _SPEC = importlib.util.spec_from_file_location("replica_driver", Path(__file__).with_name("replica_driver.py"))
 assert _SPEC is not None and _SPEC.loader is not None
@@ -130,19 +133,28 @@ class InProcess:
 
     def install(self, specs: list[TensorSpec]) -> None:
         """Map these tensors."""
+        self.names = [spec.name for spec in specs]
         self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0)
+
+    def work(self, work: str, *arguments: str) -> dict[str, Any]:
+        """Have the ranks do long work, as `ReplicaEngine` does; the engine core's answer."""
+        self.core.tidemill_begin(work, list(arguments))
+        deadline = time.monotonic() + 60
+        while (answer := self.core.tidemill_answers()) is None:
+            assert time.monotonic() < deadline, work
+        assert not answer["refused"], answer
+        return answer
 
     def stage(self, changes: list[tuple[str, np.ndarray, np.ndarray]]) -> dict[str, float]:
         """Prepare (name, indices, bits) changes, as `ReplicaEngine.apply` does."""
-        names, indices, bits = zip(*changes, strict=True)
-        return self.core.tidemill_stage(
-            list(names), [len(one) for one in indices], b"".join(one.tobytes() for one in indices),
-            b"".join(one.tobytes() for one in bits),
-        ).result()  # fmt: skip
+        with handed_over([ElementChange(*change) for change in changes]) as handed:
+            return self.work("stage", *handed)
 
     def commit(self, version: int) -> dict[str, float]:
         """Write what is staged; the engine core's report."""
-        return self.core.tidemill_commit(version, False)
+        report = self.core.tidemill_commit(version, False)
+        assert not report["refused"], report
+        return report
 
     def apply(self, old: View, new: View, version: int) -> dict[str, float]:
         """Write the difference of two views, its elements in no order."""
@@ -155,12 +167,12 @@ class InProcess:
 
     def load(self, directory: Path, version: int) -> dict[str, float]:
         """Write a whole checkpoint."""
-        self.core.tidemill_stage_checkpoint(str(directory)).result()
+        self.work("load", str(directory))
         return self.commit(version)
 
     def prove(self) -> dict[str, Any]:
         """The report of the proof."""
-        return self.core.tidemill_prove().result()
+        return self.work("prove")
 
     def greedy(self) -> list[list[tuple[int, float]]]:
         """Tokens and logprobs of a few greedy completions of `prompts`."""
@@ -226,7 +238,7 @@ def compare(kind: Kind, root: Path) -> dict[str, Any]:
         "distance": distance(after, logprobs_of(b, after)), "distance_to_old": distance(after, logprobs_of(a, after)),
         "sizes": {name: parameter.numel() for name, parameter in moved.model.named_parameters()},
     }  # fmt: skip
-    moved.core.tidemill_undo()
+    assert not moved.core.tidemill_undo()["refused"]
     result["undone"] = moved.prove()["total"]
     result["undone_greedy"] = moved.greedy()
     moved.load(b, 2)
@@ -243,19 +255,24 @@ def _damage(engine: InProcess) -> dict[str, Any]:
     """Flip the lowest bit of one live element: no bf16 value in an fp32 engine, another value in a bf16 engine."""
     from bit_flip import flip_bit  # beside this script
 
-    (name,) = [name for name in engine.core.tidemill_state.live.names if name.endswith("1.self_attn.o_proj.weight")]
+    (name,) = [name for name in engine.names if name.endswith("1.self_attn.o_proj.weight")]
     flip_bit(engine.core, name, 261, 0)
     return engine.prove()
 
 
-def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
-    """The same engine under the names that transformers has in memory, where the experts of a layer are one tensor."""
+def fused_view(directory: Path) -> View:
+    """A bf16 checkpoint under the names that transformers has in memory: the experts of a layer are one tensor."""
     from transformers import AutoModelForCausalLM
 
-    state = AutoModelForCausalLM.from_pretrained(b, dtype=torch.bfloat16).state_dict()
+    state = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).state_dict()
     fused = {name: tensor.view(torch.int16).numpy().view(np.uint16) for name, tensor in state.items()}
-    if "lm_head.weight" not in map_checkpoint(b):
+    if "lm_head.weight" not in map_checkpoint(directory):
         del fused["lm_head.weight"]
+    return fused
+
+
+def _fused(engine: InProcess, b: Path) -> dict[str, Any]:
+    fused = fused_view(b)
     engine.install([TensorSpec(name, bits.shape, "bfloat16") for name, bits in fused.items()])
     changed = driver.nudged(fused, seed=3)
     engine.apply(fused, changed, 3)

@@ -10,7 +10,7 @@ import numpy as np
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber
@@ -43,11 +43,14 @@ class ArrayEngine:
         self.undo_log = []
         self.version = version
         self.lose_writes = self.lose_changes = False
+        self.refuse_changes = ""
         self.written = []
         """Elements written by each `apply`."""
         self.loads = 0
 
     async def apply(self, changes, version):
+        if self.refuse_changes:
+            raise WriteRefusedError(self.refuse_changes)
         self.undo_log = [(c.name, c.indices, self.live[c.name][c.indices]) for c in changes]
         for change in changes[1 if self.lose_writes or self.lose_changes else 0 :]:
             self.live[change.name][change.indices] = change.bits
@@ -56,6 +59,8 @@ class ArrayEngine:
         return Applied(0.1, 0.2, 1.0, 3)
 
     async def undo(self):
+        if not self.undo_log:
+            raise WriteRefusedError("there is no update to undo")
         for name, indices, bits in self.undo_log:
             self.live[name][indices] = bits
         self.version = self.undo_before

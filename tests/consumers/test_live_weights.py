@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tidemill.consumers.replica import places
 from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError
-from tidemill.consumers.replica.places import Layout, Run
+from tidemill.consumers.replica.places import Box, Layout
 from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
@@ -37,6 +37,11 @@ class Fused(torch.nn.Module):
                     self.w2.data[expert].narrow(1, 0, INNER).copy_(tensor[expert])
             elif name == "turned":
                 self.norm.data.copy_(tensor.t()[0])
+            elif name == "crossed":
+                self.norm.data.view(2, 2).copy_(tensor[:2].t())
+            elif name == "twice":
+                self.norm.data.copy_(tensor)
+                self.norm.data.copy_(tensor)
             elif name == "cast":
                 self.norm.data.copy_(tensor.to(torch.float64))
             else:
@@ -89,7 +94,12 @@ def random_values(seed, specs=SPECS):
 
 
 def read_back(live):
-    return {name: np.concatenate([bits for _, bits in live.pieces(name)]) for name in live.names}
+    found = {}
+    for name in live.names:
+        bits = found[name] = np.zeros(live.length(name), live.pattern_type(name))
+        for box, begin, piece in live.pieces(name):
+            bits[box.indices(begin, piece.size)] = piece
+    return found
 
 
 def same_storage(a, b):
@@ -125,7 +135,7 @@ def test_a_write_makes_what_the_loader_would_have_made_and_can_be_taken_back(see
 def test_every_pattern_goes_through_nans_included():
     live = live_of(loaded({}))
     values = {name: random_values(9)[name] | 0x7F81 for name in live.names}
-    live.write_all(values)
+    live.write_whole(live.prepare_whole(values.items()))
     assert all(np.array_equal(read_back(live)[name], values[name]) for name in values)
 
 
@@ -138,7 +148,8 @@ def test_warming_up_changes_nothing():
 def test_a_whole_write_is_a_fresh_load():
     new = random_values(4)
     model = loaded(random_values(1))
-    live_of(model).write_all(new)
+    live = live_of(model)
+    live.write_whole(live.prepare_whole(new.items()))
     assert same_storage(model, loaded(new))
 
 
@@ -146,7 +157,7 @@ def test_a_bf16_engine_holds_bf16_bits():
     specs = [spec for spec in SPECS if spec.dtype == "bfloat16"] + [TensorSpec("norm", (HIDDEN,), "bfloat16")]
     model = reordered(Fused(torch.bfloat16))
     live, values = live_of(model, specs), random_values(2, specs)
-    live.write_all(values)
+    live.write_whole(live.prepare_whole(values.items()))
     assert all(np.array_equal(read_back(live)[name], values[name]) for name in values)
     assert np.array_equal(model.norm.data.view(torch.int16).numpy().view(np.uint16), values["norm"])
 
@@ -182,7 +193,7 @@ def test_a_wrong_change_is_refused_and_nothing_is_written(change):
 def test_a_wrong_whole_value_is_refused_and_nothing_is_written(wrong):
     model = loaded(random_values(1))
     with pytest.raises(ValueError, match="q has 24 uint16 patterns"):
-        live_of(model).write_all({"k": random_values(5)["k"], "q": wrong})
+        live_of(model).prepare_whole([("k", random_values(5)["k"]), ("q", wrong)])
     assert same_storage(model, loaded(random_values(1)))
 
 
@@ -192,7 +203,7 @@ def test_a_write_fits_only_the_weights_that_it_was_prepared_for():
     live.commit(first)
     with pytest.raises(ValueError, match="prepare it again"):
         live.commit(second)
-    live.write_all({"q": random_values(6)["q"]})
+    live.write_whole(live.prepare_whole([("q", random_values(6)["q"])]))
     with pytest.raises(ValueError, match="not the last one"):
         live.take_back(first)
 
@@ -203,7 +214,8 @@ def test_a_write_fits_only_the_weights_that_it_was_prepared_for():
         (TensorSpec("norm", (HIDDEN,), "float32"), torch.bfloat16, "norm is float32, the engine holds it as bfloat16"),
         (TensorSpec("norm", (HIDDEN,), "float16"), torch.float32, "norm is float16, the engine holds it as float32"),
         (TensorSpec("turned", (HIDDEN, 1), "bfloat16"), torch.float32, ""),
-        (TensorSpec("turned", (HIDDEN, 2), "bfloat16"), torch.float32, "turned lies in norm with gaps"),
+        (TensorSpec("crossed", (HIDDEN, 2), "bfloat16"), torch.float32, "crossed lies in norm with gaps"),
+        (TensorSpec("twice", (HIDDEN,), "bfloat16"), torch.float32, "elements of twice from 0 lie in two places"),
         (TensorSpec("cast", (HIDDEN,), "bfloat16"), torch.float32, "changes the values or shape of cast"),
         (TensorSpec("embed", (9, HIDDEN), "bfloat16"), torch.float32, "changes the values or shape of embed"),
         (TensorSpec("nowhere", (1,), "bfloat16"), torch.float32, "no place for checkpoint tensor nowhere"),
@@ -235,27 +247,33 @@ def test_a_packed_away_parameter_is_refused():
 
 
 def test_a_layout_beyond_its_parameter_is_refused():
-    layout = Layout.of("norm", [Run(0, HIDDEN, 1, HIDDEN, HIDDEN)], None, 0)
+    layout = Layout.of("norm", [Box(0, 1, 1, HIDDEN, HIDDEN, HIDDEN)], None, 0)
     assert layout.last == HIDDEN
     with pytest.raises(UnsupportedModelError, match="does not fit"):
         LiveWeights(Fused(), {"norm": layout}, [SPECS[-1]])
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 7), st.integers(0, 2**32))
-def test_a_layout_visits_each_of_its_places_once(rows, row, gap, target, seed):
-    pitch, length = row + gap, rows * row
-    block = 2 * (target + rows * pitch)
-    order = np.random.default_rng(seed).permutation(block)
-    layout = Layout.of(
-        "p", [Run(0, length, target, row, pitch), Run(length, length, block + target, row, pitch)], order, 0
-    )
-    found = np.empty(2 * length, np.uint32)
-    places.find(layout, np.arange(2 * length), found)
-    loaded_at = target + np.arange(length) // row * pitch + np.arange(length) % row
-    assert found.tolist() == [*order[loaded_at], *(block + order[loaded_at])]
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(0, 7), st.integers())
+def test_a_layout_visits_each_of_its_places_once(rows, row, left_out, gap, target, seed):
+    """Two boxes, each in a block of its own that was reordered; of the tensor, `left_out` columns lie elsewhere."""
+    step, pitch = row + gap, row + left_out
+    block, length = 2 * (target + rows * step), rows * row
+    order = np.random.default_rng(seed % 1000).permutation(block)
+    boxes = [Box(k * rows * pitch, k * block + target, rows, row, pitch, step) for k in range(2)]
+    layout = Layout.of("p", boxes, order, 0)
+    number, column = np.arange(length) // row, np.arange(length) % row
+    expected = [*order[target + number * step + column], *(block + order[target + number * step + column])]
+    held = np.concatenate([number * pitch + column, rows * pitch + number * pitch + column])
+    assert [*boxes[0].indices(0, length), *boxes[1].indices(0, length)] == held.tolist()
+    tensor = np.random.default_rng(5).integers(0, 1 << 32, 2 * rows * pitch).astype(np.uint32)
+    found, new = np.empty(tensor.size, np.uint32), np.empty(tensor.size, np.uint32)
+    n = places.place(layout, np.arange(tensor.size), tensor, found, new)
+    assert (found[:n].tolist(), new[:n].tolist()) == (expected, tensor[held].tolist())
     storage = np.arange(2 * block, dtype=np.uint32)
-    for run, expected in zip(layout.runs, (order[loaded_at], block + order[loaded_at]), strict=True):
+    for box, where in zip(boxes, (expected[:length], expected[length:]), strict=True):
         bits = np.empty(length - length // 2, np.uint32)
-        assert places.read(layout, run, length // 2, storage, bits)
-        assert bits.tolist() == expected[length // 2 :].tolist()
-    assert found.max() <= layout.last
+        assert places.read(layout, box, length // 2, storage, bits)
+        assert bits.tolist() == where[length // 2 :]
+        places.write(layout, box, box.cut(tensor), storage)
+    assert storage[expected].tolist() == tensor[held].tolist()
+    assert max(expected) <= layout.last

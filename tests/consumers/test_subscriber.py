@@ -231,6 +231,13 @@ def test_a_version_whose_changes_cannot_be_proved_is_written_whole(harness):
     assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
 
 
+def test_a_write_that_a_rank_refuses_is_said_with_the_reason_and_the_version_is_written_whole(harness):
+    harness.engine.refuse_changes = "rank 1: the changes in shared memory are damaged"
+    assert harness.observe(harness.next()) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]
+    assert harness.acks[-2].reason == f"the engine could not write it: {harness.engine.refuse_changes}"
+    assert harness.engine.loads == 1 and harness.engine.holds(harness.view)
+
+
 def test_damage_in_live_memory_is_found_and_healed_from_the_mirror(harness):
     harness.engine.live["b.weight"][7] ^= 1
     assert harness.observe(harness.next()) == [(REFUSED, 1, 0), (ANCHORED, 1, 1)]

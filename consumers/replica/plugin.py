@@ -1,0 +1,218 @@
+"""What the replica adds to vLLM's engine core: an update of all ranks that is atomic for every request, and its proof.
+
+A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each of its processes. It
+
+- turns off the packing of linear weights: oneDNN and the AMX kernels keep a private copy, so that a later write to the
+  parameter would change nothing that is computed. Experts stay packed, in an order that `experts` learns;
+- adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
+  has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
+  scheduler. It needs an engine without asynchronous scheduling, which it checks;
+- updates in two phases: every rank stages, and answers, before any of them stores. Where a rank fails to store, all
+  take the update back.
+
+Utilities answer `refused` where a rank could not do as it was asked, with the rank and the reason. Arguments and
+answers are plain values, which vLLM's message encoding carries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import wait
+from typing import Any
+
+import vllm.model_executor.layers.utils as linear_layers
+from vllm.v1.engine.core import EngineCore
+
+from tidemill.consumers.replica.environment import PARENT_VARIABLE
+from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
+from tidemill.consumers.replica.linear import unpacked_linear
+from tidemill.consumers.replica.step_clock import StepClock
+from tidemill.consumers.replica.weight_map import UnsupportedModelError
+from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.weights.bits import TensorSpec
+
+_PR_SET_PDEATHSIG = 1
+Answer = dict[str, Any]
+"""What a rank says: `fault` (empty when there is none), and what its method says besides."""
+
+
+class CoreUpdates:
+    """State of the replica inside one engine core: what its ranks hold, what is under way, and its clock."""
+
+    def __init__(self, holdings: Holdings) -> None:
+        self.holdings = holdings
+        self.clock = StepClock()
+        self.begun = ""
+        """The work that the ranks were given last, and when."""
+        self.begun_at = 0.0
+        self.before: str | None = None
+        """The version before the last update; None where it cannot be taken back."""
+
+
+def _install(core: EngineCore, tensors: list[Any], version: int) -> None:
+    """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved."""
+    _die_with_parent()
+    if core.batch_queue is not None:
+        raise UnsupportedModelError("an atomic update needs an engine without asynchronous scheduling")
+    answers = _ranks(core, "tidemill_map", tensors)
+    if refused := _refused(answers):
+        raise UnsupportedModelError(refused)
+    specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
+    core.tidemill_updates = CoreUpdates(Holdings(specs, [answer["boxes"] for answer in answers]))
+    core.set_weight_version(str(version))
+
+
+def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
+    """Begin work (`extension.RankWeights`: stage, load or prove) in a thread of each rank, while the engine goes on."""
+    updates: CoreUpdates = core.tidemill_updates
+    updates.begun, updates.begun_at = work, time.monotonic()
+    return {"refused": _refused(_ranks(core, "tidemill_begin", work, arguments))}
+
+
+def _answers(core: EngineCore) -> dict[str, Any] | None:
+    """What became of the work that was begun: None while a rank is at it, else `refused` or what the ranks found.
+
+    A staging says `stage_ms`. A proof says `tensors`, name -> hex, `total`, hex (their sum), `proof_ms`, and `damage`:
+    why there is none, else empty.
+    """
+    updates: CoreUpdates = core.tidemill_updates
+    answers = _ranks(core, "tidemill_answer")
+    if None in answers:
+        return None
+    refused = _refused(answers)
+    if updates.begun != "prove":
+        staged = {} if refused else {"stage_ms": max(answer["stage_ms"] for answer in answers)}
+        return {"refused": refused, **staged}
+    found = {}
+    try:
+        found = {} if refused else updates.holdings.add_up([answer["prints"] for answer in answers])
+    except CopiesDisagreeError as error:
+        refused = str(error)
+    return {
+        "refused": "",
+        "tensors": {name: one.hex() for name, one in found.items()},
+        "total": "" if refused else sum(found.values(), start=ZERO).hex(),
+        "damage": refused,
+        "proof_ms": 1e3 * (time.monotonic() - updates.begun_at),
+    }
+
+
+def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] | None:
+    """Once all ranks have staged, have them write and stamp the version. Between steps, on all ranks or on none.
+
+    Args:
+        core: the engine core.
+        version: the version that the engine then serves.
+        recompute: drop the keys and values of running requests too.
+
+    Returns:
+        None while a rank is still staging, so that nothing was written. Else `refused`, or stage_ms and apply_ms (of
+        the slowest rank), pause_ms (how long the engine's loop was held), decode_step_ms (the engine's own median time
+        between steps over the last seconds), requests_in_flight.
+    """
+    begun = time.monotonic()
+    updates: CoreUpdates = core.tidemill_updates
+    staged = _answers(core)
+    if staged is None or staged["refused"]:
+        return staged
+    whole, before, updates.before = updates.begun == "load", core.get_weight_version(), None
+    answers = _ranks(core, "tidemill_commit")
+    if refused := _refused(answers):
+        back = _ranks(core, "tidemill_undo")
+        left = [{"fault": "" if one["fault"] else after["fault"]} for one, after in zip(answers, back, strict=True)]
+        torn = _refused(left)
+        return {"refused": f"{refused}; not taken back: {torn}" if torn else refused}
+    updates.before = None if whole else before
+    core.set_weight_version(str(version))
+    if recompute:
+        core.reset_prefix_cache(reset_running_requests=True)
+    ended = time.monotonic()
+    return {
+        **staged,
+        "apply_ms": max(answer["apply_ms"] for answer in answers),
+        "pause_ms": 1e3 * (ended - begun),
+        "decode_step_ms": updates.clock.median_ms(begun),
+        "requests_in_flight": int(core.scheduler.get_num_unfinished_requests()),
+    }
+
+
+def _undo(core: EngineCore) -> dict[str, Any]:
+    """Take the last update back on every rank, between steps; says the `version` that is served again, unproved."""
+    updates: CoreUpdates = core.tidemill_updates
+    version, updates.before = updates.before, None
+    if version is None:
+        return {"refused": "there is no update to undo"}
+    refused = _refused(_ranks(core, "tidemill_undo"))
+    core.set_weight_version(version)
+    return {"refused": refused, "version": int(version)}
+
+
+def _ranks(core: EngineCore, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - passed to vLLM
+    """What every rank answers. Raises RuntimeError, naming them, where ranks have died."""
+    try:
+        answers: list[Any] = core.collective_rpc(method, args=arguments)
+    except RuntimeError as error:
+        # Not `is_alive`: vLLM's own thread may be asking the same, and then one of the two is told nothing.
+        workers = getattr(core.model_executor, "workers", None) or ()
+        dead = [f"rank {rank}" for rank, worker in enumerate(workers) if wait([worker.proc.sentinel], timeout=0)]
+        if not dead:
+            raise
+        raise RuntimeError(f"{', '.join(dead)} of the engine died: {error}") from error
+    return answers
+
+
+def _refused(answers: Iterable[Answer]) -> str:
+    """The faults of the ranks that have one, with their ranks; empty for none."""
+    return "; ".join(f"rank {rank}: {answer['fault']}" for rank, answer in enumerate(answers) if answer["fault"])
+
+
+def _timed_step(core: EngineCore) -> Any:  # noqa: ANN401 - vLLM's own step result, passed through
+    started = time.monotonic()
+    result = _vllm_step(core)
+    updates: CoreUpdates | None = getattr(core, "tidemill_updates", None)
+    if updates is not None and result[1]:
+        updates.clock.record(started, time.monotonic(), core.scheduler.has_unfinished_requests())
+    return result
+
+
+def _start_with_parent(core: EngineCore, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
+    _die_with_parent()
+    _vllm_init(core, *arguments, **options)
+
+
+def _die_with_parent() -> None:
+    # vLLM's engine core outlives a server that is killed with SIGKILL; the kernel's signal depends on nobody.
+    parent = int(os.environ[PARENT_VARIABLE])
+    if parent == os.getpid():
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("the server that started this engine is gone")
+
+
+def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's linear layers
+    layer.cpu_linear = unpacked_linear
+
+
+_vllm_step, _vllm_init = EngineCore.step, EngineCore.__init__
+_METHODS: Mapping[str, Callable[..., Any]] = {
+    "__init__": _start_with_parent,
+    "tidemill_install": _install,
+    "tidemill_begin": _begin,
+    "tidemill_answers": _answers,
+    "tidemill_commit": _commit,
+    "tidemill_undo": _undo,
+    "step": _timed_step,
+}
+
+
+def register() -> None:
+    """Teach this process's vLLM; any number of times. A vLLM that is not a replica's is left as it is."""
+    if PARENT_VARIABLE in os.environ:
+        linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
+        for name, method in _METHODS.items():
+            setattr(EngineCore, name, method)

@@ -1,0 +1,277 @@
+"""A replica's engine of several ranks, driven in this process, and what the tests compare of it.
+
+    python ranks_driver.py DIR SETTINGS dense|experts     takes versions A, B, A ... under load, damages single ranks,
+                                                         and prints one JSON line; SETTINGS: JSON of `ReplicaSettings`
+
+The server's part of the engine is this process; engine cores and workers are forks of it, so that what is installed
+here is there as well. A process of its own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+engines: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = engines
+_SPEC.loader.exec_module(engines)
+
+from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings  # noqa: E402
+from tidemill.consumers.replica.environment import prepare_environment  # noqa: E402
+from tidemill.consumers.replica.proof import WriteRefusedError  # noqa: E402
+from tidemill.kernels.weights.bits import TensorSpec  # noqa: E402
+from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of  # noqa: E402
+from tidemill.kernels.weights.mirror import ElementChange  # noqa: E402
+
+TOKENS, REQUESTS, MOVES = 64, 4, 5
+OTHER_VERSION = "another version"
+_record: dict[str, list[int]] = {}
+"""In a worker: the version that each forward pass of a request used, as the worker itself counts commits."""
+_held = [0]
+
+
+def install() -> None:
+    """Teach the workers to record, and to fail: before the engine is started."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from tidemill.consumers.replica import extension
+    from tidemill.consumers.replica.extension import ReplicaExtension
+
+    execute, commit, undo = (
+        GPUModelRunner.execute_model,
+        ReplicaExtension.tidemill_commit,
+        ReplicaExtension.tidemill_undo,
+    )
+    taken_over = extension.taken_over
+    broken: list[str] = []
+
+    def execute_model(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
+        for request in scheduled.num_scheduled_tokens:
+            _record.setdefault(request, []).append(_held[0])
+        return execute(runner, scheduled, *rest, **options)
+
+    def tidemill_commit(worker: Any) -> Any:
+        if "commit" in broken:
+            broken.clear()
+            worker._tidemill.live._writes += 1  # as if something else had written
+        answer = commit(worker)
+        _held[0] += not answer["fault"]
+        return answer
+
+    def tidemill_undo(worker: Any) -> Any:
+        answer = undo(worker)
+        _held[0] -= not answer["fault"]
+        return answer
+
+    def take(path: str, digest: str) -> Any:
+        if "shard" in broken:
+            broken.clear()
+            return taken_over(path, digest[::-1])
+        return taken_over(path, digest)
+
+    GPUModelRunner.execute_model = execute_model
+    extension.taken_over = take
+    ReplicaExtension.tidemill_commit, ReplicaExtension.tidemill_undo = tidemill_commit, tidemill_undo
+    ReplicaExtension.test_record = lambda worker: _record
+    ReplicaExtension.test_break = lambda worker, rank, what: broken.append(what) if worker.rank == rank else None
+    ReplicaExtension.test_flip = lambda worker, rank, *place: worker.rank == rank and _flip(worker, *place)
+
+
+def _flip(worker: Any, *place: Any) -> bool:
+    from bit_flip import flip_on_rank  # beside this script
+
+    return flip_on_rank(worker, *place)
+
+
+class Versions:
+    """Two versions of a checkpoint, and an engine that goes from one to the other."""
+
+    def __init__(self, engine: Any, views: list[Any]) -> None:
+        self.engine, self.views, self.number = engine, views, 0
+        self.totals = [engines.total(view) for view in views]
+
+    async def move(self) -> Any:
+        """Take the other version."""
+        old, new = self.views[self.number % 2], self.views[(self.number + 1) % 2]
+        changes = []
+        for name in new:
+            where = np.random.default_rng(0).permutation(np.flatnonzero(old[name] != new[name]))
+            changes.append(ElementChange(name, where, new[name].reshape(-1)[where]))
+        applied = await self.engine.apply(changes, self.number + 1)
+        self.number += 1
+        return applied
+
+    async def proved(self) -> str:
+        """Empty where the ranks hold the version, else why not."""
+        proof = await self.engine.prove()
+        right = proof.total == self.totals[self.number % 2]
+        return proof.damage or ("" if right else OTHER_VERSION)
+
+
+async def start(directory: Path, settings: ReplicaSettings, specs: list[TensorSpec] | None = None) -> Any:
+    """An engine on a checkpoint, which is version 0."""
+    from tidemill.consumers.replica.engine import ReplicaEngine
+    from tidemill.consumers.replica.server import server_arguments
+
+    specs = specs or specs_of(map_checkpoint(directory))
+    return await ReplicaEngine.start(server_arguments(str(directory), settings), specs, 0, KvPolicy.STALE)
+
+
+async def request(engine: Any, number: int, **sampling: Any) -> Any:
+    """One finished answer."""
+    from vllm import SamplingParams
+
+    prompt = {"prompt_token_ids": [(7 * number + 3 * i) % 190 + 5 for i in range(12)]}
+    async for output in engine.generate(prompt, SamplingParams(ignore_eos=True, **sampling), f"request-{number}."):
+        last = output
+    return last
+
+
+async def greedy(engine: Any) -> list[list[int]]:
+    """Tokens of a few greedy answers."""
+    found = [request(engine, 1000 + n, temperature=0, max_tokens=12) for n in range(3)]
+    return [list(output.outputs[0].token_ids) for output in await asyncio.gather(*found)]
+
+
+async def under_load(engine: Any, versions: Versions, moves: int) -> dict[str, Any]:
+    """Versions while requests run: what was proved, the times, and the spans beside the workers' own record."""
+    load = [asyncio.create_task(request(engine, n, temperature=1.0, max_tokens=TOKENS)) for n in range(REQUESTS)]
+    objections, applied = [], []
+    for _ in range(moves):
+        applied.append(await versions.move())
+        objections.append(await versions.proved())
+        await asyncio.sleep(0)
+    running = sum(not task.done() for task in load)
+    outputs = await asyncio.gather(*load)
+    wrong, spans = 0, 0
+    cores = await engine._cores("collective_rpc", "test_record", None, [], None)
+    records = [record for ranks in cores for record in ranks]
+    for output in outputs:
+        made = [record[each] for record in records for each in record if each.startswith(output.request_id)]
+        told = output.outputs[0].weight_versions
+        spans += len(told)
+        said = [int(span.version) for span in told for _ in range(span.start, span.end)]
+        # Every rank of the engine that answered has a record of it, rank by rank the same.
+        wrong += sum(one != other for each in made for one, other in zip(said, each, strict=True)) + (not made)
+    return {
+        "objections": objections, "running": running, "wrong": wrong, "spans": spans,
+        "pauses": [one.pause_ms for one in applied], "steps": [one.decode_step_ms for one in applied],
+        "stages": [one.stage_ms for one in applied],
+    }  # fmt: skip
+
+
+async def damages(engine: Any, versions: Versions) -> dict[str, Any]:
+    """What the engine says to damage of its last rank alone, and what it then holds."""
+    found: dict[str, Any] = {}
+    for what in ("shard", "commit"):
+        await engine.collective_rpc("test_break", args=(1, what))
+        try:
+            await versions.move()
+        except WriteRefusedError as error:
+            found[what] = str(error)
+        found[f"{what} then"] = await versions.proved()
+        found[f"{what} version"] = engine.version
+    await versions.move()
+    found["moved"] = await versions.proved()
+    await engine.undo()
+    versions.number -= 1
+    found["undone"], found["version"] = await versions.proved(), engine.version
+    for name, index in (("model.norm.weight", 60), ("model.layers.1.self_attn.o_proj.weight", 127)):
+        place = (1, name, index, 16)
+        await engine.collective_rpc("test_flip", args=place)
+        found[name] = await versions.proved()
+        await engine.collective_rpc("test_flip", args=place)
+    found["healed"] = await versions.proved()
+    return found
+
+
+async def install_names(engine: Any, specs: list[TensorSpec], version: int) -> None:
+    """Map the engine anew, by these tensors."""
+    await engine._cores("tidemill_install", [(spec.name, list(spec.shape), spec.dtype) for spec in specs], version)
+
+
+async def under_fused_names(engine: Any, directory: Path, number: int) -> list[str]:
+    """Takes a version and comes back, under the names that transformers has in memory; the objections."""
+    view = engines.fused_view(directory)
+    await install_names(engine, [TensorSpec(name, bits.shape, "bfloat16") for name, bits in view.items()], number)
+    versions, found = Versions(engine, [view, engines.driver.nudged(view, seed=3)]), []
+    for _ in range(2):
+        await versions.move()
+        found.append(await versions.proved())
+    assert sum("experts.down_proj" in name for name in view)
+    return found
+
+
+async def kill_a_rank(engine: Any, versions: Versions) -> str:
+    """SIGKILL the last worker once everything is staged; what the next call then says."""
+    done = engine._done
+
+    async def killing(*arguments: Any) -> Any:
+        await done("tidemill_answers")
+        workers = [one for one in psutil.Process().children(recursive=True) if not one.children()]
+        workers[-1].send_signal(signal.SIGKILL)
+        psutil.wait_procs(workers[-1:], timeout=20)
+        return await done(*arguments)
+
+    engine._done = killing
+    try:
+        await asyncio.wait_for(versions.move(), 60)
+    except Exception as error:  # noqa: BLE001 - the test says which one it must be
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str, Any]:
+    """See the module's docstring."""
+    a = engines.make_model(kind, root / "a")
+    old = engines.driver.view_of(a)
+    views = [old, engines.driver.nudged(old, seed=1, fraction=0.2)]
+    b = engines.save_view(views[1], a, root / "b")
+    install()
+    started = time.monotonic()
+    engine = await start(a, settings)
+    result: dict[str, Any] = {"start_s": time.monotonic() - started}
+    versions = Versions(engine, views)
+    result["first"], result["before"] = await versions.proved(), await greedy(engine)
+    result["load"] = await under_load(engine, versions, MOVES)
+    result["after"] = await greedy(engine)
+    await engine.load(a, versions.number + 1)
+    versions.number += 1
+    result["whole"], result["whole_greedy"] = await versions.proved(), await greedy(engine)
+    result["damages"] = await damages(engine, versions)
+    if kind.intermediate:
+        result["fused"] = await under_fused_names(engine, a, versions.number)
+        await install_names(engine, specs_of(map_checkpoint(a)), versions.number)
+    result["killed"] = await kill_a_rank(engine, versions)
+    children = psutil.Process().children(recursive=True)
+    engine.shutdown()
+    result["left"] = len(psutil.wait_procs(children, timeout=20)[1])
+    fresh = await start(b, settings)
+    result["fresh"] = await greedy(fresh)
+    fresh.shutdown()
+    return result
+
+
+def main() -> None:
+    """See the module's docstring."""
+    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **json.loads(sys.argv[2]))
+    prepare_environment(settings.threads)
+    kind = engines.Kind("float32", tied=True, intermediate=64 if "experts" in sys.argv[3:] else 0)
+    print(json.dumps(asyncio.run(compare(Path(sys.argv[1]), settings, kind))), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What the ranks of an engine hold together: a whole checkpoint or a refusal, each element counted once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
+from tidemill.consumers.replica.weight_map import UnsupportedModelError
+from tidemill.kernels.fingerprint import TensorKey, fingerprint, fingerprint_at
+from tidemill.kernels.weights.bits import TensorSpec
+
+ROWS, COLUMNS, EXPERTS = 6, 12, 3
+SPECS = [
+    TensorSpec("rows", (ROWS, COLUMNS), "bfloat16"),
+    TensorSpec("columns", (ROWS, COLUMNS), "bfloat16"),
+    TensorSpec("norm", (COLUMNS,), "bfloat16"),
+    TensorSpec("down", (EXPERTS, ROWS, COLUMNS), "bfloat16"),
+    TensorSpec("expert", (ROWS, COLUMNS), "bfloat16"),
+]
+
+
+def held(ranks):
+    """Boxes of each rank as tensor parallelism cuts them; the last tensor lies on one rank alone, as an expert may."""
+    row, column = ROWS // ranks, COLUMNS // ranks
+    tables = []
+    for rank in range(ranks):
+        table = [(0, rank * row * COLUMNS, 1, row * COLUMNS, row * COLUMNS), (2, 0, 1, COLUMNS, COLUMNS)]
+        cut = (1, ROWS * COLUMNS, ROWS * COLUMNS) if ranks == 1 else (ROWS, column, COLUMNS)
+        table.append((1, rank * column, *cut))
+        table += [(3, e * ROWS * COLUMNS + rank * column, *cut) for e in range(EXPERTS)]
+        if rank == ranks - 1:
+            table.append((4, 0, 1, ROWS * COLUMNS, ROWS * COLUMNS))
+        tables.append(np.array(table, dtype=np.int64))
+    return tables
+
+
+def prints(table, values):
+    """The fingerprint of each box of a rank."""
+    found = []
+    for number, source, rows, row, pitch in table.tolist():
+        where = (source + np.arange(rows)[:, None] * pitch + np.arange(row)).reshape(-1)
+        name = SPECS[number].name
+        one = fingerprint_at(values[name][where], TensorKey.of(name), where)
+        found.append((one.lo, one.hi))
+    return np.array(found, dtype=np.uint64)
+
+
+def some_values(seed=0):
+    random = np.random.default_rng(seed)
+    return {spec.name: random.integers(0, 1 << 16, spec.n_elements).astype(np.uint16) for spec in SPECS}
+
+
+@given(st.sampled_from([1, 2, 3]), st.integers(0, 100))
+def test_the_sum_over_distinct_boxes_is_each_tensors_fingerprint(ranks, seed):
+    tables, values = held(ranks), some_values(seed)
+    found = Holdings(SPECS, tables).add_up([prints(table, values) for table in tables])
+    assert found == {name: fingerprint(bits, TensorKey.of(name)) for name, bits in values.items()}
+
+
+def test_a_copy_that_differs_is_found_with_its_ranks():
+    tables, values = held(3), some_values()
+    found = [prints(table, values) for table in tables]
+    odd = {**values, "norm": values["norm"] ^ np.uint16(1)}
+    found[2] = prints(tables[2], odd)
+    with pytest.raises(CopiesDisagreeError, match="ranks 0 and 2 hold different copies of elements of norm"):
+        Holdings(SPECS, tables).add_up(found)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "change", "position"),
+    [
+        (0, lambda table: table[table[:, 0] != 0], 36),
+        (1, lambda table: table[table[:, 0] != 1], 0),
+        (0, lambda table: table + (table[:, :1] == 0) * np.array([0, 1, 0, 0, 0]), 36),
+        (1, lambda table: table + (table[:, :1] == 1) * np.array([0, 0, -1, 0, 0]), 0),
+        (1, lambda table: table + (table[:, :1] == 1) * np.array([0, -1, 0, 0, 0]), 0),
+        (4, lambda table: table + (table[:, :1] == 4) * np.array([0, 0, 0, -1, -1]), 71),
+    ],
+)
+def test_elements_that_no_rank_holds_or_that_overlap_are_refused(tensor, change, position):
+    tables = held(2)
+    tables[1] = change(tables[1])
+    message = f"elements of {SPECS[tensor].name} from {position} of {SPECS[tensor].n_elements} lie in no rank"
+    with pytest.raises(UnsupportedModelError, match=message):
+        Holdings(SPECS, tables)
+
+
+def test_a_tensor_with_gaps_on_one_rank_is_refused():
+    with pytest.raises(UnsupportedModelError, match="elements of rows from 0 of 72 lie in no rank"):
+        Holdings(SPECS[:1], [np.array([[0, 0, ROWS, COLUMNS // 2, COLUMNS]])])

@@ -1,0 +1,71 @@
+"""An engine of two ranks is written, proved and stamped as one: versions under load, and damage of one rank alone."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DRIVER = Path(__file__).with_name("ranks_driver.py")
+_SPEC = importlib.util.spec_from_file_location("ranks_driver", DRIVER)
+ranks_driver = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = ranks_driver
+_SPEC.loader.exec_module(ranks_driver)
+
+
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def seen(request, tmp_path_factory, vllm):
+    """What the driver saw of an engine with two ranks."""
+    root = str(tmp_path_factory.mktemp("ranks"))
+    command = [sys.executable, str(DRIVER), root, json.dumps({"tensor_parallel": 2}), request.param]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {**json.loads(done.stdout.splitlines()[-1]), "kind": request.param}
+
+
+def test_versions_under_load_are_proved_and_every_token_says_which_one_sampled_it(seen):
+    load = seen["load"]
+    assert load["objections"] == [""] * ranks_driver.MOVES and load["running"] == ranks_driver.REQUESTS
+    assert load["wrong"] == 0
+    assert load["spans"] > 2 * ranks_driver.REQUESTS
+
+
+def test_an_updated_engine_computes_what_a_fresh_engine_computes(seen):
+    assert seen["first"] == seen["whole"] == ""
+    assert seen["after"] == seen["fresh"] != seen["before"]
+    assert seen["whole_greedy"] == seen["before"]
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("shard", "rank 1: the changes in shared memory are not those"), ("commit", "rank 1: the weights were changed")],
+)
+def test_what_one_rank_refuses_no_rank_keeps(seen, what, why):
+    damages = seen["damages"]
+    assert damages[what].startswith(why)
+    assert (damages[f"{what} then"], damages[f"{what} version"]) == ("", ranks_driver.MOVES + 1)
+
+
+def test_all_ranks_go_on_after_a_refusal_and_take_an_update_back(seen):
+    damages = seen["damages"]
+    assert damages["moved"] == damages["undone"] == "" and damages["version"] == ranks_driver.MOVES + 1
+
+
+def test_one_flipped_bit_on_one_rank_fails_the_proof(seen):
+    damages = seen["damages"]
+    assert damages["model.norm.weight"] == "ranks 0 and 1 hold different copies of elements of model.norm.weight"
+    assert damages["model.layers.1.self_attn.o_proj.weight"] == ranks_driver.OTHER_VERSION
+    assert damages["healed"] == ""
+
+
+def test_experts_are_also_known_by_the_names_that_transformers_has_in_memory(seen):
+    assert seen.get("fused", ["", ""]) == ["", ""]
+    assert ("fused" in seen) == (seen["kind"] == "experts")
+
+
+def test_a_rank_killed_before_the_commit_ends_the_engine_and_is_named(seen):
+    assert "rank 1 of the engine died" in seen["killed"]
+    assert seen["left"] == 0
