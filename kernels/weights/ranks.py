@@ -165,7 +165,7 @@ def open_ranks(timeout_s: float) -> Ranks:
     """All ranks of the job, on a group of their own: no rank waits longer than `timeout_s` for another.
 
     One process where torch.distributed is not initialised. Every rank calls it. The time has to cover what the slowest
-    rank takes to encode and send its shards.
+    rank takes to encode and send its shards, and the first one to make the newest version again from the log.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return SingleRank()
