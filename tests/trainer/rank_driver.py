@@ -110,9 +110,9 @@ def restarted(weights: TrainedWeights, options: Found) -> Found:
 
 
 def failing(job: Job, options: Found) -> Found:
-    """Rank 1 fails, or is killed, within a layer: the first rank says so."""
+    """A rank fails, or is killed, within a layer: the first rank says so, or the others end without it."""
     weights = weights_of(settings_of(), job, options["store"])
-    if job.ranks.rank == 1:
+    if job.ranks.rank == options.get("rank", 1):
         layer = weights._learner.model.model.layers[1]
         layer.register_forward_pre_hook(lambda *_: fail(options["how"]))
     if not job.ranks.is_first:
