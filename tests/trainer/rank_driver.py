@@ -125,6 +125,21 @@ def failing(job: Job, options: Found) -> Found:
     raise AssertionError("a step was taken without a rank that failed")
 
 
+def killed_saving(job: Job, options: Found) -> Found:
+    """Rank 1 is killed before its file of a checkpoint has its name."""
+    weights = weights_of(settings_of(), job, options["store"])
+    if job.ranks.rank == 1:
+        weights._checkpoints._filesystem.mv = lambda *_names: fail("kill")
+    if not job.ranks.is_first:
+        weights.follow()
+        return {}
+    try:
+        weights.save(state_of(1, weights.snapshot()), ())
+    except RuntimeError as error:
+        return {"error": str(error), "steps": weights._checkpoints.steps()}
+    raise AssertionError("a checkpoint was written without a rank that was killed")
+
+
 def fail(how: str) -> None:
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -174,6 +189,7 @@ def replayed(job: Job, options: Found) -> Found:
 SCENARIOS = {
     "trained": led(trained), "saved": led(saved), "resaved": led(resaved), "restarted": led(restarted),
     "failing": failing, "different": different, "replayed": replayed,
+    "killed_saving": killed_saving,
 }  # fmt: skip
 
 
