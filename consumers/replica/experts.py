@@ -21,6 +21,8 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from tidemill.consumers.replica.weight_map import Indices, UnsupportedModelError
 
 _PACKED = ("w13_weight", "w2_weight")
+_AS_LOADED = "TritonExperts"
+"""vLLM's experts for GPUs that lie in the checkpoint's order; by name, because a CPU need not import their kernels."""
 _DIGIT = 7
 """Bits of a number that are packed at once: bf16 holds the integers below 2**8 exactly."""
 
@@ -34,11 +36,15 @@ def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
     orders: dict[str, Indices] = {}
     known: set[str] = set()
     for prefix, experts, layer in _expert_layers(model):
-        if not isinstance(experts, CPUUnquantizedExperts):
-            raise UnsupportedModelError(f"{prefix} keeps its experts as {type(experts).__name__} does: not mapped")
+        kind = type(experts).__name__
+        if kind != _AS_LOADED and not isinstance(experts, CPUUnquantizedExperts):
+            raise UnsupportedModelError(
+                f"{prefix} keeps its experts in the order of {kind}, which is not known: on a GPU set "
+                '`moe-backend = "triton"` in replica.vllm_args'
+            )
         for name in _PACKED:
             known.add(f"{prefix}.{name}")
-            if not experts._use_zentorch:
+            if kind != _AS_LOADED and not experts._use_zentorch:
                 orders[f"{prefix}.{name}"] = _order_of(getattr(layer, name), experts.isa)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 2 and name not in known:

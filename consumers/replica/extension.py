@@ -28,7 +28,8 @@ from tidemill.consumers.replica.holdings import HeldBoxes
 from tidemill.consumers.replica.live_weights import LiveWeights, WeightWrite, WholeWrite
 from tidemill.consumers.replica.plugin import Answer, register
 from tidemill.consumers.replica.weight_map import record_map
-from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint, fingerprint_at
+from tidemill.kernels.backend import backend_for
+from tidemill.kernels.fingerprint import ZERO, TensorKey
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint
 
@@ -69,10 +70,12 @@ class RankWeights:
             key = TensorKey.of(name)
             prints = dict.fromkeys(self.live.boxes(name), ZERO)
             for box, begin, bits in self.live.pieces(name):
+                kernels = backend_for(bits)
                 if box.dense:
-                    prints[box] += fingerprint(bits, key, box.source + begin)
+                    prints[box] += kernels.fingerprint(bits, key, box.source + begin)
                 else:
-                    prints[box] += fingerprint_at(bits, key, box.indices(begin, bits.size))
+                    where = kernels.beside(box.indices(begin, len(bits)), bits)
+                    prints[box] += kernels.fingerprint_at(bits, key, where)
             found += [(one.lo, one.hi) for one in prints.values()]
         return {"prints": np.array(found, dtype=np.uint64).reshape(-1, 2)}
 

@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.consumers.replica import places
-from tidemill.consumers.replica.places import Box, Elements, Layout, Places
+from tidemill.consumers.replica.device_places import DeviceStorage
+from tidemill.consumers.replica.places import Box, HostStorage, Layout
 from tidemill.consumers.replica.weight_map import Bits, UnsupportedModelError
+from tidemill.kernels.elements import AnyArray
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
 
+HOST = "cpu"
 _PIECE = 1 << 20
 """Elements read back at once: bounds the memory of a proof to a few MiB."""
 
-_VIEWS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
+_VIEWS = {1: (torch.int8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.int32, np.uint32)}
 """By an element's width: torch's integer that numpy knows too, and the pattern's type."""
 
 
@@ -34,12 +36,14 @@ class NotRepresentableError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Elements of one parameter's storage, uN[n] each: where, what a write puts there, what it replaces."""
+    """Elements of one parameter's storage, uN[n] each, as its storage has found them."""
 
     parameter: str
-    places: Places
-    new: Elements
-    old: Elements
+    places: AnyArray
+    new: AnyArray
+    """What a write puts there."""
+    old: AnyArray
+    """What it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class WeightWrite:
     @property
     def n_elements(self) -> int:
         """Number of elements that it writes."""
-        return sum(patch.places.size for patch in self.patches)
+        return sum(len(patch.places) for patch in self.patches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class LiveWeights:
         held = {name: layout for name, layout in layouts.items() if layout.boxes}
         self._layouts = dict(layouts)
         used = {layout.parameter for layout in held.values()}
-        self._storage = {name: _element_bits(name, parameters[name]) for name in used}
+        self._storage = {name: _storage_of(name, parameters[name]) for name in used}
         self._patterns = {spec.name: _pattern_type(spec) for spec in tensors}
         self._lengths = {spec.name: spec.n_elements for spec in tensors}
         self._writes = 0
@@ -123,7 +127,7 @@ class LiveWeights:
             raise ValueError("the weights were changed after this write was prepared: prepare it again")
         self._writes += 1
         for patch in write.patches:
-            places.scatter(self._storage[patch.parameter], patch.places, patch.new)
+            self._storage[patch.parameter].put(patch.places, patch.new)
 
     def take_back(self, write: WeightWrite) -> None:
         """Write back what `write` replaced. Raises ValueError when it was not the last one."""
@@ -131,7 +135,7 @@ class LiveWeights:
             raise ValueError("this write was not the last one: it cannot be taken back")
         self._writes += 1
         for patch in write.patches:
-            places.scatter(self._storage[patch.parameter], patch.places, patch.old)
+            self._storage[patch.parameter].put(patch.places, patch.old)
 
     def prepare_whole(self, whole: Iterable[tuple[str, Bits]]) -> WholeWrite:
         """Copy what lies here of every tensor (name, uN[n]), one after the other; nothing is written.
@@ -151,7 +155,7 @@ class LiveWeights:
         """Overwrite every element that lies here."""
         self._writes += 1
         for layout, box, bits in write.parts:
-            places.write(layout, box, bits, self._storage[layout.parameter])
+            self._storage[layout.parameter].write(layout, box, bits)
 
     def warm(self) -> None:
         """Run every compiled loop of a write once, on no elements, so that none is compiled in a pause."""
@@ -165,11 +169,13 @@ class LiveWeights:
         for change in changes:
             layout = self._layouts[change.name]
             if layout.boxes:
-                none = np.empty(0, change.bits.dtype)
-                places.write(layout, layout.boxes[0], none, self._storage[layout.parameter])
+                nothing = Box(layout.boxes[0].source, layout.boxes[0].target, 0, 1, 1, 1)
+                self._storage[layout.parameter].write(layout, nothing, np.empty(0, change.bits.dtype))
 
-    def pieces(self, name: str) -> Iterator[tuple[Box, int, Bits]]:
+    def pieces(self, name: str) -> Iterator[tuple[Box, int, AnyArray]]:
         """Read back what lies here of a tensor, as patterns uN[n] of a box from one of its elements on, in order.
+
+        They are numpy arrays, or tensors on the device that the parameter lies on.
 
         Raises:
             NotRepresentableError: an element is no value of the checkpoint's type.
@@ -177,8 +183,9 @@ class LiveWeights:
         layout = self._layouts[name]
         for box in layout.boxes:
             for begin in range(0, box.length, _PIECE):
-                bits = np.empty(min(_PIECE, box.length - begin), dtype=self._patterns[name])
-                if not places.read(layout, box, begin, self._storage[layout.parameter], bits):
+                room = np.empty(min(_PIECE, box.length - begin), dtype=self._patterns[name])
+                bits = self._storage[layout.parameter].read(layout, box, begin, room)
+                if bits is None:
                     raise NotRepresentableError(f"a live element of {name} is no value of the checkpoint's type")
                 yield box, begin, bits
 
@@ -192,34 +199,26 @@ class LiveWeights:
             raise ValueError(f"{change.name}: an index is outside its {length} elements")
 
     def _patch(self, parameter: str, changes: Sequence[ElementChange]) -> Patch:
-        storage = self._storage[parameter]
-        most = sum(len(change.indices) for change in changes)
-        where: Places = np.empty(most, dtype=np.uint32 if storage.size <= 1 << 32 else np.uint64)
-        new: Elements = np.empty(most, dtype=storage.dtype)
-        held = 0
-        for change in changes:
-            layout = self._layouts[change.name]
-            held += places.place(layout, change.indices, change.bits, where[held:], new[held:])
-        # Not slices where others were left out: they would keep the memory that they are cut from.
-        where, new = (where, new) if held == most else (where[:held].copy(), new[:held].copy())
-        old = np.empty_like(new)
-        places.gather(storage, where, old)
-        return Patch(parameter, where, new, old)
+        found = [(self._layouts[change.name], change.indices, change.bits) for change in changes]
+        return Patch(parameter, *self._storage[parameter].find(found))
 
 
-def _element_bits(name: str, parameter: torch.nn.Parameter) -> Elements:
-    if parameter.element_size() not in _VIEWS or parameter.device.type != "cpu":
+def _storage_of(name: str, parameter: torch.nn.Parameter) -> HostStorage | DeviceStorage:
+    if parameter.element_size() not in _VIEWS:
         raise UnsupportedModelError(f"{name} is {parameter.dtype} on {parameter.device}: not readable bit for bit")
-    whole = torch.empty(0, dtype=parameter.dtype).set_(parameter.data.untyped_storage())
+    whole = torch.empty(0, dtype=parameter.dtype, device=parameter.device).set_(parameter.data.untyped_storage())
     as_int, as_bits = _VIEWS[parameter.element_size()]
-    bits: Elements = whole.view(as_int).numpy().view(as_bits)
-    return bits
+    if parameter.device.type != HOST:
+        return DeviceStorage(whole.view(as_int))
+    return HostStorage(whole.view(as_int).numpy().view(as_bits))
 
 
 def _pattern_type(spec: TensorSpec) -> np.dtype[Any]:
     return np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1])
 
 
-def _check_layout(name: str, layout: Layout, storage: Elements) -> None:
+def _check_layout(name: str, layout: Layout, storage: HostStorage | DeviceStorage) -> None:
+    if layout.order.size and not isinstance(storage, HostStorage):
+        raise UnsupportedModelError(f"{layout.parameter} was reordered on a GPU: not mapped")
     if layout.last >= storage.size or (layout.order.size and storage.size % layout.order.size):
         raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")

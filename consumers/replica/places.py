@@ -102,6 +102,48 @@ class Layout:
         return (max(ends, default=-1) // block + 1) * block - 1
 
 
+class HostStorage:
+    """A parameter's storage in the CPU's memory, uN[size]."""
+
+    def __init__(self, elements: Elements) -> None:
+        self.elements = elements
+        self.size = elements.size
+
+    def find(self, changes: Sequence[tuple[Layout, Indices, Elements]]) -> tuple[Places, Elements, Elements]:
+        """Where the changed elements lie that this storage holds, what it holds for their patterns, and what it held.
+
+        Args:
+            changes: layout, flat indices (i8[n]) and patterns (uN[n]) of each.
+        """
+        most = sum(len(indices) for _, indices, _ in changes)
+        where: Places = np.empty(most, dtype=np.uint32 if self.size <= 1 << 32 else np.uint64)
+        new: Elements = np.empty(most, dtype=self.elements.dtype)
+        held = 0
+        for layout, indices, bits in changes:
+            held += place(layout, indices, bits, where[held:], new[held:])
+        # Not slices where others were left out: they would keep the memory that they are cut from.
+        where, new = (where, new) if held == most else (where[:held].copy(), new[:held].copy())
+        old = np.empty_like(new)
+        _gather(self.elements, where, old)
+        return where, new, old
+
+    def put(self, places: Places, elements: Elements) -> None:
+        """Put `elements` (uN[n]) at `places` (uN[n]). Only stores: the quickest way to write many single elements."""
+        _scatter(self.elements, places, elements)
+
+    def write(self, layout: Layout, box: Box, bits: Elements) -> None:
+        """Write all of a box's patterns (uN[box.length])."""
+        shift = self.elements.dtype.type(layout.shift)
+        _write(self.elements, layout.order, box.target, box.row, box.step, shift, bits)
+
+    def read(self, layout: Layout, box: Box, begin: int, bits: Elements) -> Elements | None:
+        """Read elements [begin, begin + bits.size) of a box into `bits`; None where one is no pattern of the tensor."""
+        shift = self.elements.dtype.type(layout.shift)
+        below = self.elements.dtype.type((1 << layout.shift) - 1)
+        lost = _read(self.elements, layout.order, box.target, box.row, box.step, begin, shift, below, bits)
+        return None if lost else bits
+
+
 def place(layout: Layout, indices: Indices, bits: Elements, places: Places, elements: Elements) -> int:
     """Find the changed elements that lie here.
 
@@ -118,29 +160,6 @@ def place(layout: Layout, indices: Indices, bits: Elements, places: Places, elem
     shift = elements.dtype.type(layout.shift)
     found: int = _place(indices, bits, layout.table, layout.order, shift, places, elements)
     return found
-
-
-def read(layout: Layout, box: Box, begin: int, storage: Elements, bits: Elements) -> bool:
-    """Read elements [begin, begin + bits.size) of a box into `bits`; whether every one is a pattern of the tensor."""
-    shift = storage.dtype.type(layout.shift)
-    below = storage.dtype.type((1 << layout.shift) - 1)
-    lost: bool = _read(storage, layout.order, box.target, box.row, box.step, begin, shift, below, bits)
-    return not lost
-
-
-def write(layout: Layout, box: Box, bits: Elements, storage: Elements) -> None:
-    """Write all of a box's patterns (uN[box.length]) into the storage."""
-    _write(storage, layout.order, box.target, box.row, box.step, storage.dtype.type(layout.shift), bits)
-
-
-def gather(storage: Elements, places: Places, elements: Elements) -> None:
-    """Write to `elements` (uN[n]) what the storage holds at `places` (uN[n])."""
-    _gather(storage, places, elements)
-
-
-def scatter(storage: Elements, places: Places, elements: Elements) -> None:
-    """Put `elements` (uN[n]) at `places` (uN[n]). Only stores: the quickest way to write many single elements."""
-    _scatter(storage, places, elements)
 
 
 @compiled

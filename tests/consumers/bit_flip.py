@@ -50,7 +50,7 @@ def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
     layout, place = live._layouts[name], np.empty(1, dtype=np.uint64)
     if not layout.boxes:
         return False
-    storage = live._storage[layout.parameter]
+    storage = live._storage[layout.parameter].elements
     nothing, unused = np.zeros(1, live.pattern_type(name)), np.empty(1, storage.dtype)
     held = places.place(layout, np.array([index]), nothing, place, unused)
     storage[place[:held]] ^= storage.dtype.type(1 << bit)

@@ -299,6 +299,22 @@ def refusal(directory: Path) -> str:
     return ""
 
 
+def experts_of(kind: str) -> str:
+    """What is said of experts that a kernel of this name multiplies by; empty where they lie as they were loaded."""
+    from types import SimpleNamespace
+
+    from tidemill.consumers.replica.experts import orders_of_experts
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Module()})
+    model["mlp"].w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 4))
+    model["mlp"].quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=type(kind, (), {})()))
+    try:
+        return str(orders_of_experts(model) or "")
+    except UnsupportedModelError as error:
+        return str(error)
+
+
 def main() -> None:
     """See the module's docstring."""
     prepare_environment(1)
@@ -306,6 +322,7 @@ def main() -> None:
     wanted = sys.argv[2:] or list(KINDS)
     results: dict[str, Any] = {name: compare(KINDS[name], root / name.replace(" ", "-")) for name in wanted}
     results["refusal"] = refusal(root / "refusal")
+    results["kernels"] = {kind: experts_of(kind) for kind in ("TritonExperts", "FlashInferExperts")}
     print(json.dumps(results), flush=True)
 
 

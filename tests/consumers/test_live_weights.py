@@ -1,15 +1,20 @@
 """Live weights over plain parameters: what is written in checkpoint coordinates lies where the loader would put it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica import places
+from tidemill.consumers.replica import live_weights, places
+from tidemill.consumers.replica.device_places import DeviceStorage
 from tidemill.consumers.replica.live_weights import LiveWeights, NotRepresentableError
-from tidemill.consumers.replica.places import Box, Layout
+from tidemill.consumers.replica.places import Box, HostStorage, Layout
 from tidemill.consumers.replica.weight_map import UnsupportedModelError, record_map
+from tidemill.kernels.backend import backend_for
+from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
 
@@ -68,15 +73,15 @@ def reordered(model):
     return model
 
 
-def loaded(values, dtype=torch.float32):
+def loaded(values, dtype=torch.float32, specs=SPECS, reorder=True):
     """A fresh engine with these patterns."""
     model = Fused(dtype)
-    for spec in SPECS:
+    for spec in specs:
         if spec.name in values:
             signed = values[spec.name].view(f"<i{values[spec.name].itemsize}")
             tensor = torch.from_numpy(signed.copy()).view(getattr(torch, spec.dtype)).reshape(spec.shape)
             model.load_weights([(spec.name, tensor)])
-    return reordered(model)
+    return reordered(model) if reorder else model
 
 
 def live_of(model, specs=SPECS):
@@ -98,7 +103,7 @@ def read_back(live):
     for name in live.names:
         bits = found[name] = np.zeros(live.length(name), live.pattern_type(name))
         for box, begin, piece in live.pieces(name):
-            bits[box.indices(begin, piece.size)] = piece
+            bits[box.indices(begin, len(piece))] = np.asarray(piece)
     return found
 
 
@@ -130,6 +135,47 @@ def test_a_write_makes_what_the_loader_would_have_made_and_can_be_taken_back(see
     assert all(np.array_equal(read_back(live)[name], new[name]) for name in old)
     live.take_back(write)
     assert same_storage(model, loaded(old))
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_torchs_index_operations_do_what_the_compiled_loops_do(seed, density, dtype):
+    """A parameter on a GPU is read and written by torch; here its tensors lie on the CPU."""
+    specs = [replace(spec, dtype="bfloat16") for spec in SPECS] if dtype is torch.bfloat16 else SPECS
+    old, other = random_values(seed, specs), random_values(seed + 1, specs)
+    chosen = np.random.default_rng(seed)
+    new = {name: np.where(chosen.random(old[name].size) < density, other[name], old[name]) for name in old}
+    model, host = (loaded(old, dtype, specs, reorder=False) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_weights, "HOST", "another device")
+        live = LiveWeights(model, record_map(model, specs, {}), specs)
+    assert all(isinstance(storage, DeviceStorage) for storage in live._storage.values())
+    live.warm()
+    write = live.prepare(difference(old, new, seed))
+    assert same_storage(model, host)
+    live.commit(write)
+    on_host = LiveWeights(host, record_map(host, specs, {}), specs)
+    on_host.commit(on_host.prepare(difference(old, new, seed)))
+    assert same_storage(model, host)
+    assert all(np.array_equal(read_back(live)[name], new[name]) for name in new)
+    for name in new:
+        for (box, begin, bits), (_, _, on_cpu) in zip(live.pieces(name), on_host.pieces(name), strict=True):
+            found = backend_for(bits).fingerprint(bits, TensorKey.of(name), box.source + begin)
+            assert found == fingerprint(on_cpu, TensorKey.of(name), box.source + begin)
+    live.take_back(write)
+    assert all(np.array_equal(read_back(live)[name], old[name]) for name in old)
+    live.write_whole(live.prepare_whole(other.items()))
+    on_host.write_whole(on_host.prepare_whole(other.items()))
+    assert same_storage(model, host)
+    if dtype is torch.float32:
+        model.qkv.data.view(torch.int32)[3, 1] ^= 1
+        with pytest.raises(NotRepresentableError, match="q is no value"):
+            list(live.pieces("q"))
+
+
+def test_a_reordered_parameter_on_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(live_weights, "HOST", "another device")
+    with pytest.raises(UnsupportedModelError, match="w2 was reordered on a GPU"):
+        live_of(loaded({}))
 
 
 def test_every_pattern_goes_through_nans_included():
@@ -269,11 +315,10 @@ def test_a_layout_visits_each_of_its_places_once(rows, row, left_out, gap, targe
     found, new = np.empty(tensor.size, np.uint32), np.empty(tensor.size, np.uint32)
     n = places.place(layout, np.arange(tensor.size), tensor, found, new)
     assert (found[:n].tolist(), new[:n].tolist()) == (expected, tensor[held].tolist())
-    storage = np.arange(2 * block, dtype=np.uint32)
+    storage = HostStorage(np.arange(2 * block, dtype=np.uint32))
     for box, where in zip(boxes, (expected[:length], expected[length:]), strict=True):
-        bits = np.empty(length - length // 2, np.uint32)
-        assert places.read(layout, box, length // 2, storage, bits)
-        assert bits.tolist() == where[length // 2 :]
-        places.write(layout, box, box.cut(tensor), storage)
-    assert storage[expected].tolist() == tensor[held].tolist()
+        room = np.empty(length - length // 2, np.uint32)
+        assert storage.read(layout, box, length // 2, room).tolist() == where[length // 2 :]
+        storage.write(layout, box, box.cut(tensor))
+    assert storage.elements[expected].tolist() == tensor[held].tolist()
     assert max(expected) <= layout.last

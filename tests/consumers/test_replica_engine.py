@@ -90,3 +90,11 @@ def test_the_proof_finds_what_a_stock_reload_makes_of_experts_and_a_whole_write_
 def test_a_type_that_the_engine_cannot_hold_is_refused_with_the_reason(compared):
     assert "layernorm.weight is float32, the engine holds it as bfloat16" in compared["refusal"]
     assert "serve bfloat16 tensors in a float32 engine" in compared["refusal"]
+
+
+def test_experts_in_an_order_that_is_not_known_are_refused_by_name(compared):
+    assert compared["kernels"]["TritonExperts"] == ""
+    assert compared["kernels"]["FlashInferExperts"].startswith(
+        "mlp keeps its experts in the order of FlashInferExperts"
+    )
+    assert 'set `moe-backend = "triton"`' in compared["kernels"]["FlashInferExperts"]
