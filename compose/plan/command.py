@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from tidemill.compose.plan.devices import devices_of
 from tidemill.compose.plan.text import document, print_plan
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.consumers.replica.config import EngineDtype
+from tidemill.trainer.choices import Compute
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
@@ -34,12 +36,12 @@ def plan(
     context: Annotated[int | None, typer.Option(help="Tokens of the longest rollout, and of a request.")] = None,
     requests: Annotated[int | None, typer.Option(help="Requests that a replica serves at the same time.")] = None,
     tensor_parallel: Annotated[
-        int | None, typer.Option(min=1, help="Tensor parallel size of a replica. Default: the smallest that fits.")
+        int | None,
+        typer.Option(min=1, help="Ranks of an engine, tensor or expert parallel. Default: the fewest that fit."),
     ] = None,
-    data_parallel: Annotated[int, typer.Option(min=1, help="Data parallel size of a replica.")] = 1,
-    expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Divide whole experts over all ranks of a replica.")
-    ] = False,
+    data_parallel: Annotated[
+        int | None, typer.Option(min=1, help="Engines of a replica, each with whole weights; for dense models.")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Learning rate, for the size of a delta.")] = None,
     density: Annotated[
         float | None, typer.Option(min=1e-6, max=1.0, help="Share of the elements that a step changes, if you know it.")
@@ -71,42 +73,54 @@ def plan(
     settings = settings_of(given(
         trainer__model=model, trainer__row_tokens=row_tokens, trainer__optimizer__learning_rate=learning_rate,
         replica__max_model_len=context, replica__max_num_seqs=requests,
+        replica__data_parallel=data_parallel,
     ))  # fmt: skip
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tidemill.compose.models_command import DIRECTORY
-    from tidemill.compose.plan.estimates import StepWork, TrainerSpeed, delta_estimates, step_estimates
+    from tidemill.compose.plan.estimates import Estimate, StepWork, TrainerSpeed, delta_estimates, step_estimates
     from tidemill.compose.plan.fit import fit
-    from tidemill.compose.plan.replica_memory import ReplicaCase
-    from tidemill.compose.plan.trainer_memory import TrainerCase
+    from tidemill.compose.plan.replica_memory import ReplicaCase, replica_host_bytes
+    from tidemill.compose.plan.trainer_memory import BF16, FP32, TrainerCase, trainer_host_bytes
     from tidemill.trainer.model_size import size_of_name
 
     trainer, replica, longest = settings.trainer, settings.replica, settings.replica.max_model_len
     fetched = DIRECTORY / trainer.model.replace("/", "--")
     size = size_of_name(str(fetched) if (fetched / "config.json").is_file() else trainer.model)
+    if size.experts and replica.data_parallel > 1:
+        raise ValueError("replica.data_parallel is for dense models: give a mixture of experts --tensor-parallel alone")
     prompt = longest // 2 if prompt is None else min(prompt, longest)
+    half = trainer.compute is Compute.BFLOAT16 or (trainer.compute is Compute.AUTO and devices.gpu)
     reference = trainer.kl.coefficient > 0
     work = StepWork(
         rollouts=settings.run.groups_per_step * settings.feed.group_size,
         prompt=prompt,
         sampled=longest - prompt,
+        repeated=trainer.checkpoint_activations,
         frozen=reference + (trainer.minibatches > 1 or (reference and not trainer.kl.in_loss)),
         learning_rate=trainer.optimizer.learning_rate,
         beta=trainer.optimizer.betas[0],
         density=density,
     )
     delta = delta_estimates(size, work)
+    one_rank = TrainerCase(
+        ranks=1,
+        row_tokens=max(trainer.row_tokens, longest),
+        reference=reference,
+        compute_bytes=BF16 if half else FP32,
+        checkpointed=trainer.checkpoint_activations,
+        gpu=devices.gpu,
+    )
     found = fit(
         size,
         devices,
-        TrainerCase(1, max(trainer.row_tokens, longest), reference, devices.gpu),
+        one_rank,
         ReplicaCase(
             tensor_parallel=tensor_parallel or 0,
-            expert_parallel=expert_parallel,
-            data_parallel=data_parallel,
+            data_parallel=replica.data_parallel,
             requests=replica.max_num_seqs,
             context=longest,
             step_tokens=replica.max_num_batched_tokens,
-            value_bytes=4 if replica.dtype is EngineDtype.FLOAT32 and not devices.gpu else 2,
+            value_bytes=FP32 if replica.dtype is EngineDtype.FLOAT32 and not devices.gpu else BF16,
             changed=delta[0].value,
             gpu=devices.gpu,
         ),
@@ -114,6 +128,11 @@ def plan(
     ranks = found.trainer.devices if found.trainer else devices.count
     pace = None if peak_tflops is None or share is None else TrainerSpeed(ranks, peak_tflops, share)
     estimates = [*step_estimates(size, work, pace), *delta]
+    if devices.gpu:
+        estimates += [
+            Estimate("trainer_host_bytes", trainer_host_bytes(size, replace(one_rank, ranks=ranks)), "for each rank"),
+            Estimate("replica_host_bytes", replica_host_bytes(size), "for each replica: its copy of the version"),
+        ]
     if as_json:
         typer.echo(json.dumps(document(trainer.model, size, devices, found, estimates), indent=2))
     elif as_csv:

@@ -29,6 +29,8 @@ class StepWork:
     """Tokens of a rollout that are not sampled."""
     sampled: int
     """Tokens of a rollout that are sampled."""
+    repeated: bool
+    """Layers are computed a second time for their gradients."""
     frozen: int
     """Passes without a gradient: of the reference, and of the policy before the step."""
     learning_rate: float
@@ -65,10 +67,14 @@ def step_estimates(size: ModelSize, work: StepWork, pace: TrainerSpeed | None) -
     """
     tokens = work.prompt + work.sampled
     pairs, before = tokens * (tokens + 1) / 2, work.prompt * (work.prompt + 1) / 2
-    training = work.rollouts * (3 + work.frozen) * size.forward(tokens, pairs, work.sampled)
+    training = work.rollouts * (3 + work.repeated + work.frozen) * size.forward(tokens, pairs, work.sampled)
     sampling = work.rollouts * size.forward(work.sampled, pairs - before, work.sampled)
     prefilling = work.rollouts * size.forward(work.prompt, before, 0)
-    passes = "forward and backward" + f", {work.frozen} passes without a gradient" * (work.frozen > 0)
+    passes = (
+        "forward and backward"
+        + ", layers computed twice" * work.repeated
+        + f", {work.frozen} passes without a gradient" * (work.frozen > 0)
+    )
     found = [
         Estimate("training_tflop", training / TERA, f"{work.rollouts} rollouts of {tokens:,} tokens; {passes}"),
         Estimate("sampling_tflop", sampling / TERA, f"{work.sampled:,} sampled tokens of each rollout"),

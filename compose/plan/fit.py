@@ -118,13 +118,18 @@ def replica_part(size: ModelSize, case: ReplicaCase) -> RoleMemory:
 def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> Iterator[Change]:
     """What makes the trainer smaller, each by itself and all together, then how many ranks it takes as it is."""
     smaller: dict[str, TrainerCase] = {}
+    every = case
     if case.reference:
-        smaller["trainer.kl.coefficient=0: no reference"] = replace(case, reference=False)
+        every = smaller["trainer.kl.coefficient=0: no reference"] = replace(case, reference=False)
+    if not case.checkpointed:
+        smaller["trainer.checkpoint_activations=true"] = replace(case, checkpointed=True)
+        every = replace(every, checkpointed=True)
     if case.row_tokens > SHORT_ROW:
         what = f"rows and rollouts of at most {SHORT_ROW:,} tokens"
         smaller[what] = replace(case, row_tokens=SHORT_ROW)
+        every = replace(every, row_tokens=SHORT_ROW)
     if len(smaller) > 1:
-        smaller["both of them"] = replace(case, reference=False, row_tokens=SHORT_ROW)
+        smaller["all of these together"] = every
     for what, tried in smaller.items():
         yield _changed(devices, what, trainer_part(size, tried))
     counts = (count for count in _powers(FURTHEST) if count > case.ranks)
@@ -135,9 +140,7 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
 
 
 def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[Change]:
-    """Experts divided further, as many requests as there is room for, then how many devices it takes as it is."""
-    if size.experts and not case.expert_parallel and case.data_parallel > 1:
-        yield _changed(devices, "--expert-parallel", replica_part(size, replace(case, expert_parallel=True)))
+    """As many requests as there is room for, then how many devices it takes as it is."""
     engines = case.data_parallel
     least, two = (replica_part(size, replace(case, requests=n * engines)).total for n in (1, 2))
     if least < devices.usable:

@@ -20,10 +20,9 @@ class ReplicaCase:
     """How a replica runs."""
 
     tensor_parallel: int
-    expert_parallel: bool
-    """Each rank holds whole experts, divided over all ranks of all engines."""
+    """Ranks that an engine's tensors are cut over; whole experts on each rank (expert parallel) take as much."""
     data_parallel: int
-    """Engines of the replica, each with the whole model beside the experts, and a share of the requests."""
+    """Engines of the replica, each with the whole model, and a share of the requests."""
     requests: int
     """Requests at the same time."""
     context: int
@@ -45,13 +44,11 @@ class ReplicaCase:
 def replica_bytes(size: ModelSize, case: ReplicaCase) -> dict[str, float]:
     """Bytes of one rank, by what they hold."""
     tensor = case.tensor_parallel
-    expert_ranks = case.ranks if case.expert_parallel else tensor
-    weights = (size.parameters - size.experts) / tensor + size.experts / expert_ranks
     queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
     numbers = 2 * size.hidden + (queries + 2 * keys + 3 * size.feed_forward) / tensor
     scored = min(case.requests / case.data_parallel, case.step_tokens)
     device = {
-        "weights": case.value_bytes * weights,
+        "weights": case.value_bytes * size.parameters / tensor,
         "kv_cache": kv_bytes(size, case),
         "step": case.value_bytes * case.step_tokens * numbers + 4 * STEP_SCORES * scored * size.vocabulary,
         "update": CHANGE_BYTES * case.changed / tensor,

@@ -1,6 +1,8 @@
 """The memory of a trainer's process, from the model's size and the settings.
 
 Counted is the fullest moment of a step: the backward pass of a row begins, gradients of the rows before it are there.
+For one process on a CPU the sum is within 15 % of what was measured (`tests/bench/bench_plan.py`). Two ranks on a CPU
+held 1.4 times the sum with SmolLM2, rows of 512 tokens; a GPU was never measured.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ FP32, BF16 = 4, 2
 PROCESS_BYTES = 0.75 * 2**30
 """Resident after the libraries are imported; of a process on a CPU, where that memory is the device's."""
 SCORE_BUFFERS = 4
-"""Arrays of a chunk's scores that are there at once: two of this chunk, two of the one before it."""
+"""Arrays of scores that are there at once: in the head two of this chunk and two of the one before it, in attention the
+scores, their exponentials and the slopes of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,16 @@ class TrainerCase:
     """Tokens of the longest row."""
     reference: bool
     """A reference model is held, for the KL term."""
+    compute_bytes: int
+    """Bytes of a number in the type that a step is computed in."""
+    checkpointed: bool
+    """Layers are computed a second time for their gradients, and keep only their inputs."""
     gpu: bool
+
+    @property
+    def sharded(self) -> bool:
+        """Layers are gathered before they are computed (FSDP2), be it from one rank, for the sake of the type."""
+        return self.ranks > 1 or self.compute_bytes != FP32
 
 
 def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
@@ -39,40 +51,70 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "moments": 2 * FP32 * share,
         "gradients": FP32 * share,
         "reference": FP32 * share * case.reference,
-        "gathered": _gathered(size) if case.ranks > 1 else 0.0,
-        "activations": float(FP32 * case.row_tokens * size.layers * kept_numbers(size)),
-        "head": _head(size, case.row_tokens),
+        "gathered": _gathered(size, case.compute_bytes) if case.sharded else 0.0,
+        "activations": _activations(size, case),
+        "attention": _attention(size, case.row_tokens) if case.gpu else 0.0,
+        "head": _head(size, case),
     }
-    # The view of the version held, and the publisher's copy for the next delta: in the memory of the host.
-    return device if case.gpu else {**device, "versions": trainer_host_bytes(size, case), "process": PROCESS_BYTES}
+    if case.gpu:
+        return device
+    # Every rank loads whole models before it keeps its share.
+    more = max(0.0, _loading(size, case) - sum(device.values()))
+    return {**device, "loading": more, "versions": _versions(size, case), "process": PROCESS_BYTES}
 
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
-    """Bytes in the host's memory for one rank: the serving view, and the publisher's copy of the newest version."""
+    """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads whole models or while it trains."""
+    return PROCESS_BYTES + max(_loading(size, case), _versions(size, case))
+
+
+def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
+    """Bytes that a layer keeps of each token for its backward pass.
+
+    Of each of two norms the input in fp32, the normalised input and the output; queries, keys and values after the
+    rotation and the attention's output; gate, activated gate, up and their product. Heads that are normalised keep
+    their input in fp32 and the normalised input too. Routed experts keep their copy of the token, and their output
+    before it is weighted.
+    """
+    queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
+    normed = 2 * size.hidden + (queries + keys if size.normed_heads else 0)
+    others = 2 * size.hidden + 2 * queries + 2 * keys + 4 * size.feed_forward + 2 * size.used_experts * size.hidden
+    return (FP32 + compute_bytes) * normed + compute_bytes * others
+
+
+def _loading(size: ModelSize, case: TrainerCase) -> float:
+    """The whole model, and the reference, before they are laid over the ranks."""
+    return float(FP32 * size.parameters * (1 + case.reference))
+
+
+def _versions(size: ModelSize, case: TrainerCase) -> float:
+    """The view of the version held, and the publisher's copy for the next delta: always in the host's memory."""
     return 2 * BF16 * size.parameters / case.ranks
 
 
-def kept_numbers(size: ModelSize) -> int:
-    """Numbers that a layer keeps of each token for its backward pass.
-
-    Of each of two norms its input, the normalised input and its output; queries, keys and values after the rotation and
-    the attention's output; gate, activated gate, up and their product. Heads that are normalised keep their input and
-    the normalised input too. Routed experts keep their copy of the token, and their output before it is weighted.
-    """
-    queries, keys = size.heads * size.head_width, size.kv_heads * size.head_width
-    normed = 2 * (queries + keys) if size.normed_heads else 0
-    routed = 2 * size.used_experts * size.hidden
-    return 6 * size.hidden + 2 * queries + 2 * keys + normed + 4 * size.feed_forward + routed
-
-
-def _gathered(size: ModelSize) -> float:
+def _gathered(size: ModelSize, compute_bytes: int) -> float:
     """Two layers gathered, a layer's gradients with their reduction's input, and the same of the parameters outside."""
-    return float(2 * FP32 * size.layer + 2 * FP32 * size.layer + 2 * FP32 * size.root)
+    reduced = compute_bytes + FP32
+    return float((2 * compute_bytes + reduced) * size.layer + reduced * size.root)
 
 
-def _head(size: ModelSize, tokens: int) -> float:
+def _activations(size: ModelSize, case: TrainerCase) -> float:
+    one = kept_bytes(size, case.compute_bytes)
+    if case.checkpointed:
+        return float(case.row_tokens * (case.compute_bytes * size.hidden * size.layers + one))
+    return float(case.row_tokens * size.layers * one)
+
+
+def _attention(size: ModelSize, tokens: int) -> float:
+    """Scores of a layer for a row that is one sequence: only a CPU has a call that does without them."""
+    return float(SCORE_BUFFERS * FP32 * size.heads * tokens * tokens)
+
+
+def _head(size: ModelSize, case: TrainerCase) -> float:
     """Scores of a chunk, probabilities that are kept, outputs of the last layer, and the gradient of the head."""
+    tokens = case.row_tokens
     scores = tokens * size.vocabulary
     kept = scores if keeps_scores(tokens, size.vocabulary) else 0
     chunk = min(max(CHUNK_SCORES, size.vocabulary), scores)
-    return float(FP32 * (SCORE_BUFFERS * chunk + kept + 2 * tokens * size.hidden + size.head))
+    outputs = case.compute_bytes * (2 * tokens * size.hidden + size.head)
+    return float(FP32 * (SCORE_BUFFERS * chunk + kept) + outputs)

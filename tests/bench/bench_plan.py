@@ -1,11 +1,11 @@
-"""The planner's memory beside a trainer's process that takes two steps, one JSON line a model.
+"""The planner's memory beside trainers that take two steps, one JSON line a model.
 
-    python tests/bench/bench_plan.py [--model small DIR] [--row-tokens 256] [--rows 2]
+    python tests/bench/bench_plan.py [--model small DIR] [--row-tokens 256] [--rows 2] [--ranks 2] [--checkpointed]
 
-The process holds what a trainer on a CPU holds: model, masters, moments, reference, the serving view, and a copy of the
-newest version as the publisher keeps it. `measured_mb` is the most that was resident, `imported_mb` before the model
-was there; `planned_mb` is the sum of `compose/plan/trainer_memory.py` for rows of so many tokens, and `of_measured` the
-ratio of the two. `small` is a random model of 21 million parameters.
+Each rank is a process that holds what a trainer on a CPU holds: model, masters, moments, reference, the serving view,
+and a copy of the newest version as the publisher keeps it. `measured_mb` is the most that was resident, `imported_mb`
+before the model was there; `planned_mb` is the sum of `compose/plan/trainer_memory.py` for rows of so many tokens, and
+`of_measured` the ratio of the two. `small` is a random model of 21 million parameters.
 """
 
 from __future__ import annotations
@@ -33,28 +33,35 @@ SMALL = {
 MIB = 2**20
 
 
-def take_steps(directory: str, row_tokens: int, rows: int) -> None:
-    """Take two steps on rollouts that fill `rows` rows, and print the most MiB that were resident."""
+def take_steps(directory: str, chosen: argparse.Namespace) -> None:
+    """Take two steps on rollouts that fill rows, and print the most MiB that this rank had resident."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tidemill.kernels.weights.held import HeldVersion
     from tidemill.trainer.config import KlSettings, TrainerSettings
-    from tidemill.trainer.serving_view import serving_view
+    from tidemill.trainer.job import open_job
+    from tidemill.trainer.sharded_view import local_parts
     from tidemill.trainer.step import Learner
 
     imported = resident_mb()
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(directory)
     model, reference = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
-    settings = TrainerSettings(kl=KlSettings(coefficient=0.001), row_tokens=row_tokens)
-    learner = Learner(model, settings, reference)
-    group = long_group(rows, row_tokens, config.vocab_size)
-    view = serving_view(model)
-    held = HeldVersion.copy_of(0, view)
-    for step in (1, 2):
-        learner.train([group], step, 0, seed=step)
-    assert held.weights and view
+    settings = TrainerSettings(
+        kl=KlSettings(coefficient=0.001),
+        row_tokens=chosen.row_tokens,
+        device="cpu",
+        checkpoint_activations=chosen.checkpointed,
+    )
+    group = long_group(chosen.rows, chosen.row_tokens, config.vocab_size)
+    with open_job(600.0) as job:
+        learner = Learner(model, settings, reference, job.ranks, job.place)
+        view = local_parts(learner.model, first=job.ranks.is_first)
+        held = HeldVersion.copy_of(0, view)
+        for step in (1, 2):
+            learner.train([group], step, 0, seed=step)
+        assert held.version == 0 and view
     print(json.dumps({"imported_mb": imported, "measured_mb": resident_mb()}))
 
 
@@ -89,16 +96,23 @@ def compare(directory: str, chosen: argparse.Namespace) -> None:
     from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
     from tidemill.trainer.model_size import size_of_name
 
-    command = [sys.executable, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
-    command += ["--rows", str(chosen.rows)]
+    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(chosen.ranks)] if chosen.ranks > 1 else []
+    command = [sys.executable, *several, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
+    command += ["--rows", str(chosen.rows), *(["--checkpointed"] if chosen.checkpointed else [])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     size = size_of_name(directory)
-    parts = trainer_bytes(size, TrainerCase(ranks=1, row_tokens=chosen.row_tokens, reference=True, gpu=False))
-    planned, found = sum(parts.values()) / MIB, json.loads(done.stdout.splitlines()[-1])
+    case = TrainerCase(
+        chosen.ranks, chosen.row_tokens, reference=True, compute_bytes=4, checkpointed=chosen.checkpointed, gpu=False
+    )
+    parts = trainer_bytes(size, case)
+    planned, lines = sum(parts.values()) / MIB, [line for line in done.stdout.splitlines() if line.startswith("{")]
+    found = max(map(json.loads, lines), key=lambda rank: rank["measured_mb"])
     line = {
         "figure": "plan.trainer_memory",
         "parameters": size.parameters,
         "row_tokens": chosen.row_tokens,
+        "ranks": chosen.ranks,
+        "checkpointed": chosen.checkpointed,
         "planned_mb": round(planned, 1),
         "measured_mb": round(found["measured_mb"], 1),
         "imported_mb": round(found["imported_mb"], 1),
@@ -114,10 +128,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["small"], help="directories of models, or small")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens of each row")
     parser.add_argument("--rows", type=int, default=2, help="rows of a step")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks; the greatest one's memory is told")
+    parser.add_argument("--checkpointed", action="store_true", help="with trainer.checkpoint_activations")
     parser.add_argument("--take-steps", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.take_steps:
-        take_steps(chosen.take_steps, chosen.row_tokens, chosen.rows)
+        take_steps(chosen.take_steps, chosen)
         return
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.model:

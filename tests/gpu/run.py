@@ -50,11 +50,13 @@ def checks(rehearse: bool) -> list[GpuCheck]:
     chosen = ["-k", FEW] if rehearse else []
     options = ["-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib"]
     small = ["--elements", "4096", "--runs", "1"] if rehearse else ["--runs", "5"]
+    smaller = ["--small"] if rehearse else []
     kinds = ["--densities", "0.01", "--dtypes", "bfloat16"]
     return [
-        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, CASES], 240, where, _counted),
+        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, CASES], 220, where, _counted),
         GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 120, {}, _lines),
-        GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *(["--small"] if rehearse else [])], 90, where, _lines),
+        GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *smaller], 80, where, _lines),
+        GpuCheck("train_step", ["-m", "tests.gpu.train_step", *smaller], 160, where, _lines),
     ]
 
 
