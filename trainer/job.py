@@ -102,8 +102,7 @@ class Job:
                     if self._store.check([_SAID.format(rank)]):
                         said[rank] = self._store.get(_SAID.format(rank)).decode()
             except dist.DistError:
-                # The store went with the first rank, or with what started it.
-                break
+                return "the first rank, or torchrun, is gone; start the trainer again, it goes on from the log"
             time.sleep(LOOK_S)
         failed = [f"rank {rank}: {reason}" for rank, reason in sorted(said.items()) if reason != _LOST]
         silent = ", ".join(str(rank) for rank in range(self.ranks.size) if rank not in said)

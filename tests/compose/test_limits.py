@@ -28,11 +28,15 @@ def test_every_setting_that_is_named_is_one():
         assert key in (shared.get(section) or sections[section].annotation).model_fields, f"{section}.{key}"
 
 
-def test_the_trainer_knows_no_device_and_no_ranks():
+def test_midtraining_is_one_process_on_a_cpu():
+    for name in ("midtrain.py", "midtrain_config.py", "muon.py", "packing.py"):
+        source = (ROOT / "trainer" / name).read_text("utf-8")
+        assert not re.search(r"cuda|device|torch\.distributed|[Rr]anks", source), name
+
+
+def test_ranks_share_no_sequences_and_no_experts():
     for path in (ROOT / "trainer").rglob("*.py"):
-        source = path.read_text("utf-8")
-        assert "cuda" not in source.lower(), path
-        assert path.name.startswith("sharded_") or "torch.distributed" not in source, path
+        assert not re.search(r"context_parallel|expert_parallel|ep_size", path.read_text("utf-8")), path
 
 
 @pytest.mark.parametrize(

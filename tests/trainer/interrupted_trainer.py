@@ -86,7 +86,7 @@ POINTS: dict[str, Callable[[int, Strike], None]] = {
     "after_plan": after(Session, "begin", lambda session, *_rest: session.place.step + 1),
     "after_compute": after(Learner, "train", lambda _learner, _groups, step, *_rest: step),
     "after_record": before(Session, "_finish", lambda _session, record, *_rest: record.step),
-    "before_manifest": before(VersionLog, "commit", lambda _log, mark, *_rest: mark.version),
+    "before_manifest": before(VersionLog, "write", lambda _log, mark, *_rest: mark.version),
     "within_checkpoint": within_checkpoint,
 }
 

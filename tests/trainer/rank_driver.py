@@ -110,9 +110,9 @@ def restarted(weights: TrainedWeights, options: Found) -> Found:
 
 
 def failing(job: Job, options: Found) -> Found:
-    """Rank 1 fails, or is killed, within a layer: the first rank says so."""
+    """A rank fails, or is killed, within a layer: the first rank says so, or the others end without it."""
     weights = weights_of(settings_of(), job, options["store"])
-    if job.ranks.rank == 1:
+    if job.ranks.rank == options.get("rank", 1):
         layer = weights._learner.model.model.layers[1]
         layer.register_forward_pre_hook(lambda *_: fail(options["how"]))
     if not job.ranks.is_first:
@@ -123,6 +123,21 @@ def failing(job: Job, options: Found) -> Found:
     except RuntimeError as error:
         return {"error": str(error), "class": type(error).__name__}
     raise AssertionError("a step was taken without a rank that failed")
+
+
+def killed_saving(job: Job, options: Found) -> Found:
+    """Rank 1 is killed before its file of a checkpoint has its name."""
+    weights = weights_of(settings_of(), job, options["store"])
+    if job.ranks.rank == 1:
+        weights._checkpoints._filesystem.mv = lambda *_names: fail("kill")
+    if not job.ranks.is_first:
+        weights.follow()
+        return {}
+    try:
+        weights.save(state_of(1, weights.snapshot()), ())
+    except RuntimeError as error:
+        return {"error": str(error), "steps": weights._checkpoints.steps()}
+    raise AssertionError("a checkpoint was written without a rank that was killed")
 
 
 def fail(how: str) -> None:
@@ -174,6 +189,7 @@ def replayed(job: Job, options: Found) -> Found:
 SCENARIOS = {
     "trained": led(trained), "saved": led(saved), "resaved": led(resaved), "restarted": led(restarted),
     "failing": failing, "different": different, "replayed": replayed,
+    "killed_saving": killed_saving,
 }  # fmt: skip
 
 

@@ -37,6 +37,8 @@ JOBS = {
     "restarted": (2, "restarted", {}),
     "failing": (2, "failing", {"how": "raise"}),
     "killed": (2, "failing", {"how": "kill"}),
+    "killed saving": (2, "killed_saving", {"store": "{root}/store of killed"}),
+    "first killed": (3, "failing", {"how": "kill", "rank": 0}),
     "different": (2, "different", {}),
 }
 
@@ -161,6 +163,19 @@ def test_a_killed_rank_is_named(out):
     assert here["class"] == "RanksLostError"
     assert here["error"].startswith("rank 1 is gone or hangs; start the trainer again, it goes on from the log")
     assert ended(out, "killed") == [0, -9]
+
+
+def test_a_rank_that_is_killed_within_a_checkpoint_leaves_none(out):
+    here = found(out, "killed saving")
+    assert here["error"].startswith("rank 1 is gone or hangs")
+    assert here["steps"] == []
+    assert list((out / "store of killed").rglob("*.partial")), "it was killed before it had written anything"
+
+
+def test_without_the_first_rank_the_others_end(out):
+    assert ended(out, "first killed") == [-9, 1, 1]
+    logs = [(out / f"first killed-{rank}.log").read_text() for rank in (1, 2)]
+    assert all("RanksLostError: the first rank, or torchrun, is gone; start the trainer again" in log for log in logs)
 
 
 def test_ranks_with_different_settings_are_refused(out):

@@ -1,9 +1,10 @@
 """The trainer role on two ranks, through the log: recorded, published, proved, killed and continued."""
 
 import json
-import os
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,26 +92,33 @@ def log(kafka, tmp_path_factory) -> Log:
         made.job("then alone", "killed", 1, STEPS + 1),
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
-    commands = {
-        "forked": [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")],
-        "torchrun": torchrun(made),
-    }
-    for name, command in commands.items():
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-            check=False, timeout=500,
-        )  # fmt: skip
-        (root / f"{name}.log").write_text(done.stdout + done.stderr)
-        print((root / f"{name}.log").read_text())
-        assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr
+    run_and_stop(made)
     print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))
     return made
 
 
+def run_and_stop(log: Log) -> None:
+    """Train by torchrun until no group is left, then ask it to stop."""
+    with (log.root / "torchrun.log").open("w") as output:
+        process = subprocess.Popen(torchrun(log), cwd=ROOT, stdout=output, stderr=output)
+        try:
+            deadline = time.monotonic() + 300
+            while len(log.steps("torchrun")) <= STEPS and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        finally:
+            process.kill()
+    print((log.root / "torchrun.log").read_text())
+
+
 def torchrun(log: Log) -> list[str]:
-    """The command of the documentation, as two ranks."""
+    """The command of the documentation, as two ranks, without an end."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tidemill"]
-    told = {"run_id": "torchrun", "model": log.model, "max_steps": STEPS, "bootstrap": log.kafka.bootstrap}
+    told = {"run_id": "torchrun", "model": log.model, "max_steps": 1000, "bootstrap": log.kafka.bootstrap}
     sets = {
         "kafka.topic_prefix": log.kafka.topic_prefix, "kafka.partitions": 1, "store.root": log.store.root,
         "run.seed": 7, "run.groups_per_step": 2, "run.max_policy_lag": 10,
@@ -126,7 +134,7 @@ def ended(log: Log, name: str) -> list[int]:
 
 def test_two_runs_of_two_ranks_are_bit_equal(log):
     """One by torchrun, and one of which a rank was killed within step 3 and that was started again."""
-    torchrun, killed = log.steps("torchrun"), log.steps("killed")[:STEPS]
+    torchrun, killed = (log.steps(name)[:STEPS] for name in ("torchrun", "killed"))
     assert [step.step for step in torchrun] == list(range(1, STEPS + 1))
     assert [step.fingerprint for step in torchrun] == [step.fingerprint for step in killed]
     assert [step.metrics["loss"] for step in torchrun] == [step.metrics["loss"] for step in killed]
@@ -140,8 +148,16 @@ def test_a_killed_rank_ends_the_job_and_is_named(log):
     assert ended(log, "continued") == [0, 0]
 
 
+def test_ranks_that_are_asked_to_stop_leave_a_checkpoint(log):
+    """Beside those of every second step, one of the last step."""
+    folder = log.root / "store/torchrun/checkpoints/main"
+    names = {path.name for path in folder.iterdir()}
+    assert {f"step-{STEPS + 1:08d}.safetensors", f"step-{STEPS + 1:08d}.rank-1-of-2.safetensors"} <= names
+    assert not any(name.endswith(".partial") for name in names)
+
+
 def test_ranks_and_one_process_train_the_same(log):
-    alone, two = log.steps("alone"), log.steps("torchrun")
+    alone, two = log.steps("alone"), log.steps("torchrun")[:STEPS]
     for here, there in zip(alone, two, strict=True):
         assert [i.group_id for i in here.inputs] == [i.group_id for i in there.inputs]
         assert there.metrics["loss"] == pytest.approx(here.metrics["loss"], rel=1e-3)
