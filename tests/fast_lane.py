@@ -22,7 +22,9 @@ LEFT_OUT = {"broker", "vllm"}
 """Fixtures of tests/conftest.py."""
 ROOT = Path(__file__).resolve().parent
 SLOW: tuple[str, ...] = (
+    "compose/test_plan.py::test_the_formula_is_within_15_percent_of_a_process_that_took_two_steps",
     "compose/test_readme.py::test_every_bench_explains_itself_from_any_directory",
+    "gpu/test_run.py::test_a_rehearsal_runs_every_check",
     "kernels/test_triton.py",
     "producers/environments/test_process.py",
     "system",
