@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -480,12 +480,15 @@ def test_replayed_steps_are_rows(monkeypatch):
     recorded = replace(step(3, [], []), metrics={"reward": 0.5, "loss": 1.0}, learning_rate=1e-5)
     made = ReplayedStep(recorded, recorded.fingerprint, {"reward": 0.75, "loss": 1.0}, 3e-5, 1.25)
 
-    @contextmanager
-    def opened(*_: object) -> Iterator[Any]:
-        yield SimpleNamespace(run=lambda *_, **__: [made])
+    class Replay(nullcontext[None]):
+        def __init__(self, *_: object) -> None:
+            super().__init__()
+
+        def run(self, *_: object, **__: object) -> list[ReplayedStep]:
+            return [made]
 
     monkeypatch.setattr("tidemill.compose.replay.steps.with_reachable_log", lambda settings: settings)
-    monkeypatch.setattr("tidemill.trainer.replay.steps.StepReplay", opened)
+    monkeypatch.setattr("tidemill.trainer.replay.steps.StepReplay", Replay)
     (row,) = rows_in(run("replay", "steps", "3", "--csv").stdout_bytes)
     assert (row["step"], row["recorded"], row["replayed"], row["same"]) == (
         "3", recorded.fingerprint, recorded.fingerprint, "true"
