@@ -38,6 +38,7 @@ class Topic(StrEnum):
     MANIFESTS = "weights.manifests"
     ACKS = "weights.acks"
     STEPS = "train.steps"
+    MISMATCH = "train.mismatch"
     STALENESS = "staleness"
     GATE = "gate.decisions"
     INTERACTIONS = "interactions"
@@ -82,6 +83,7 @@ def _catalogue() -> dict[Topic, TopicSpec]:
         TopicSpec(Topic.MANIFESTS, "branch", (records.Manifest, records.SkipDelta), 1, FOREVER_MS, keyed=False),
         TopicSpec(Topic.ACKS, "replica_id", (records.WeightAck,), 1, 30 * DAY_MS, keyed=False),
         TopicSpec(Topic.STEPS, "run_id", (records.TrainStep, records.StepPlan), 1, FOREVER_MS, keyed=False),
+        TopicSpec(Topic.MISMATCH, "run_id", (records.Mismatch,), 1, 30 * DAY_MS, keyed=False),
         TopicSpec(Topic.STALENESS, "replica_id", (records.Staleness,), 1, 7 * DAY_MS, keyed=False),
         TopicSpec(Topic.GATE, "branch", (records.GateDecision,), 1, FOREVER_MS, keyed=False),
         TopicSpec(

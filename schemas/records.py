@@ -9,7 +9,7 @@ One dataclass per record of `avro/`; field names, order and meaning are those of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 import numpy as np
@@ -202,6 +202,32 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How tokens were chosen from what the model predicts; by default, from its own distribution.
+
+    The logprobs of the log are those of the model's own distribution, for any parameters.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: of the whole vocabulary."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    others: str = ""
+    """Names of further parameters of the request that change the distribution, with commas between."""
+
+    def changes(self) -> str:
+        """The parameters by which the tokens are of another distribution than the model's own; empty without any."""
+        own = SamplingParameters()
+        found = [f"{f.name} {getattr(self, f.name):g}" for f in fields(self) if f.name != "others"
+                 and getattr(self, f.name) != getattr(own, f.name)]  # fmt: skip
+        return ", ".join([*found, *filter(None, self.others.split(","))])
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One finished trajectory. Topic `rollouts`, key `group_id`."""
 
@@ -243,6 +269,10 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers of the environment, by name. A rollout that was begun before adds how many of its recorded turns were
     used again (`resumed_turns`), and how many were not (`unused_turns`)."""
+    sampling: SamplingParameters | None = None
+    """Of all its turns; None where the worker did not say."""
+    expert_ids: Claim | None = None
+    """Where the expert ids of its segments lie (`schemas.expert_ids`); None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +319,11 @@ class Turn:
     finish_reason: str
     at: int
     context: str = ""
-    """xxh3-128, hexadecimal, of the u4 token ids that it was sampled after; after others it cannot be used again."""
+    """xxh3-128, hexadecimal, of the u4 token ids that it was sampled after, and of the temperature where it was not 1;
+    after others it cannot be used again."""
+    expert_ids: bytes = b""
+    """Expert ids (`schemas.expert_ids`) of the tokens up to the last one, from the first whose ids no earlier turn of
+    its context has. Empty where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -593,6 +627,95 @@ class Staleness:
 
 
 @dataclass(frozen=True, slots=True)
+class MismatchSlice:
+    """How far apart sampler and trainer are on some tokens of a step: one part of the difference, one set of tokens.
+
+    The numbers are of the difference d = log pi_trainer - log pi_sampler, token by token, in nats.
+    """
+
+    part: str
+    """Which part of the difference: `all` of it; `engines`, of equal weights; `staleness`, what the weights learnt
+    since they sampled; `lagged`, all of it for tokens of older weights."""
+    dimension: str
+    """What the tokens have in common: "all" of them, or their environment, replica, lag, position, turn, place or
+    probability."""
+    value: str
+    """Its value for these tokens."""
+    tokens: int
+    k1: float
+    """Mean of -d."""
+    k3: float
+    """Mean of exp(d) - 1 - d, never negative: the estimate of the KL divergence."""
+    p50: float
+    p99: float
+    max: float
+    """Quantiles and maximum of |d|."""
+    beyond_2: float
+    """Share of tokens whose ratio exp(d) is above 2 or below a half."""
+    ess: float
+    """Effective sample size: the share of tokens that still counts when each is weighted by exp(d)."""
+    cut: int
+    """Tokens whose weight the correction bounded, or set to 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorstToken:
+    """One of the tokens of a step on which sampler and trainer are farthest apart, and where it lies."""
+
+    record_id: str
+    """Of its rollout or interaction."""
+    environment: str
+    """Empty for an interaction."""
+    replica_id: str
+    version: int
+    """The weights that sampled it."""
+    lag: int
+    segment: int
+    """Counts the segments of the record from 0."""
+    position: int
+    """In the segment."""
+    turn: int
+    """Counts the turns of the record from 0."""
+    token_id: int | None
+    """None for an interaction, so that nothing of an erased user's answer is left here."""
+    sampler_logprob: float
+    trainer_logprob: float
+    """At the weights that the step started from."""
+    weight: float
+    """That the correction gave it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """How far apart sampler and trainer were on the tokens of one step. Topic `train.mismatch`, key `run_id`.
+
+    A repeated record of a run and step says the same: the first one counts.
+    """
+
+    run_id: str
+    step: int
+    version: int
+    """The version that the step started from: the trainer's logprobs are of its weights."""
+    tokens: int
+    slices: list[MismatchSlice]
+    worst: list[WorstToken]
+    """Farthest apart first."""
+    alarms: list[str]
+    """`part/number` of each number of a whole part that is beyond its bound."""
+    tokens_routed_otherwise: float | None
+    """Share of tokens for which the trainer chose other experts than the sampler in at least one layer; None where the
+    sampler's experts are not known."""
+    layers_routed_otherwise: float | None
+    """The same share of pairs of token and layer."""
+    seconds: float
+    """That the measuring took."""
+    at: int
+    """When the step ended."""
+    incarnation: str = ""
+    """Which life of the run's version numbers `version` counts in."""
+
+
+@dataclass(frozen=True, slots=True)
 class Document:
     """One document of the mid-training corpus. Topic `documents`, key `document_id`."""
 
@@ -639,6 +762,8 @@ class Interaction:
     incarnation: str = ""
     """Which life of the run's version numbers `version_min`, `version_max` and the spans count in; empty where the
     replica did not say."""
+    sampling: SamplingParameters | None = None
+    """None where the router did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -787,6 +912,7 @@ Record = (
     | TrainStep
     | StepPlan
     | Staleness
+    | Mismatch
     | GateDecision
     | Document
     | Interaction

@@ -17,7 +17,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import Interaction, Rollout, Segment
+from tidemill.trainer.choices import Routing
 from tidemill.trainer.tree import TreeCalls, tree_calls
 
 Trajectory = Rollout | Interaction
@@ -53,13 +55,15 @@ class PackedRow:
     """i8[T]: the rollout of each sampled token, by its place in the batch."""
     tokens: int
     """Tokens of the segments, what they share and what is left out counted as often as it occurs."""
+    expert_ids: Tensor | None = None
+    """i4[L, layers, top_k]: the experts that the sampler sent each token to; None where they are not asked for."""
 
     def to(self, device: torch.device) -> PackedRow:
         """The row on `device`; itself where it is there already."""
         if self.input_ids.device == device:
             return self
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "tokens"}
-        return PackedRow(**moved, tokens=self.tokens)
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return PackedRow(**{name: value.to(device) if hasattr(value, "to") else value for name, value in held.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,11 @@ class _Piece:
     index: int
     segments: tuple[Segment, ...]
     inputs: tuple[bytes, ...]
-    """Of each segment the token ids before its last sampled token, >u4, so that bytes sort as ids do."""
+    """Of each segment the tokens before its last sampled one, `width` bytes each: the token id, >u4, so that bytes sort
+    as ids do, and the expert ids where tokens are routed by them."""
+    width: int
+    expert_ids: tuple[ExpertIds, ...]
+    """Of the same tokens; nothing where they are not asked for."""
 
 
 @dataclass(slots=True)
@@ -86,11 +94,11 @@ class _OpenRow:
         """Tokens that a rollout would add."""
         total = 0
         for place, ids in enumerate(piece.inputs):
-            total += len(ids) // 4
+            total += len(ids) // piece.width
             if share:
                 at = bisect_left(self.inputs, ids)
                 near = (*self.inputs[max(at - 1, 0) : at + 1], *piece.inputs[:place])
-                total -= max((_common(ids, other) for other in near), default=0)
+                total -= max((_common(ids, other, piece.width) for other in near), default=0)
         return total
 
     def add(self, piece: _Piece, tokens: int) -> None:
@@ -102,14 +110,23 @@ class _OpenRow:
 
 
 def pack(
-    rollouts: Sequence[Trajectory], row_tokens: int, vocab_size: int, *, share_prefixes: bool = True
+    rollouts: Sequence[Trajectory],
+    row_tokens: int,
+    vocab_size: int,
+    *,
+    share_prefixes: bool = True,
+    routing: Routing = Routing.OFF,
+    expert_ids: Sequence[ExpertIds] = (),
 ) -> list[PackedRow]:
     """Rows of at most `row_tokens` tokens holding `rollouts`; a longer rollout has a row of its own.
 
     A rollout goes to the row with room for it where it adds the fewest tokens, the first of equals.
 
     Args:
-        share_prefixes: whether what segments have in common at their beginnings stands in a row once.
+        share_prefixes: whether what segments have in common at their beginnings stands in a row once. Tokens that are
+            routed by their expert ids are the same only where those are too.
+        routing: how tokens are routed.
+        expert_ids: of each rollout, where `routing` asks for them.
 
     Raises:
         InvalidRolloutError: a rollout fails `check`.
@@ -118,7 +135,7 @@ def pack(
         check(rollout, vocab_size)
     rows: list[_OpenRow] = []
     for index, rollout in enumerate(rollouts):
-        piece = _piece(index, rollout.segments)
+        piece = _piece(index, rollout.segments, routing, expert_ids)
         added = [row.added(piece, share_prefixes) for row in rows]
         fitting = [place for place, row in enumerate(rows) if row.tokens + added[place] <= row_tokens]
         best = min(fitting, key=added.__getitem__, default=None)
@@ -127,7 +144,7 @@ def pack(
             rows[-1].add(piece, rows[-1].added(piece, share_prefixes))
         else:
             rows[best].add(piece, added[best])
-    return [_row(row.pieces, share_prefixes) for row in rows]
+    return [_row(row.pieces, share_prefixes, routing) for row in rows]
 
 
 def check(rollout: Trajectory, vocab_size: int) -> None:
@@ -184,23 +201,36 @@ def _spans_cover(segment: Segment, mask: npt.NDArray[np.uint8]) -> bool:
     return ordered and apart and bool(np.array_equal(token_versions(segment) >= 0, mask == 1))
 
 
-def _piece(index: int, segments: Sequence[Segment]) -> _Piece:
+def routed_tokens(segment: Segment) -> int:
+    """Tokens of a segment that the logprob of a sampled one depends on: those before the last one."""
+    sampled = np.flatnonzero(segment.mask())
+    return int(sampled[-1]) if sampled.size else 0
+
+
+def _piece(index: int, segments: Sequence[Segment], routing: Routing, expert_ids: Sequence[ExpertIds]) -> _Piece:
     kept = tuple(segment for segment in segments if segment.mask().any())
-    inputs = [segment.ids()[: np.flatnonzero(segment.mask())[-1]].astype(">u4").tobytes() for segment in kept]
-    return _Piece(index, kept, tuple(inputs))
+    inputs = [segment.ids()[: routed_tokens(segment)].astype(">u4").view("u1").reshape(-1, 4) for segment in kept]
+    if routing is Routing.OFF:
+        return _Piece(index, kept, tuple(ids.tobytes() for ids in inputs), 4, ())
+    experts = tuple(np.split(expert_ids[index], np.cumsum([len(ids) for ids in inputs])[:-1]))
+    if routing is not Routing.OWN:
+        beside = [np.ascontiguousarray(ids.reshape(len(ids), -1)).view("u1") for ids in experts]
+        inputs = [np.concatenate(pair, axis=1) for pair in zip(inputs, beside, strict=True)]
+    return _Piece(index, kept, tuple(ids.tobytes() for ids in inputs), inputs[0].shape[1], experts)
 
 
-def _common(first: bytes, second: bytes) -> int:
+def _common(first: bytes, second: bytes, width: int) -> int:
     """Tokens at the beginnings of two segments that are the same."""
-    size = min(len(first), len(second)) // 4
-    apart = np.flatnonzero(np.frombuffer(first, np.uint32, size) != np.frombuffer(second, np.uint32, size))
+    size = min(len(first), len(second)) // width
+    kind = np.dtype(np.uint32) if width == 4 else np.dtype((np.void, width))
+    apart = np.flatnonzero(np.frombuffer(first, kind, size) != np.frombuffer(second, kind, size))
     return int(apart[0]) if apart.size else size
 
 
-def _row(pieces: Sequence[_Piece], share: bool) -> PackedRow:
+def _row(pieces: Sequence[_Piece], share: bool, routing: Routing) -> PackedRow:
     inputs = [ids for piece in pieces for ids in piece.inputs]
     segments = [segment for piece in pieces for segment in piece.segments]
-    paths, parents, depths, tokens = _laid_out(inputs, share)
+    paths, parents, depths, tokens = _laid_out(inputs, pieces[0].width, share)
     sampled = [np.flatnonzero(segment.mask()) for segment in segments]
     places = np.concatenate([path[at - 1] for path, at in zip(paths, sampled, strict=True)])
     predicting, predictors = np.unique(places, return_inverse=True)
@@ -217,13 +247,27 @@ def _row(pieces: Sequence[_Piece], share: bool) -> PackedRow:
         sampler_logprobs=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
         sequence=torch.from_numpy(np.repeat(owners, [len(at) for at in sampled])),
         tokens=sum(segment.n_tokens for segment in segments),
+        expert_ids=_routed(pieces, paths, len(tokens), routing),
     )
 
 
 Ints = npt.NDArray[np.int64]
 
 
-def _laid_out(inputs: Sequence[bytes], share: bool) -> tuple[list[Ints], Ints, Ints, Ints]:
+def _routed(pieces: Sequence[_Piece], paths: Sequence[Ints], length: int, routing: Routing) -> Tensor | None:
+    """The expert ids of a row's tokens. Of tokens that stand for several ones, those of the last segment."""
+    found = [ids for piece in pieces for ids in piece.expert_ids]
+    if not found:
+        return None
+    row = np.empty((length, *found[0].shape[1:]), np.int32)
+    for path, ids in zip(paths, found, strict=True):
+        row[path] = ids
+    if routing is Routing.SHUFFLED:
+        row = np.random.default_rng(length).permutation(row)
+    return torch.from_numpy(row)
+
+
+def _laid_out(inputs: Sequence[bytes], width: int, share: bool) -> tuple[list[Ints], Ints, Ints, Ints]:
     """A tree of the segments' tokens in depth-first order.
 
     Returns:
@@ -234,8 +278,9 @@ def _laid_out(inputs: Sequence[bytes], share: bool) -> tuple[list[Ints], Ints, I
     parents, depths, tokens = [], [], []
     path, last, size = np.empty(0, np.int64), b"", 0
     for place in sorted(range(len(inputs)), key=inputs.__getitem__) if share else range(len(inputs)):
-        ids = np.frombuffer(inputs[place], ">u4").astype(np.int64)
-        common = _common(last, inputs[place]) if share else 0
+        rows = np.frombuffer(inputs[place], "u1").reshape(-1, width)
+        ids = np.ascontiguousarray(rows[:, :4]).view(">u4")[:, 0].astype(np.int64)
+        common = _common(last, inputs[place], width) if share else 0
         path = np.concatenate([path[:common], np.arange(size, size + len(ids) - common)])
         paths[place] = path
         parents.append(np.concatenate([[-1], path[:-1]])[common:])

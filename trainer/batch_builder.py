@@ -7,6 +7,7 @@ What it keeps true:
 - groups of other runs are left alone: their own trainer ends them;
 - no group trains whose policy lag is undefined: sampled under another incarnation's versions, or under one that is yet
   to be made; none that a replay wrote, unless it was told of the replay;
+- no group trains that was sampled from another distribution than the model's own, unless it was told to;
 - a batch holds the oldest groups waiting, none of them staler than the bound at the moment it is closed;
 - no more groups wait than `full` allows: the caller reads no further then;
 - no batch has more exclusions than a record can name: those that are left over go with the next one, unless `in_order`,
@@ -27,7 +28,7 @@ from tidemill.schemas.records import CloseReason, Group, Mode, Rollout, StepExcl
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, completed, has_signal
+from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, completed, has_signal, other_sampling
 from tidemill.trainer.undefined_lag import SetAside
 
 
@@ -42,6 +43,8 @@ class Exclusion(StrEnum):
     STALE = "stale"
     MISSING_ROLLOUT = "missing_rollout"
     INVALID_ROLLOUT = "invalid_rollout"
+    INVALID_ROUTING = "invalid_routing"
+    """A rollout has no expert ids, or none that the model can be routed by."""
     BELOW_FLOOR = "below_floor"
     """Sampled under a version that may not learn from users."""
     MISSING_INTERACTION = "missing_interaction"
@@ -52,6 +55,9 @@ class Exclusion(StrEnum):
     """Sampled under a version that the gate rejected or rolled back from, or under its descendant."""
     UNDEFINED_LAG = "undefined_lag"
     """Sampled under another incarnation's versions, or under one that this trainer has not made."""
+    OTHER_SAMPLING = "other_sampling"
+    """Sampled from another distribution than the model's own, whose logprobs are recorded: it cannot be trained
+    exactly."""
     REPLAYED = "replayed"
     """Written by a replay that the trainer was not told of."""
 
@@ -78,6 +84,7 @@ class StepRules:
     """How a group's rewards become advantages; most ways compare the rollouts of a group."""
     accept_replays: frozenset[str] = frozenset()
     """Replays whose groups and rollouts are trained."""
+    accept_other_sampling: bool = False
     in_order: bool = False
     max_waiting: int | None = None
     """Groups that may wait; None: no bound."""
@@ -113,7 +120,7 @@ class BatchBuilder:
 
     @property
     def missed(self) -> SetAside | None:
-        """The groups of undefined lag that the next batch lacks; None while it would not be full with them either."""
+        """The groups set aside that the next batch lacks; None while it would not be full with them either."""
         size = self._rules.groups_per_step
         lacking = self._set_aside.groups and len(self._waiting) < size <= len(self._waiting) + self._set_aside.groups
         return self._set_aside if lacking else None
@@ -182,6 +189,9 @@ class BatchBuilder:
         elif foreign := {r.incarnation for r in candidate.rollouts if self._is_of_other_versions(r)}:
             self._set_aside.take_foreign(foreign)
             self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
+        elif not self._rules.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
+            self._set_aside.take_other_sampling(how)
+            self.exclude(candidate.place, candidate.group, Exclusion.OTHER_SAMPLING)
         else:
             self._waiting.append(candidate)
 

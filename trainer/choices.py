@@ -72,5 +72,14 @@ class Experts(StrEnum):
     EAGER = "eager"
 
 
+class Routing(StrEnum):
+    """Name of a way to route tokens to experts."""
+
+    OFF = "off"
+    OWN = "own"
+    REPLAYED = "replayed"
+    SHUFFLED = "shuffled"
+
+
 CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
 """Objectives whose surrogate holds its own weight between sampler and trainer."""

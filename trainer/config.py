@@ -22,6 +22,7 @@ from tidemill.trainer.choices import (
     Estimator,
     Experts,
     ObjectiveName,
+    Routing,
 )
 from tidemill.trainer.machine import ONE_PROCESS, StepMachine, all_machines
 
@@ -194,6 +195,17 @@ class TrainerSettings(Section):
     """Implementation of a mixture-of-experts model's experts; each gives other last bits. Not set: the one that
     transformers chooses. Set it for runs that are to be repeated with a later version of transformers."""
 
+    routing: Routing = Routing.OFF
+    """How tokens find their experts in a mixture of experts: `off`, by the trainer's routers alone; `replayed`, to the
+    experts that the sampler sent them to, with the trainer's own scores of those; `shuffled`, as a control, to the
+    experts that it sent other tokens of the row to; `own`, as `off`, with the share of tokens that the sampler sent
+    elsewhere reported. All but `off` need rollouts with expert ids (rollout.expert_ids, replica.expert_ids); a rollout
+    without them, or with others than the model can be routed by, is not trained on, and counted."""
+
+    routing_plausible: float = Field(default=0.0, ge=0, lt=1)
+    """With `replayed`: an expert of the sampler's whose probability is below this share of the smallest one among the
+    router's own choice is replaced by the most probable other one. 0: every token is routed as it was sampled."""
+
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
 
@@ -234,6 +246,17 @@ class TrainerSettings(Section):
     accept_replays: tuple[str, ...] = ()
     """Ids of replays whose records are trained; those of any other replay are excluded, and counted as `replayed`."""
 
+    score_older_every: int = Field(default=10, ge=0)
+    """Steps from one to the next in which some tokens of older weights are scored at these weights too, so that what
+    engines make of equal weights is told from what the weights learnt since (`tidemill query mismatch`). In such a step
+    the first row of each rank is computed once more, without gradients; for one step a copy of the weights is kept (2
+    bytes a parameter, sharded as they are). 0: never."""
+
+    accept_other_sampling: bool = False
+    """Train also what was sampled at a temperature other than 1, or from a part of the distribution. Its recorded
+    logprobs are those of the model's own distribution, so its weights between sampler and trainer are wrong. Off: it is
+    excluded, and counted as `other_sampling`."""
+
     online: OnlineSettings = OnlineSettings()
     """Learning from users."""
 
@@ -242,6 +265,16 @@ class TrainerSettings(Section):
         if self.objective in CORRECT_THEMSELVES and self.correction.kind is not CorrectionKind.NONE:
             raise ValueError(
                 f"{self.objective} holds its own weight between sampler and trainer: set correction.kind to none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _routing_fits(self) -> Self:
+        if self.routing_plausible and self.routing is not Routing.REPLAYED:
+            raise ValueError("routing_plausible is about replayed experts: set routing to replayed, or it to 0")
+        if self.routing is not Routing.OFF and self.online.enabled:
+            raise ValueError(
+                "answers to users are recorded without expert ids: set routing to off, or online.enabled off"
             )
         return self
 
@@ -287,6 +320,9 @@ class TrainerSettings(Section):
             fields["share_prefixes"] = True
         if self.experts is not None:
             fields["experts"] = self.experts.value
+        # What is only compared changes no bit.
+        if self.routing not in (Routing.OFF, Routing.OWN):
+            fields["routing"] = [self.routing.value, self.routing_plausible]
         return fields
 
 

@@ -84,6 +84,14 @@ def correction_weights(
     return CORRECTIONS[kind](trainer.detach() - sampler, sequence, n, bounds)
 
 
+def bounded(kind: CorrectionKind, weights: Tensor, bounds: RatioBounds) -> Tensor:
+    """bool[T]: which of the `weights` (f4[T]) of `kind` are at their bound, or 0 since a ratio is beyond one."""
+    if kind is CorrectionKind.NONE:
+        return torch.zeros_like(weights, dtype=torch.bool)
+    truncates = kind in (CorrectionKind.TIS, CorrectionKind.SEQUENCE_TIS)
+    return weights >= bounds.high if truncates else weights == 0.0
+
+
 def sequence_sum(values: Tensor, sequence: Tensor, n: int) -> Tensor:
     """f4[n]: the sum of `values` f4[T] over the tokens of each rollout, in token order."""
     return values.new_zeros(n).index_add(0, sequence, values)

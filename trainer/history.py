@@ -14,6 +14,7 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.endings import DecidedStep
+from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.log_input import group_log, trainable
 from tidemill.trainer.online_input import InteractionLog, batch_log
 from tidemill.trainer.online_queue import repeated
@@ -64,8 +65,17 @@ def read_history(kafka: KafkaSettings, run_id: str) -> StepHistory:
 class RecordedInputs:
     """The inputs of recorded steps and of plans, read again from the log."""
 
-    def __init__(self, kafka: KafkaSettings, producer: RecordProducer, limit_bytes: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        kafka: KafkaSettings,
+        producer: RecordProducer,
+        limit_bytes: int,
+        vocab_size: int,
+        routed: RoutedShape | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self.routed = routed
+        """What expert ids of the model look like, where tokens are routed by them."""
         self._groups = group_log(kafka, producer, "end")
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._batches = batch_log(kafka, producer, "end")
@@ -82,7 +92,7 @@ class RecordedInputs:
         return StepBatch(groups, record.exclusions, online[0] if online else None)
 
     def _group(self, place: StepInput) -> TrainableGroup:
-        return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size)
+        return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size, routed=self.routed)
 
     def _online(self, place: StepInput, record: DecidedStep) -> TrainableBatch:
         batch = self._batches.at(place)

@@ -24,7 +24,8 @@ from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
-from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog
+from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape
+from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog, expert_ids_of
 from tidemill.trainer.trainable import TrainableGroup, completed
 from tidemill.trainer.undefined_lag import Reminder
 
@@ -123,13 +124,14 @@ class LogInput:
         *,
         limit_bytes: int,
         vocab_size: int,
+        routed: RoutedShape | None = None,
     ) -> None:
         self._builder = builder
         self._groups = group_log(kafka, producer, builder.progress().next_offsets)
         if builder.in_order:
             _require_one(self._groups.partitions())
         self._rollouts = RolloutLog(kafka, limit_bytes)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._routed = vocab_size, routed
         self._undecided: deque[Reference[Group]] = deque()
         self._reminder = Reminder()
 
@@ -157,9 +159,14 @@ class LogInput:
         if not self._builder.wants(read.place, read.record, version, read.replay_id):
             return
         try:
-            found = trainable(read.place, read.record, self._rollouts, self._vocab_size, read.replay_id)
+            found = trainable(
+                read.place, read.record, self._rollouts, self._vocab_size, read.replay_id, routed=self._routed
+            )
         except MissingRolloutError:
             self._builder.exclude(read.place, read.record, Exclusion.MISSING_ROLLOUT)
+        except InvalidRoutingError as error:
+            _log.warning("group %s is not trained: %s", read.record.group_id, error)
+            self._builder.exclude(read.place, read.record, Exclusion.INVALID_ROUTING)
         except InvalidRolloutError:
             self._builder.exclude(read.place, read.record, Exclusion.INVALID_ROLLOUT)
         else:
@@ -176,17 +183,27 @@ class LogInput:
 
 
 def trainable(
-    place: StepInput, group: Group, rollouts: RolloutLog, vocab_size: int, replay_id: str = ""
+    place: StepInput,
+    group: Group,
+    rollouts: RolloutLog,
+    vocab_size: int,
+    replay_id: str = "",
+    *,
+    routed: RoutedShape | None = None,
 ) -> TrainableGroup:
     """A group, which the replay `replay_id` wrote if any did, with the checked rollouts of its completed members.
 
-    Raises as `RolloutLog.with_origin`.
+    Args:
+        routed: what expert ids of the model look like, where tokens are routed by them.
+
+    Raises as `RolloutLog.with_origin`, and InvalidRoutingError.
     """
     found = [rollouts.with_origin(member) for member in completed(group)]
     for rollout, _ in found:
         check(rollout, vocab_size)
     replays = {replay_id, *(origin for _, origin in found)} - {""}
-    return TrainableGroup(place, group, tuple(rollout for rollout, _ in found), frozenset(replays))
+    expert_ids = () if routed is None else tuple(expert_ids_of(rollout, routed) for rollout, _ in found)
+    return TrainableGroup(place, group, tuple(rollout for rollout, _ in found), frozenset(replays), expert_ids)
 
 
 def _require_one(partitions: list[int]) -> None:

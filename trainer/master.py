@@ -8,7 +8,8 @@ sharded model each rank has the masters of its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -71,6 +72,19 @@ class MasterWeights:
                 state[f"{kind}/{name}"] = value
         return state
 
+    def serving(self) -> dict[str, Tensor]:
+        """A copy of the weights that are served, in bf16; of sharded weights the own rows."""
+        return {name: own_part(p).to(torch.bfloat16, copy=True) for name, p in self._parameters.items()}
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the model hold other weights, as `serving` gives them; afterwards the rounded masters again."""
+        try:
+            self._hold(weights)
+            yield
+        finally:
+            self._round()
+
     def restart(self, model: PreTrainedModel) -> None:
         """Take over the weights of a whole model, without moments. Raises ValueError when it is another model."""
         whole = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
@@ -95,10 +109,13 @@ class MasterWeights:
             odd = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
             raise ValueError(f"the saved state is of another model; tensors that differ: {', '.join(odd[:5])}")
 
-    @torch.no_grad()
     def _round(self) -> None:
+        self._hold(self._masters)
+
+    @torch.no_grad()
+    def _hold(self, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
-            own_part(parameter).copy_(self._masters[name].to(torch.bfloat16))
+            own_part(parameter).copy_(weights[name].to(torch.bfloat16))
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -27,8 +27,12 @@ class TokenTrace:
     entropy: Tensor
     clipped: Tensor
     """f4[]: tokens whose clipped surrogate had no gradient."""
+    cut: Tensor
+    """bool[T]: tokens whose weight between sampler and trainer is bounded, or set to 0."""
     reference_logprobs: Tensor | None = None
     """Of the reference, where `logprobs` are those from before the step."""
+    routed: Tensor | None = None
+    """i8[3], as `RoutingReplay.seen`; None where no token's routing is looked at."""
 
 
 def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
@@ -108,6 +112,16 @@ def reference_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     """Mean of log pi_old - log pi_ref over the trained tokens; nothing where the settings do not ask for both."""
     apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
     return {"reference/k1": float(torch.cat(apart).double().mean())} if apart else {}
+
+
+def routing_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+    """Shares of the (token, layer) pairs: routed otherwise by the trainer's own routers than by the sampler's, and
+    replaced as implausible. Nothing where no token's routing is looked at."""
+    seen = [trace.routed for trace in traces if trace.routed is not None]
+    if not seen:
+        return {}
+    otherwise, replaced, pairs = torch.stack(seen).sum(0).tolist()
+    return {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
 
 
 def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:

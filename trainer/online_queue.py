@@ -38,7 +38,7 @@ from tidemill.trainer.advantages import has_signal
 from tidemill.trainer.batch_builder import SECOND_RECORDS, Exclusion
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
-from tidemill.trainer.trainable import TrainableBatch, exclusion
+from tidemill.trainer.trainable import TrainableBatch, exclusion, other_sampling
 
 
 class RejectedLineError(RuntimeError):
@@ -108,6 +108,7 @@ class OnlineRules:
     remembered: int
     accept_replays: frozenset[str] = frozenset()
     """Replays whose batches are trained."""
+    accept_other_sampling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +264,8 @@ class OnlineQueue:
             return Exclusion.INVALID_INTERACTION
         if self._incarnation is not None and found.incarnation not in ("", self._incarnation):
             return Exclusion.UNDEFINED_LAG
+        if not self._rules.accept_other_sampling and other_sampling([found]):
+            return Exclusion.OTHER_SAMPLING
         if not member.correction:
             return None
         newest, oldest = found.version_max, found.version_min

@@ -24,6 +24,8 @@ KEPT_SCORES = 1 << 26
 """Most probabilities of a row that are kept for its backward pass, which saves computing them again."""
 SCORING = "tidemill_scored"
 """Method of a sharded model that is `scored`, with the gathering of weights around it."""
+REPLAY = "tidemill_replay"
+"""Attribute of a model whose tokens are routed by the ids of a row: its `routing.RoutingReplay`."""
 
 
 def sampled_logprobs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor]:
@@ -103,6 +105,8 @@ def _scoring(model: PreTrainedModel) -> Callable[[PackedRow, bool], tuple[Tensor
 
 
 def _head_inputs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    if (replay := getattr(model, REPLAY, None)) is not None:
+        replay.lay(row)
     states = model.base_model(
         input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree, use_cache=False
     ).last_hidden_state

@@ -64,8 +64,7 @@ class Rewinder:
         _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
         self._load(begin, steps)
         if path:
-            limit, vocab_size = self._settings.read_ahead_bytes, self._session.vocab_size
-            with RecordedInputs(self._kafka, self._producer, limit, vocab_size) as inputs:
+            with _recorded_inputs(self._kafka, self._producer, self._settings, self._session) as inputs:
                 for record in path:
                     self._session.make_again(record, inputs.of(record))
         self._session.continue_from_here(step)
@@ -77,6 +76,13 @@ class Rewinder:
                 f"the checkpoint of step {version} holds weights {self._session.place.fingerprint}, the log recorded "
                 f"{steps[version].fingerprint}: it is damaged or of another run; delete it, and an older one is used"
             )
+
+
+def _recorded_inputs(
+    kafka: KafkaSettings, producer: RecordProducer, settings: TrainerSettings, session: Session
+) -> RecordedInputs:
+    """The recorded inputs of the session's steps."""
+    return RecordedInputs(kafka, producer, settings.read_ahead_bytes, session.vocab_size, session.routed)
 
 
 def way_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
@@ -128,6 +134,7 @@ def rules_of(run: RunSettings, settings: TrainerSettings) -> StepRules:
         remembered_groups=settings.remembered_groups,
         advantage=advantage,
         accept_replays=frozenset(settings.accept_replays),
+        accept_other_sampling=settings.accept_other_sampling,
         in_order=settings.in_order,
         max_waiting=max(settings.max_waiting_batches * run.groups_per_step, settings.online.simulated_groups_per_batch),
     )
@@ -148,6 +155,7 @@ def online_rules_of(run: RunSettings, settings: TrainerSettings) -> OnlineRules:
         require_admission=online.require_admission,
         remembered=settings.remembered_groups,
         accept_replays=frozenset(settings.accept_replays),
+        accept_other_sampling=settings.accept_other_sampling,
     )
 
 
@@ -208,7 +216,7 @@ def _repeat(
     if not steps:
         return
     session = opened.session
-    with RecordedInputs(kafka, producer, settings.read_ahead_bytes, session.vocab_size) as inputs:
+    with _recorded_inputs(kafka, producer, settings, session) as inputs:
         for record in steps:
             if session.place.version != record.parent_version:
                 opened.rewinder.go_back(record.parent_version, record.step - 1)
@@ -256,7 +264,7 @@ def _inputs(
     if plan.parent_version in opened.line.abandoned:
         raise OutdatedPlanError(f"the gate gave up version {plan.parent_version}, from which it starts")
     try:
-        with RecordedInputs(kafka, producer, settings.read_ahead_bytes, session.vocab_size) as inputs:
+        with _recorded_inputs(kafka, producer, settings, session) as inputs:
             batch = inputs.of(plan)
     except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
         raise OutdatedPlanError(f"its inputs can no longer be read ({error})") from error

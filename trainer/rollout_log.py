@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout
+from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout, load_claim
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader, MissingRecordError
 from tidemill.schemas.records import GroupMember, Rollout
 from tidemill.trainer.batch import InvalidRolloutError
+from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape, checked_ids
 
 CLIENT = "tidemill-trainer"
 
@@ -92,3 +94,13 @@ class RolloutLog:
             raise MissingRolloutError(f"rollout {rollout.rollout_id}: {error}") from error
         except ForeignClaimError as error:
             raise InvalidRolloutError(str(error)) from error
+
+
+def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
+    """The expert ids of a rollout with its segments, for a model of this shape. Raises InvalidRoutingError."""
+    if rollout.expert_ids is None:
+        raise InvalidRoutingError(f"rollout {rollout.rollout_id} was recorded without expert ids")
+    try:
+        return checked_ids(load_claim(rollout.expert_ids), rollout.segments, shape)
+    except (ClaimError, InvalidRoutingError) as error:
+        raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error

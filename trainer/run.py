@@ -45,6 +45,7 @@ REPORTED = (
     "entropy",
     "mismatch/k3",
     "mismatch/max_abs_dlogp",
+    "routing/otherwise",
     "lag/max",
 )
 """Metrics of the line that each step logs."""
@@ -85,9 +86,10 @@ def run(
         publisher = stack.enter_context(open_publisher(manifests=commits))
         weights = TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job)
         opened = open_session(kafka, run, trainer, producer, publisher, checkpoints, commits, weights)
-        place, vocab_size = opened.session.place, opened.session.vocab_size
+        place, vocab_size, routed = opened.session.place, opened.session.vocab_size, opened.session.routed
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
-        source = LogInput(kafka, opened.builder, producer, limit_bytes=trainer.read_ahead_bytes, vocab_size=vocab_size)
+        limit = trainer.read_ahead_bytes
+        source = LogInput(kafka, opened.builder, producer, limit_bytes=limit, vocab_size=vocab_size, routed=routed)
         stack.enter_context(source)
         feed: Feed = GroupFeed(source, opened.builder)
         if trainer.online.enabled:

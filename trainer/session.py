@@ -11,6 +11,7 @@ older one that the session was told to go back to.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -27,9 +28,13 @@ from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import TopicProgress
+from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.history import NotRepeatableError
-from tidemill.trainer.step_records import TakenStep, plan_of, record_of, staleness_records
+from tidemill.trainer.mismatch import TrainedTokens, alarms, warning
+from tidemill.trainer.step_records import TakenStep, mismatch_record, plan_of, record_of, staleness_records
 from tidemill.trainer.trained_weights import TrainedWeights
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,11 @@ class Session:
     def vocab_size(self) -> int:
         """Token ids are below this."""
         return self._weights.vocab_size
+
+    @property
+    def routed(self) -> RoutedShape | None:
+        """What expert ids of the model look like, where tokens are routed by them."""
+        return self._weights.routed
 
     def difference(self, recorded: str) -> str:
         """How a step with the configuration hash `recorded` was trained, and how it would be now."""
@@ -126,7 +136,7 @@ class Session:
         taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
         record = record_of(plan, batch, self._settings.objective, taken)
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
-        self._finish(record, batch)
+        self._finish(record, batch, outcome.trained)
         return record
 
     def repeat(self, record: TrainStep, batch: StepBatch) -> None:
@@ -134,23 +144,23 @@ class Session:
 
         Raises NotRepeatableError when the settings are others than then, or the weights come out different.
         """
-        self.make_again(record, batch)
-        self._finish(record, batch)
+        self._finish(record, batch, self.make_again(record, batch))
 
-    def make_again(self, record: TrainStep, batch: StepBatch) -> None:
-        """Like `repeat`, and publish nothing."""
+    def make_again(self, record: TrainStep, batch: StepBatch) -> TrainedTokens | None:
+        """Like `repeat`, and publish nothing; the tokens that were trained."""
         self._require_same_settings(record)
         if self.place.version != record.parent_version:
             raise ValueError(
                 f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
             )
-        self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
+        outcome = self._weights.train(batch.groups, record.step, record.parent_version, record.seed, batch.online)
         self.place = self._snapshot(record.step)
         if self.place.fingerprint != record.fingerprint:
             raise NotRepeatableError(
                 f"step {record.step} gave weights {self.place.fingerprint} and is recorded with {record.fingerprint}: "
                 "run it on the original machine type and library versions, or start a new run"
             )
+        return outcome.trained
 
     def go_back(self, version: int) -> None:
         """Hold the weights and moments of an older version from now on, as its checkpoint has them; for version 0 those
@@ -186,11 +196,18 @@ class Session:
         # Each step makes one version, and version 0 is what the run starts from.
         return TrainerPosition(step=step, version=step, fingerprint=self._weights.snapshot())
 
-    def _finish(self, record: TrainStep, batch: StepBatch) -> None:
+    def _finish(self, record: TrainStep, batch: StepBatch, trained: TrainedTokens | None) -> None:
         newest = self._publisher.newest
         if newest is None or newest.version < record.version:
             for staleness in staleness_records(record, batch):
                 self._producer.send(Topic.STALENESS, staleness, key=staleness.replica_id)
+            if trained is not None:
+                mismatch = mismatch_record(record, trained)
+                self._producer.send(Topic.MISMATCH, mismatch, key=mismatch.run_id)
+                if found := alarms(mismatch.slices):
+                    _log.warning("step %d: %s", record.step, warning(found))
+            # Once the version is there, the step is not made again.
+            self._producer.flush()
         self._weights.publish(
             record.version,
             learning_rate=record.learning_rate,

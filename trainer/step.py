@@ -23,16 +23,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, batch_advantages, penalise
 from tidemill.trainer.batch import PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind
+from tidemill.trainer.choices import AdvantageKind, Routing
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.corrections import RatioBounds, correction_weights, sequence_sum
+from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of, keep_freed_memory, make_deterministic
+from tidemill.trainer.expert_ids import InvalidRoutingError
 from tidemill.trainer.machine import StepMachine
 from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.mismatch import TrainedTokens, trained_tokens
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
     OBJECTIVES,
@@ -42,11 +45,14 @@ from tidemill.trainer.objectives import (
     Totals,
     clip_fraction,
     constant_mean,
+    decoupled,
     loss,
     policy_gradient,
 )
+from tidemill.trainer.older_weights import OlderScores, OlderWeights
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
+from tidemill.trainer.routing import RoutingReplay
 from tidemill.trainer.sharding import recompute_activations, shard
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
@@ -69,6 +75,8 @@ class StepOutcome:
     """Rollouts and interactions trained on."""
     tokens: int
     """Sampled tokens trained on."""
+    trained: TrainedTokens | None
+    """These tokens; known to the first rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +142,8 @@ class Learner:
         self._ranks = ranks or SingleRank()
         compute = compute_dtype(settings, self._device)
         self.machine = StepMachine(self._device.type, str(compute).removeprefix("torch."), self._ranks.size)
+        routed = settings.routing is not Routing.OFF
+        self.replay = RoutingReplay(model, settings.routing, settings.routing_plausible) if routed else None
         if settings.checkpoint_activations:
             recompute_activations(model)
         for network in (model, reference):
@@ -147,6 +157,7 @@ class Learner:
         self.model = model
         self.masters = MasterWeights(model, settings.optimizer)
         self._reference = reference
+        self._older = OlderWeights(model, self.masters, self._ranks, settings.score_older_every)
 
     def train(
         self,
@@ -158,10 +169,12 @@ class Learner:
     ) -> StepOutcome:
         """Train step `step` on `groups` and, where there is one, on `online`, holding weight version `version` before.
 
-        Raises InvalidRolloutError for malformed rollouts, GroupTooSmallError for a group of one where the objective
-        compares rollouts, RuntimeError for a gradient that is not finite; the weights are unchanged by the first two.
+        Raises InvalidRolloutError for malformed rollouts, and for groups without the expert ids that the routing asks
+        for, GroupTooSmallError for a group of one where the objective compares rollouts, RuntimeError for a gradient
+        that is not finite; the weights are unchanged by the first two.
         """
         torch.manual_seed(seed)
+        self._older.begin(step, version)
         learning_rate = self.masters.learning_rate(step)
         if online is None:
             updates = [[self._simulated(part, 1.0)] for part in split(groups, self._settings.minibatches)]
@@ -172,13 +185,30 @@ class Learner:
         seen = [self._update(parts, learning_rate) for parts in updates]
         sampled: list[Trajectory] = [*(online.interactions if online else ()), *_rollouts(groups)]
         lag = metrics.lag_counts(sampled, version)
+        first = updates[0][0]
+        older = self._older.score(first.packed, first.rows[0].row, sampled)
         return StepOutcome(
             metrics=self._metrics(groups, online, lag, updates, seen) if self._ranks.is_first else {},
             lag=lag,
             learning_rate=learning_rate,
             rollouts=len(sampled),
             tokens=sum(part.totals.tokens for parts in updates for part in parts),
+            trained=self._trained(sampled, updates, seen, older) if self._ranks.is_first else None,
         )
+
+    @staticmethod
+    def _trained(
+        sampled: Sequence[Trajectory],
+        updates: Sequence[Sequence[_Part]],
+        seen: Sequence[tuple[list[_Trained], float]],
+        older: OlderScores | None,
+    ) -> TrainedTokens:
+        """The tokens of all parts, in the order of `sampled`, which is that of the parts."""
+        parts, sequences, start = [part for parts in updates for part in parts], [], 0
+        for part in parts:
+            sequences += [row.sequence + start for row in part.packed]
+            start += part.totals.sequences
+        return trained_tokens(sampled, sequences, _traces(seen), torch.cat([part.advantages for part in parts]), older)
 
     def _metrics(
         self,
@@ -188,7 +218,7 @@ class Learner:
         updates: Sequence[Sequence[_Part]],
         seen: Sequence[tuple[list[_Trained], float]],
     ) -> dict[str, float]:
-        traces = [trace for trained, _ in seen for part in trained for trace in part.traces]
+        traces = _traces(seen)
         return {
             "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
             "grad_norm": float(np.mean([norm for _, norm in seen])),
@@ -196,6 +226,7 @@ class Learner:
             **metrics.mismatch_metrics(traces),
             **metrics.reward_metrics(groups),
             **metrics.lag_metrics(lag),
+            **metrics.routing_metrics(traces),
             **metrics.reference_metrics(traces),
             **metrics.packing_metrics([row for parts in updates for part in parts for row in part.packed]),
             **self._flops([part for parts in updates for part in parts]),
@@ -204,7 +235,7 @@ class Learner:
 
     def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
         rollouts = _rollouts(groups)
-        packed, rows = self._rows(rollouts)
+        packed, rows = self._rows(rollouts, [ids for group in groups for ids in group.expert_ids])
         return self._part(packed, rows, self._advantages(groups, rows), len(rollouts), self._recipe, weight)
 
     def _online(self, batch: TrainableBatch) -> _Part:
@@ -215,10 +246,21 @@ class Learner:
         values = batch_advantages(self._settings.online.baseline, batch, divergence, coefficient)
         return self._part(packed, rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
 
-    def _rows(self, sampled: Sequence[Trajectory]) -> tuple[Sequence[PackedRow], list[_Anchored]]:
+    def _rows(
+        self, sampled: Sequence[Trajectory], expert_ids: Sequence[ExpertIds] = ()
+    ) -> tuple[Sequence[PackedRow], list[_Anchored]]:
         """The rows of all ranks, and this rank's."""
         settings, vocab_size = self._settings, self.model.config.vocab_size
-        packed = pack(sampled, settings.row_tokens, vocab_size, share_prefixes=settings.share_prefixes)
+        if self.replay is not None and len(expert_ids) != len(sampled):
+            raise InvalidRoutingError(f"{len(sampled)} rollouts have the expert ids of {len(expert_ids)}")
+        packed = pack(
+            sampled,
+            settings.row_tokens,
+            vocab_size,
+            share_prefixes=settings.share_prefixes,
+            routing=settings.routing,
+            expert_ids=expert_ids,
+        )
         return packed, [self._anchor(row, counts) for row, counts in deal_rows(packed, self._ranks)]
 
     def _part(
@@ -269,6 +311,7 @@ class Learner:
     def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
         row, reference = anchored.row, anchored.reference
         logprobs, entropy = sampled_logprobs(self.model, row)
+        routed = None if self.replay is None else self.replay.seen()
         tokens = self._tokens(anchored, logprobs, part)
         value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
         (value if anchored.counts else 0.0 * value).backward()  # type: ignore[no-untyped-call]
@@ -278,7 +321,9 @@ class Learner:
             weights=tokens.weights.cpu(),
             entropy=entropy.cpu(),
             clipped=clip_fraction(tokens, part.options).cpu(),
+            cut=self._cut(tokens, part).cpu(),
             reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
+            routed=routed,
         )
 
     def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:
@@ -295,6 +340,12 @@ class Learner:
             sequence=row.sequence,
             reference_logprobs=anchored.reference,
         )
+
+    def _cut(self, tokens: Tokens, part: _Part) -> Tensor:
+        if part.recipe.surrogate is decoupled:
+            return (tokens.old_logprobs - tokens.sampler_logprobs).exp() >= part.options.behaviour_cap
+        correction = self._settings.correction
+        return bounded(correction.kind, tokens.weights, RatioBounds(correction.low, correction.high))
 
     def _flops(self, parts: Sequence[_Part]) -> dict[str, float]:
         """Of the rows of all ranks, each counted once."""
@@ -355,6 +406,11 @@ def deal_rows(packed: Sequence[PackedRow], ranks: Ranks) -> list[tuple[PackedRow
 
 def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
     return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _traces(seen: Sequence[tuple[list[_Trained], float]]) -> list[metrics.TokenTrace]:
+    """Of the rows of all parts of a step, in order."""
+    return [trace for trained, _ in seen for part in trained for trace in part.traces]
 
 
 def _part_metrics(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
 
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.records import Staleness, StepPlan, TrainStep
+from tidemill.schemas.records import Mismatch, Staleness, StepPlan, TrainStep
 from tidemill.trainer.batch import Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.metrics import lag_counts
+from tidemill.trainer.mismatch import TrainedTokens, alarms, measure
 from tidemill.trainer.step import StepOutcome
 
 STAGE = "train"
@@ -114,6 +116,26 @@ def staleness_records(record: TrainStep, batch: StepBatch) -> list[Staleness]:
         )
         for (replica_id, region), found in groupby(sorted(sampled, key=_source), _source)
     ]
+
+
+def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
+    """How far apart sampler and trainer were on the tokens of a step."""
+    begun = time.perf_counter()
+    slices, worst = measure(trained, record.parent_version)
+    return Mismatch(
+        run_id=record.run_id,
+        step=record.step,
+        version=record.parent_version,
+        tokens=record.tokens,
+        slices=slices,
+        worst=worst,
+        alarms=sorted(alarms(slices)),
+        tokens_routed_otherwise=None,
+        layers_routed_otherwise=None,
+        seconds=time.perf_counter() - begun,
+        at=record.finished_at,
+        incarnation=record.incarnation,
+    )
 
 
 def _objectives(batch: StepBatch, simulated: ObjectiveName) -> list[str]:

@@ -5,12 +5,14 @@ Each has its record and its place in the log.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import (
     Group,
     GroupMember,
@@ -33,6 +35,8 @@ class TrainableGroup:
     rollouts: tuple[Rollout, ...]
     replays: frozenset[str] = frozenset()
     """Ids of the replays that wrote its record or one of its rollouts."""
+    expert_ids: tuple[ExpertIds, ...] = field(default=(), compare=False)
+    """Of each of the rollouts, where they are asked for."""
 
     def rewards(self) -> npt.NDArray[np.float64]:
         """f8[G]: rewards of the completed members as group assembly recorded them, permuted ones in a control run."""
@@ -53,6 +57,15 @@ def has_signal(group: Group) -> bool:
     """Whether the completed members' rewards differ, so that some advantage is not zero."""
     values = rewards(group)
     return len(values) > 0 and bool(values.max() > values.min())
+
+
+def other_sampling(sampled: Iterable[Rollout | Interaction]) -> str:
+    """How any of these was sampled from another distribution than the model's own; empty where none was.
+
+    A record from before this was recorded is taken to be of the model's own.
+    """
+    found = (record.sampling.changes() for record in sampled if record.sampling is not None)
+    return next(filter(None, found), "")
 
 
 @dataclass(frozen=True, slots=True)

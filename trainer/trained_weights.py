@@ -15,6 +15,7 @@ from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
+from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.model import load_model
 from tidemill.trainer.serving_view import ServingView, serving_view
@@ -62,6 +63,11 @@ class TrainedWeights:
         self.vocab_size = int(learner.model.config.vocab_size)
         """Token ids are below this."""
         self._parts: Parts = {}
+
+    @property
+    def routed(self) -> RoutedShape | None:
+        """What expert ids of the model look like, where tokens are routed by them."""
+        return None if self._learner.replay is None else self._learner.replay.shape
 
     def do(self, name: str, work: Callable[[], T], args: Sequence[Any], options: Mapping[str, Any]) -> T:
         """Do `work`, the method `name` with these arguments, here, and if this is the first rank on the others too."""

@@ -1,6 +1,7 @@
-"""Groups whose policy lag is undefined: counted while no batch fills, and told to the process that waits for one.
+"""Groups set aside by a mistake of settings: counted while no batch fills, and told to the process that waits for one.
 
-A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. What is told
+Their policy lag is undefined, or they were sampled from another distribution than the model's own. A trainer that is
+started over a copy of another run's topics may set every group aside and wait for ever. What is told
 says how many, why, and what to do; it is told once and then rarely, and only while these groups would have filled the
 batch that does not come. Pure; the clock is given.
 """
@@ -19,7 +20,7 @@ NAMED = 3
 
 @dataclass(slots=True)
 class SetAside:
-    """Groups since the last batch whose policy lag is undefined, by why."""
+    """Groups since the last batch that were set aside, by why."""
 
     of_others: int = 0
     incarnations: Counter[str] = field(default_factory=Counter)
@@ -27,11 +28,13 @@ class SetAside:
     ahead: int = 0
     newest: int = -1
     """The newest version that a group was sampled under and that is yet to be made."""
+    otherwise: Counter[str] = field(default_factory=Counter)
+    """Groups of another distribution than the model's own, by how they were sampled."""
 
     @property
     def groups(self) -> int:
         """How many."""
-        return self.of_others + self.ahead
+        return self.of_others + self.ahead + self.otherwise.total()
 
     def take_foreign(self, incarnations: Collection[str]) -> None:
         """A group was sampled under versions of other incarnations."""
@@ -42,6 +45,10 @@ class SetAside:
         """A group was sampled under a version that is yet to be made."""
         self.ahead += 1
         self.newest = max(self.newest, version)
+
+    def take_other_sampling(self, how: str) -> None:
+        """A group was sampled from another distribution than the model's own."""
+        self.otherwise[how] += 1
 
     def told(self, own: str | None, version: int) -> str:
         """How many, why, and what to do, for a trainer of incarnation `own` at `version`."""
@@ -59,7 +66,15 @@ class SetAside:
                 "a run again from its groups, set trainer.in_order; else let the replicas follow this trainer's "
                 "versions"
             )
-        return f"{self.groups} groups were set aside, since their policy lag is undefined: {'; and '.join(reasons)}"
+        causes = [f"their policy lag is undefined: {'; and '.join(reasons)}"] if reasons else []
+        if self.otherwise:
+            how = " or ".join(name for name, _ in self.otherwise.most_common(NAMED))
+            causes.append(
+                f"{self.otherwise.total()} were sampled with {how} and cannot be trained exactly, as replicas report "
+                "the logprobs of the model's own distribution: set rollout.temperature to 1, or "
+                "trainer.accept_other_sampling to train them all the same"
+            )
+        return f"{self.groups} groups were set aside, since {'; and '.join(causes)}"
 
 
 @dataclass(slots=True)

@@ -82,7 +82,8 @@ async def running_replica(
         settings.replica_id, settings.region, run.run_id, run.branch, incarnation=uuid.uuid4().hex, pid=os.getpid()
     )
     async with AsyncExitStack() as stack:
-        engine = await ReplicaEngine.start(arguments, tensors, joined.manifest.version, settings.kv_policy)
+        version, expert_ids = joined.manifest.version, settings.expert_ids
+        engine = await ReplicaEngine.start(arguments, tensors, version, settings.kv_policy, expert_ids)
         stack.callback(engine.shutdown)
         outside = surroundings()
         ledger = Ledger(identity, outside.say, now_us, lambda: state.head)

@@ -84,6 +84,10 @@ class ReplicaSettings(Section):
     version between two steps of its own. For dense models."""
     expert_parallel: bool = False
     """Give each rank whole experts instead of a slice of every expert. vLLM does it on GPUs only."""
+    expert_ids: bool = False
+    """Have each answer of `/v1/completions` say which experts of each layer its tokens were sent to, so that the
+    trainer can route them the same (trainer.routing). For mixtures of experts. An answer that ended at a stop string,
+    not at a stop token, says nothing."""
     threads: int = Field(default=1, ge=1)
     """Compute threads of each rank."""
     kv_policy: KvPolicy = KvPolicy.STALE

@@ -51,9 +51,17 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
 
     @classmethod
     async def start(
-        cls, arguments: Namespace, tensors: Sequence[TensorSpec], version: int, kv_policy: KvPolicy
+        cls,
+        arguments: Namespace,
+        tensors: Sequence[TensorSpec],
+        version: int,
+        kv_policy: KvPolicy,
+        expert_ids: bool = False,
     ) -> ReplicaEngine:
         """Load the checkpoint that `arguments` name, map its tensors and call it `version`.
+
+        Args:
+            expert_ids: have each answer say which experts its tokens were sent to; on a GPU `arguments` ask vLLM to.
 
         Raises:
             RuntimeError: the engine did not start, or holds the model in a way that cannot be mapped.
@@ -62,7 +70,7 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         engine.version, engine.kv_policy = version, kv_policy
         specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
         try:
-            await engine._cores("tidemill_install", specs, version)
+            await engine._cores("tidemill_install", specs, version, expert_ids and current_platform.is_cpu())
         except BaseException:
             engine.shutdown()
             raise

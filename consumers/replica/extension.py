@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import torch
 
+from tidemill.consumers.replica.expert_capture import ExpertCapture
 from tidemill.consumers.replica.experts import orders_of_experts
 from tidemill.consumers.replica.hand_over import taken_over
 from tidemill.consumers.replica.holdings import HeldBoxes
@@ -111,6 +112,7 @@ class ReplicaExtension:
     """Methods mixed into vLLM's worker. Only the engine core's utilities call them, between two steps."""
 
     _tidemill: RankWeights
+    _tidemill_capture: ExpertCapture
 
     @_answered
     def tidemill_map(self, tensors: list[tuple[str, list[int], str]]) -> Answer:
@@ -121,6 +123,20 @@ class ReplicaExtension:
         live.warm()
         self._tidemill = RankWeights(live)
         return {"boxes": self._tidemill.boxes()}
+
+    @_answered
+    def tidemill_capture(self) -> Answer:
+        """Keep the expert ids of every token from now on: on the first rank, as the routers of all choose alike."""
+        if self.rank == 0:  # type: ignore[attr-defined]
+            self._tidemill_capture = ExpertCapture(self.model_runner)  # type: ignore[attr-defined]
+        return {}
+
+    @_answered
+    def tidemill_expert_ids(self, requests: list[str]) -> Answer:
+        """The expert ids of requests that the last step ended, `ids` by request; on the first rank."""
+        if self.rank != 0:  # type: ignore[attr-defined]
+            return {}
+        return {"ids": {request: self._tidemill_capture.ids_of(request) for request in requests}}
 
     @_answered
     def tidemill_begin(self, work: str, arguments: list[str]) -> Answer:

@@ -7,6 +7,7 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
 - adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
   has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
   scheduler. It needs an engine without asynchronous scheduling, which it checks;
+- has each answer that a step ended say which experts its tokens were sent to, where that is asked for;
 - updates in two phases: every rank stages, and answers, before any of them stores. Where a rank fails to store, all
   take the update back.
 
@@ -17,6 +18,7 @@ answers are plain values, which vLLM's message encoding carries.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -25,6 +27,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import vllm.model_executor.layers.utils as linear_layers
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 
 from tidemill.consumers.replica.environment import PARENT_VARIABLE
@@ -35,6 +38,7 @@ from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.bits import TensorSpec
 
+_log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 Answer = dict[str, Any]
 """What a rank says: `fault` (empty when there is none), and what its method says besides."""
@@ -51,10 +55,15 @@ class CoreUpdates:
         self.begun_at = 0.0
         self.before: str | None = None
         """The version before the last update; None where it cannot be taken back."""
+        self.captures = False
+        """The ranks keep the expert ids of tokens."""
 
 
-def _install(core: EngineCore, tensors: list[Any], version: int) -> None:
-    """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved."""
+def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: bool = False) -> None:
+    """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved.
+
+    With `expert_ids` the ranks keep those of every token.
+    """
     _die_with_parent()
     if core.batch_queue is not None:
         raise UnsupportedModelError("an atomic update needs an engine without asynchronous scheduling")
@@ -62,7 +71,10 @@ def _install(core: EngineCore, tensors: list[Any], version: int) -> None:
     if refused := _refused(answers):
         raise UnsupportedModelError(refused)
     specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
+    if expert_ids and (refused := _refused(_ranks(core, "tidemill_capture"))):
+        raise UnsupportedModelError(refused)
     core.tidemill_updates = CoreUpdates(Holdings(specs, [answer["boxes"] for answer in answers]))
+    core.tidemill_updates.captures = expert_ids
     core.set_weight_version(str(version))
 
 
@@ -176,7 +188,22 @@ def _timed_step(core: EngineCore) -> Any:  # noqa: ANN401 - vLLM's own step resu
     updates: CoreUpdates | None = getattr(core, "tidemill_updates", None)
     if updates is not None and result[1]:
         updates.clock.record(started, time.monotonic(), core.scheduler.has_unfinished_requests())
+    if updates is not None and updates.captures:
+        _tell_expert_ids(core, [output for outputs in result[0].values() for output in outputs.outputs])
     return result
+
+
+def _tell_expert_ids(core: EngineCore, outputs: list[Any]) -> None:
+    """Add to the outputs that ended a request the experts that its tokens were sent to."""
+    ended = {output.request_id: output for output in outputs if output.finish_reason in _WHOLE}
+    if not ended:
+        return
+    answers = _ranks(core, "tidemill_expert_ids", list(ended))
+    if refused := _refused(answers):
+        _log.warning("answers go without expert ids: %s", refused)
+        return
+    for request, ids in answers[0]["ids"].items():
+        ended[request].routed_experts = ids
 
 
 def _start_with_parent(core: EngineCore, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
@@ -198,6 +225,8 @@ def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vL
     layer.cpu_linear = unpacked_linear
 
 
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+"""How answers end that were not given up."""
 _vllm_step, _vllm_init = EngineCore.step, EngineCore.__init__
 _METHODS: Mapping[str, Callable[..., Any]] = {
     "__init__": _start_with_parent,

@@ -5,6 +5,8 @@ The application, its routes and its metrics are vLLM's. Added, by a subclass of 
 - each choice of `/v1/completions` and `/v1/chat/completions` carries `weight_versions`: [[version, start, end], ...]
   over its sampled tokens, and `weight_incarnation`: the life of the run's version numbers that they count in; a
   streamed response says them as `versions` describes;
+- with `replica.expert_ids`, each choice of a whole answer of `/v1/completions` carries `routed_experts`, as vLLM writes
+  it: the expert ids of its tokens (`schemas.expert_ids`) in base64, from `routed_experts_prompt_start` on;
 - `fill_context: true` in `/v1/completions` with token ids: an answer may be as long as the context holds;
 - the response header `x-tidemill-replica`, and `GET /tidemill/status`.
 
@@ -27,6 +29,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tidemill.consumers.replica.chat_route import CHAT_PATH, chat_route
@@ -85,6 +88,8 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
     switches.append("no-async-scheduling")
     if not settings.log_stats:
         switches.append("disable-log-stats")
+    if settings.expert_ids and not current_platform.is_cpu():
+        switches.append("enable-return-routed-experts")
     if settings.expert_parallel:
         switches.append("enable-expert-parallel")
     parser = make_arg_parser(_Parser(allow_abbrev=False))

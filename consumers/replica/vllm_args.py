@@ -16,7 +16,7 @@ REFUSED: Mapping[str, str] = {
         model model-tag served-model-name host port dtype max-model-len max-num-seqs max-num-batched-tokens block-size
         kv-cache-memory-bytes worker-extension-cls generation-config enforce-eager enable-prefix-caching
         disable-uvicorn-access-log disable-fastapi-docs disable-log-stats tensor-parallel-size data-parallel-size
-        enable-expert-parallel async-scheduling""",
+        enable-expert-parallel async-scheduling enable-return-routed-experts""",
     "a version is proved from whole, unquantized tensors, and written between two steps of all ranks": """
         quantization quantization-config allow-deprecated-quantization load-format model-loader-extra-config
         ignore-patterns hf-overrides hf-config-path config-format model-impl model-class-overrides worker-cls runner

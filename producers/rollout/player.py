@@ -25,9 +25,10 @@ from tidemill.producers.rollout.record import (
     turn_record,
 )
 from tidemill.producers.sampling.replicas import ReplicaClient, ReplicaSession, replica_pool
+from tidemill.producers.sampling.segments import build_expert_ids
 from tidemill.schemas.chat.format import ChatFormat
 from tidemill.schemas.clock import now_us, to_s
-from tidemill.schemas.records import Rollout, Task, Turn
+from tidemill.schemas.records import Claim, Rollout, Task, Turn
 
 LOG = logging.getLogger(__name__)
 EXPIRED = "expired before start"
@@ -48,11 +49,13 @@ class Player:
         client: ReplicaClient,
         endpoint: AgentEndpoint,
         record: Callable[[Turn], None] | None = None,
+        keep: Callable[[bytes], Claim] | None = None,
     ) -> None:
-        """`record` is called with each turn that is sampled live."""
+        """`record` is called with each turn that is sampled live, `keep` in a thread with the expert ids of a rollout,
+        to store them."""
         self._settings, self._worker_id = settings, worker_id
         self._environments, self._chat, self._client, self._endpoint = environments, chat, client, endpoint
-        self._record = record
+        self._record, self._keep = record, keep
         self._pool = replica_pool(settings)
         self._slots = asyncio.Semaphore(settings.max_concurrent_episodes)
 
@@ -85,7 +88,13 @@ class Player:
             return self._without_result(task, index, str(failure), policy, started_at)
         metrics = {"resumed_turns": float(policy.resumed), "unused_turns": float(len(policy.unused))} if turns else {}
         base = self._without_result(task, index, "", policy, started_at)
-        return completed_rollout(base, policy.contexts.all, score, version, metrics)
+        expert_ids = await self._kept(build_expert_ids(policy.contexts.all)) if self._settings.expert_ids else None
+        temperature = self._settings.temperature
+        return completed_rollout(base, policy.contexts.all, score, version, metrics, temperature, expert_ids)
+
+    async def _kept(self, expert_ids: bytes) -> Claim | None:
+        """Where expert ids were stored; None for none. Raises OSError when the store fails."""
+        return await asyncio.to_thread(self._keep, expert_ids) if expert_ids and self._keep is not None else None
 
     def _without_result(self, task: Task, index: int, reason: str, policy: RolloutPolicy, started_at: int) -> Rollout:
         return failed_rollout(task, index, reason, self._worker_id, policy.identity, started_at)
@@ -110,7 +119,11 @@ class Player:
                 record(turn_record(task, index, self._worker_id, number, turn))
 
         limits = PolicyLimits(
-            settings.max_context_tokens, settings.max_turn_tokens, task.max_turns, settings.temperature
+            settings.max_context_tokens,
+            settings.max_turn_tokens,
+            task.max_turns,
+            settings.temperature,
+            settings.expert_ids,
         )
         session = ReplicaSession(self._client, self._pool)
         return RolloutPolicy(self._chat, session, limits, recorded, write, self._endpoint.open)

@@ -3,8 +3,9 @@
 What holds:
 
 - sampled ids are kept as they came, and contexts only grow (`schemas.chat.contexts`);
-- a recorded turn answers the request whose context has its digest, equal contexts in order of recording; all sampled
-  tokens of a rollout are of one incarnation of version numbers: across two, policy lag has no meaning;
+- a recorded turn answers the request whose context has its digest, equal contexts in order of recording, if it has the
+  expert ids that are asked for; all sampled tokens of a rollout are of one incarnation of version numbers: across two,
+  policy lag has no meaning;
 - a generation that failed fails the rollout, also where the environment catches the error; a full context does not;
 - no call is answered after the end of the episode.
 """
@@ -39,6 +40,8 @@ class PolicyLimits:
     max_turn_tokens: int
     max_turns: int
     temperature: float
+    expert_ids: bool = False
+    """Ask which experts each token was sent to."""
 
 
 class RolloutPolicy(AttemptPolicy):
@@ -174,7 +177,8 @@ class RolloutPolicy(AttemptPolicy):
         if room <= 0:
             raise self._no_room(messages, len(asked.ids), trained)
         wanted = min(room, limits.max_turn_tokens if max_tokens is None else max(1, max_tokens))
-        sampling = Sampling(wanted, limits.temperature, self._chat.stop_token_ids)
+        unknown = self._unknown_experts(asked, trained) if limits.expert_ids else None
+        sampling = Sampling(wanted, limits.temperature, self._chat.stop_token_ids, expert_ids_from=unknown)
         made = await self._complete(asked.ids, sampling)
         if self._closed:
             raise GenerationFailed(OVER)
@@ -186,9 +190,16 @@ class RolloutPolicy(AttemptPolicy):
         counts = (len(asked.ids), len(made.token_ids))
         return Reply(read.message, finish, read.malformed, counts)  # type: ignore[arg-type]  # checked: stop or length
 
+    def _unknown_experts(self, asked: Asked[Completion], trained: bool) -> int:
+        """The first token of a context whose expert ids no turn of it has said; of what is not trained, none is asked
+        for. A fork asks for all: the turns that it shares are another context's."""
+        if not trained:
+            return len(asked.ids)
+        return asked.context.turns[-1].end - 1 if asked.context.turns else 0
+
     async def _complete(self, ids: list[int], sampling: Sampling) -> Completion:
-        context = context_digest(ids)
-        turn = self._known(context, sampling)
+        context = context_digest(ids, sampling.temperature)
+        turn = self._known(context, len(ids), sampling)
         if turn is None:
             turn = await self._sample(context, ids, sampling)
             if self._on_turn is not None:
@@ -196,10 +207,13 @@ class RolloutPolicy(AttemptPolicy):
         self.turns.append(turn)
         return turn.completion
 
-    def _known(self, context: str, sampling: Sampling) -> RecordedTurn | None:
+    def _known(self, context: str, tokens: int, sampling: Sampling) -> RecordedTurn | None:
         waiting = self._recorded.get(context)
         while waiting:
             turn = waiting.popleft()
+            said, wanted = turn.expert_ids_from(tokens), sampling.expert_ids_from
+            if wanted is not None and (said is None or said > wanted):
+                continue
             if len(turn.completion.token_ids) <= sampling.max_tokens and self._fits(turn.completion):
                 self.resumed += 1
                 return turn

@@ -19,8 +19,9 @@ from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import Context
 from tidemill.schemas.claim import digest
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.expert_ids import unpacked_ids
 from tidemill.schemas.ids import rollout_id
-from tidemill.schemas.records import Rollout, RolloutStatus, Task, Turn
+from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingParameters, Task, Turn
 
 LOG = logging.getLogger(__name__)
 
@@ -34,10 +35,19 @@ class RecordedTurn:
     completion: Completion
     sampled_by: ReplicaIdentity
 
+    def expert_ids_from(self, context_tokens: int) -> int | None:
+        """The first token of a context of so many tokens whose expert ids it says; None where it says none."""
+        said = self.completion.expert_ids
+        return context_tokens + len(self.completion.token_ids) - 1 - len(unpacked_ids(said)) if said else None
 
-def context_digest(token_ids: Sequence[int]) -> str:
-    """xxh3-128 of the token ids as u4, hexadecimal: names a context in `Turn.context`."""
-    return digest(np.asarray(token_ids, dtype="<u4").tobytes())
+
+def context_digest(token_ids: Sequence[int], temperature: float = 1.0) -> str:
+    """xxh3-128 of the token ids as u4, hexadecimal: names a context in `Turn.context`.
+
+    A temperature other than 1 follows them as f8: a turn answers no request for another one.
+    """
+    sampled_at = b"" if temperature == 1.0 else np.float64(temperature).tobytes()
+    return digest(np.asarray(token_ids, dtype="<u4").tobytes() + sampled_at)
 
 
 def failed_rollout(
@@ -81,12 +91,16 @@ def completed_rollout(
     score: Score,
     version: str,
     metrics: Mapping[str, float],
+    temperature: float = 1.0,
+    expert_ids: Claim | None = None,
 ) -> Rollout:
     """The record of a finished episode, one segment a context, from the record of one without a result.
 
     Args:
         version: of the reward.
+        temperature: of all turns; replicas are asked for nothing else that changes the distribution.
         metrics: of the episode, beside those of the score.
+        expert_ids: where those of the segments lie.
     """
     kept = list(contexts)
     turns = [turn.made for context in kept for turn in context.turns]
@@ -109,6 +123,8 @@ def completed_rollout(
         version_max=max(versions, default=-1),
         incarnation=turns[0].incarnation if turns else "",
         metrics={**metrics, **score.metrics},
+        sampling=SamplingParameters(temperature=temperature),
+        expert_ids=expert_ids,
     )
 
 
@@ -132,6 +148,7 @@ def turn_record(task: Task, index: int, worker_id: str, number: int, made: Recor
         finish_reason=completion.finish_reason,
         at=now_us(),
         context=made.context,
+        expert_ids=completion.expert_ids,
     )
 
 
@@ -163,4 +180,11 @@ def _completion(turn: Turn) -> Completion:
         "finish_reason": turn.finish_reason,
         "weight_incarnation": turn.incarnation,
     }
-    return checked_completion(choice, Sampling(max_tokens=len(ids), temperature=1.0))
+    completion = checked_completion(choice, Sampling(max_tokens=len(ids), temperature=1.0))
+    if not turn.expert_ids:
+        return completion
+    try:
+        unpacked_ids(turn.expert_ids)
+    except ValueError as error:
+        raise BadResponse(str(error)) from error
+    return replace(completion, expert_ids=turn.expert_ids)

@@ -255,7 +255,7 @@ def run(
         intake = TaskIntake(member, recovery)
         names = Names(kafka.topic_prefix)
         chat_format = load_chat_format(checkpoint, chat)
-        asyncio.run(_serve(run, rollout, names, chat_format, outbox, intake, stop, kafka.stall_timeout_s))
+        asyncio.run(_serve(run, rollout, names, chat_format, outbox, claims, intake, stop, kafka.stall_timeout_s))
 
 
 def _member(kafka: KafkaSettings, run: RunSettings, rollout: RolloutSettings) -> GroupConsumer:
@@ -272,6 +272,7 @@ async def _serve(
     names: Names,
     chat: ChatFormat,
     outbox: Outbox,
+    claims: SegmentClaims,
     intake: TaskIntake,
     stop: threading.Event,
     stall_timeout_s: float,
@@ -280,7 +281,8 @@ async def _serve(
 
     def record(turn: Turn) -> None:
         """Record a turn. One above the limit of a record is left out: it is sampled again by the next worker."""
-        size = OVERHEAD_BYTES + len(turn.token_ids) + len(turn.logprobs) + SPAN_BYTES * len(turn.spans)
+        arrays = len(turn.token_ids) + len(turn.logprobs) + len(turn.expert_ids)
+        size = OVERHEAD_BYTES + arrays + SPAN_BYTES * len(turn.spans)
         if settings.record_turns and size <= settings.claim_check_bytes:
             outbox.post(turn.task_id, turn, Topic.PROGRESS)
 
@@ -290,7 +292,7 @@ async def _serve(
         await environments.check(chat)
         client = await stack.enter_async_context(open_replica_client(settings))
         endpoint = await stack.enter_async_context(AgentEndpoint())
-        player = Player(settings, worker_id, environments, chat, client, endpoint, record)
+        player = Player(settings, worker_id, environments, chat, client, endpoint, record, claims.keep)
         LOG.info("rollout worker %s serves run %s from %s", worker_id, run.run_id, ", ".join(settings.replicas))
         with Liveness(f"rollout worker {worker_id}", stall_timeout_s) as liveness:
             await Worker(run, settings, worker_id, names, player, outbox).serve(intake, stop, liveness)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
 from tidemill.schemas.chat.messages import BadMessage
 from tidemill.schemas.chat.protocol import CHAT_FIELDS, ChatRequest, chat_request, json_object
+from tidemill.schemas.records import SamplingParameters
 
 LONGEST_SESSION = 256
 Json = Any
@@ -102,6 +103,9 @@ NEUTRAL: Mapping[str, Callable[[Json], bool]] = {
 }
 """Sampling parameters, and which of their values leave the model's own distribution as it is."""
 
+NUMBERS = tuple(f.name for f in fields(SamplingParameters) if f.name != "others")
+"""Sampling parameters whose values are recorded; of others, the names are."""
+
 ONLY_ONE = {
     "n": 1, "best_of": 1, "echo": False, "suffix": None, "seed": None, "store": False, "service_tier": "auto",
     "parallel_tool_calls": True,
@@ -145,6 +149,16 @@ def parse(kind: RequestKind, body: bytes) -> Ask:
             name for name, neutral in NEUTRAL.items() if asked.get(name) is not None and not neutral(asked[name])
         ),
     )
+
+
+def sampling_of(ask: Ask) -> SamplingParameters:
+    """What the record of the answer says of its sampling: what the request asked for beside the model's own
+    distribution."""
+    given = {name: ask.fields[name] for name in ask.other_sampling if name in NUMBERS}
+    numbers: dict[str, Any] = {
+        name: int(v) if name == "top_k" else float(v) for name, v in given.items() if type(v) in (int, float)
+    }
+    return SamplingParameters(**numbers, others=",".join(name for name in ask.other_sampling if name not in numbers))
 
 
 def _check_fields(kind: RequestKind, asked: Mapping[str, Json]) -> None:

@@ -26,7 +26,8 @@ class OtherSampling(StrEnum):
     REFUSE = "refuse"
     """Answer 400 and name them."""
     SERVE_UNTRAINED = "serve_untrained"
-    """Serve it; the recorded answer has no sampled token, since its logprobs would not be those that sampled it."""
+    """Serve it; the recorded answer names the parameters and has no sampled token, since its logprobs would not be
+    those that sampled it."""
 
 
 class PoolAddresses(Section):

@@ -25,7 +25,7 @@ from starlette.types import Send
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import Signer
 from tidemill.producers.router.answer import Collected, shown
-from tidemill.producers.router.ask import Ask, Refusal, bad_request, unavailable
+from tidemill.producers.router.ask import Ask, Refusal, bad_request, sampling_of, unavailable
 from tidemill.producers.router.canary import CanaryShare, Lot
 from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
 from tidemill.producers.router.metrics import RouterMetrics
@@ -232,6 +232,7 @@ class Exchange:
             latency_ms=1e3 * (self._last_token - self._arrived),
             served_at=now_us(),
             incarnation=collected.incarnation,
+            sampling=sampling_of(self._ask),
         )
 
     async def _break_off(self, finish_reason: str) -> None:

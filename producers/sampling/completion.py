@@ -8,11 +8,13 @@ finite; spans that cover the tokens in order, without gap or overlap.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tidemill.schemas.expert_ids import unpacked_ids
 from tidemill.schemas.records import VersionSpan
 
 LARGEST_TOKEN_ID = 2**32 - 1
@@ -41,6 +43,8 @@ class Sampling:
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    expert_ids_from: int | None = None
+    """The first token of the context whose expert ids are wanted; None: they are not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Completion:
     finish_reason: str
     incarnation: str = ""
     """Which life of the run's version numbers the spans count in; empty where the replica did not say."""
+    expert_ids: bytes = b""
+    """Of the tokens from `Sampling.expert_ids_from` up to the last one, packed; empty where they were not asked for."""
 
 
 def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> bytes:
@@ -75,15 +81,21 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
         body["stop_token_ids"] = sampling.stop_token_ids
     if sampling.stop:
         body["stop"] = sampling.stop
+    if sampling.expert_ids_from is not None:
+        body["routed_experts_prompt_start"] = sampling.expert_ids_from
     return json.dumps(body).encode()
 
 
-def parse_completion(body: bytes, sampling: Sampling) -> Completion:
+def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
     """The completion in a response body. Raises BadResponse; Aborted when the engine gave the request up."""
     choice = _choice(body)
     if choice.get("finish_reason") == "abort":
         raise Aborted("the engine aborted the request")
-    return checked_completion(choice, sampling)
+    made = checked_completion(choice, sampling)
+    if sampling.expert_ids_from is None:
+        return made
+    computed = prompt_tokens + len(made.token_ids) - 1
+    return replace(made, expert_ids=checked_expert_ids(choice, computed - sampling.expert_ids_from))
 
 
 def checked_completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
@@ -142,6 +154,23 @@ def checked_spans(value: Any, count: int | None = None) -> tuple[VersionSpan, ..
     if ends != starts or any(span.start >= span.end for span in spans):
         raise BadResponse(f"`weight_versions` {value!r:.200} is no cover of the sampled tokens in order, without gap")
     return spans
+
+
+def checked_expert_ids(choice: Mapping[str, Any], count: int) -> bytes:
+    """The expert ids of `count` tokens, packed. Raises BadResponse."""
+    value = choice.get("routed_experts")
+    if not isinstance(value, str):
+        raise BadResponse(
+            "`routed_experts` is missing: set replica.expert_ids on every replica, or rollout.expert_ids to false"
+        )
+    try:
+        payload = base64.b64decode(value, validate=True)
+        tokens = len(unpacked_ids(payload))
+    except ValueError as error:
+        raise BadResponse(f"`routed_experts`: {error}") from error
+    if tokens != count:
+        raise BadResponse(f"`routed_experts` has {tokens} tokens, expected {count}")
+    return payload
 
 
 def _choice(body: bytes) -> dict[str, Any]:

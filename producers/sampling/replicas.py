@@ -114,7 +114,7 @@ class ReplicaClient:
         """Sample one turn. Raises ReplicaUnavailable, BadResponse."""
         body = request_body(prompt, sampling, self._settings.model)
         try:
-            return parse_completion(await self._post(address, body), sampling)
+            return parse_completion(await self._post(address, body), sampling, len(prompt))
         except Aborted as error:
             raise ReplicaUnavailable(f"{address}: {error}") from error
         except BadResponse as error:

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from tidemill.producers.sampling.completion import Completion
-from tidemill.schemas.chat.contexts import SampledTurn
+from tidemill.schemas.chat.contexts import Context, SampledTurn
 from tidemill.schemas.claim import digest, store_claim
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import Interaction, Record, Rollout, Segment, VersionSpan
+from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
+from tidemill.schemas.records import Claim, Interaction, Record, Rollout, Segment, VersionSpan
 
 OVERHEAD_BYTES = 4096
 """More than the fields of a rollout or an interaction beside its segments take."""
@@ -45,6 +46,28 @@ def build_segment(ids: Sequence[int], turns: Iterable[SampledTurn[Completion]]) 
     )
 
 
+def build_expert_ids(contexts: Iterable[Context[Completion]]) -> bytes:
+    """The expert ids of the segments of contexts, packed; empty where those of a token are not known.
+
+    A token has the ids of the first answer that said them: a later one may have computed it anew, for a newer version.
+    """
+    parts = []
+    for context in contexts:
+        known = 0
+        for turn in context.turns:
+            if not turn.made.expert_ids:
+                return b""
+            ids = unpacked_ids(turn.made.expert_ids)
+            first = turn.end - 1 - len(ids)
+            if first > known:
+                return b""
+            parts.append(ids[known - first :])
+            known = turn.end - 1
+    if len({(ids.shape[1:], ids.dtype) for ids in parts}) != 1:
+        return b""
+    return packed_ids(np.concatenate(parts))
+
+
 class SegmentClaims:
     """Leaves the bytes of a record that is too large for the log in the object store.
 
@@ -56,6 +79,10 @@ class SegmentClaims:
         self._root = f"{root.rstrip('/')}/{run_id}/claims"
         self._limit_bytes, self._codec = limit_bytes, codec
 
+    def keep(self, payload: bytes) -> Claim:
+        """Store bytes that a record refers to beside its segments."""
+        return store_claim(self._root, digest(payload), payload)
+
     def checked(self, record: Record) -> Record:
         """The record as it goes to the log: itself, or without segments and with a claim."""
         if not isinstance(record, Rollout | Interaction):
@@ -66,4 +93,4 @@ class SegmentClaims:
             return record
         payload = self._codec.encode(record)
         no_segments: list[Segment] = []
-        return replace(record, segments=no_segments, claim=store_claim(self._root, digest(payload), payload))
+        return replace(record, segments=no_segments, claim=self.keep(payload))

@@ -61,8 +61,8 @@ def run_variant(options: argparse.Namespace) -> None:
         threads=options.threads,
         share_prefixes=options.variant == "shared",
     )
-    learner = Learner(_model(options.model), settings, None)
-    groups = _groups(options.groups, *sizes(options.shapes[0]), vocab=int(learner.model.config.vocab_size))
+    learner = Learner(model_of(options.model), settings, None)
+    groups = groups_of(options.groups, *sizes(options.shapes[0]), vocab=int(learner.model.config.vocab_size))
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for step, _ in enumerate(sys.stdin, 1):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -75,7 +75,7 @@ def run_variant(options: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
 
 
-def _model(directory: Path | None) -> Any:
+def model_of(directory: Path | None) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,7 +87,7 @@ def _model(directory: Path | None) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SMOLLM2_135M))
 
 
-def _groups(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -> list[Any]:
+def groups_of(count: int, rollouts: int, prompt: int, answer: int, vocab: int) -> list[Any]:
     from tidemill.schemas.records import Segment, VersionSpan
 
     rng = np.random.default_rng(0)

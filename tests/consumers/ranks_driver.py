@@ -126,7 +126,8 @@ async def start(directory: Path, settings: ReplicaSettings, specs: list[TensorSp
     from tidemill.consumers.replica.server import server_arguments
 
     specs = specs or specs_of(map_checkpoint(directory))
-    return await ReplicaEngine.start(server_arguments(str(directory), settings), specs, 0, KvPolicy.STALE)
+    arguments = server_arguments(str(directory), settings)
+    return await ReplicaEngine.start(arguments, specs, 0, KvPolicy.STALE, settings.expert_ids)
 
 
 async def request(engine: Any, number: int, **sampling: Any) -> Any:
@@ -245,6 +246,8 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result: dict[str, Any] = {"start_s": time.monotonic() - started}
     versions = Versions(engine, views)
     result["first"], result["before"] = await versions.proved(), await greedy(engine)
+    output = await request(engine, 2000, temperature=0, max_tokens=4)
+    result["expert_ids"] = getattr(output.outputs[0].routed_experts, "shape", None)
     result["load"] = await under_load(engine, versions, MOVES)
     result["after"] = await greedy(engine)
     await engine.load(a, versions.number + 1)

@@ -20,7 +20,8 @@ _SPEC.loader.exec_module(ranks_driver)
 def seen(request, tmp_path_factory, vllm):
     """What the driver saw of an engine with two ranks."""
     root = str(tmp_path_factory.mktemp("ranks"))
-    command = [sys.executable, str(DRIVER), root, json.dumps({"tensor_parallel": 2}), request.param]
+    settings = {"tensor_parallel": 2, "expert_ids": request.param == "experts"}
+    command = [sys.executable, str(DRIVER), root, json.dumps(settings), request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     return {**json.loads(done.stdout.splitlines()[-1]), "kind": request.param}
@@ -64,6 +65,10 @@ def test_one_flipped_bit_on_one_rank_fails_the_proof(seen):
 def test_experts_are_also_known_by_the_names_that_transformers_has_in_memory(seen):
     assert seen.get("fused", ["", ""]) == ["", ""]
     assert ("fused" in seen) == (seen["kind"] == "experts")
+
+
+def test_answers_say_the_experts_of_all_tokens_but_the_last_where_there_are_experts(seen):
+    assert seen["expert_ids"] == ([12 + 4 - 1, 2, 2] if seen["kind"] == "experts" else None)
 
 
 def test_a_rank_killed_before_the_commit_ends_the_engine_and_is_named(seen):

@@ -43,9 +43,9 @@ SETTINGS = {
 class Served:
     """A replica process, the log that it is fed, and what it answered."""
 
-    def __init__(self, root):
+    def __init__(self, root, base=None, **settings):
         self.root, self.version, self.log = root, 0, driver.MemoryLog()
-        self.base = driver.make_checkpoint(root / "v0")
+        self.base = base or driver.make_checkpoint(root / "v0")
         self.chat = load_chat_format(str(self.base), ChatSettings())
         self.view = driver.view_of(self.base)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -55,7 +55,7 @@ class Served:
             "manifest": driver.to_line(first),
             "port": self.port,
             "staging": str(root / "s"),
-            "settings": SETTINGS,
+            "settings": {**SETTINGS, **settings},
         }
         self.process = subprocess.Popen(
             [sys.executable, str(_PATH), "serve", json.dumps(config)],

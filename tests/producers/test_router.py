@@ -19,7 +19,7 @@ from tests.producers.router_support import (
 from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.signing import BadToken, Signer
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.records import VersionSpan
+from tidemill.schemas.records import SamplingParameters, VersionSpan
 
 ASK = {"prompt": "hello", "max_tokens": 3, "user": "zoe", "metadata": {"session_id": "s1"}}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "user": "zoe"}
@@ -227,6 +227,7 @@ def test_sampling_that_the_logprobs_do_not_describe_is_served_untrained_where_th
             assert (made.sampled_tokens, made.version_min) == (0, -1)
             assert made.segments[0].ids().tolist() == PROMPT + TOKENS and not any(made.segments[0].mask())
             assert router.replicas[0].requests[0]["temperature"] == 0
+            assert made.sampling == SamplingParameters(temperature=0.0)
 
     run(scenario)
 

@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.producers.router_support import decision, interaction_of
+from tests.records import build
 from tidemill.producers.router.answer import Collected
-from tidemill.producers.router.ask import Refusal, RequestKind, parse
+from tidemill.producers.router.ask import Refusal, RequestKind, parse, sampling_of
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.segments import SegmentClaims
 from tidemill.schemas.claim import claimed_interaction
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.records import Arm, GateVerdict, VersionSpan
+from tidemill.schemas.records import Arm, GateVerdict, Interaction, VersionSpan
 
 
 def after(*decisions) -> CanaryShare:
@@ -101,6 +102,22 @@ def test_bytes_that_are_no_request_are_refused(body):
 )  # fmt: skip
 def test_sampling_that_is_not_the_models_own_is_named(given_, named):
     assert parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode()).other_sampling == named
+
+
+@pytest.mark.parametrize(
+    ("given_", "told"),
+    [({"top_k": -1, "temperature": 1}, ""), ({"temperature": 0.9, "top_p": 1}, "temperature 0.9"),
+     ({"top_k": 5, "min_p": 0.1, "min_tokens": 3}, "top_k 5, min_p 0.1, min_tokens"),
+     ({"temperature": True, "logit_bias": {"1": 2}}, "temperature, logit_bias"),
+     ({"presence_penalty": 1, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "top_p": 0.5},
+      "top_p 0.5, presence_penalty 1, frequency_penalty -0.5, repetition_penalty 1.1")],
+)  # fmt: skip
+def test_the_record_says_how_an_answer_was_sampled(given_, told):
+    ask = parse(RequestKind.COMPLETION, json.dumps({"prompt": "x", **given_}).encode())
+    sampling = sampling_of(ask)
+    assert sampling.changes() == told
+    made = build(Interaction, sampling=sampling)
+    assert Codec().decode(Codec().encode(made)) == made
 
 
 @st.composite

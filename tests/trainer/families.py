@@ -44,9 +44,9 @@ SERVED = [family for family in FAMILIES if family != "Phi"]
 """Those that vLLM serves on a CPU."""
 
 
-def make_model(family: str, **changes: Any) -> PreTrainedModel:
+def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model, weights rounded to bf16, wide enough that neither attention nor predictions are even."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config)
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight

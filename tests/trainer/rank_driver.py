@@ -28,6 +28,7 @@ from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.job import Job, open_job
+from tidemill.trainer.mismatch import measure
 from tidemill.trainer.replay.steps import StepReplay, follow_replay
 from tidemill.trainer.run import run
 from tidemill.trainer.step import Learner
@@ -57,7 +58,10 @@ def weights_of(settings: TrainerSettings, job: Job, store: str) -> TrainedWeight
 def take(weights: TrainedWeights, step: int, groups: tuple[str, ...] = GROUPS, online: bool = False) -> Found:
     batch = trainable_batch("q", (1.0, -1.0, 0.5)) if online else None
     outcome = weights.train([trainable_group(name) for name in groups], step, step - 1, step, batch)
-    return {"fingerprint": weights.snapshot(), "metrics": outcome.metrics, "tokens": outcome.tokens}
+    apart = {
+        f"{s.part}/{s.dimension}/{s.value}": [s.tokens, s.k3, s.max] for s in measure(outcome.trained, step - 1)[0]
+    }
+    return {"fingerprint": weights.snapshot(), "metrics": outcome.metrics, "tokens": outcome.tokens, "apart": apart}
 
 
 def led(scenario: Callable[[TrainedWeights, Found], Found]) -> Callable[[Job, Found], Found]:

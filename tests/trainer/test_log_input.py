@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, consumer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position, replay_headers
@@ -23,13 +25,17 @@ from tidemill.schemas.records import (
     Group,
     GroupMember,
     Mode,
+    Rollout,
     RolloutStatus,
+    SamplingParameters,
     StepExclusion,
     StepInput,
     TrainStep,
 )
+from tidemill.trainer.batch import routed_tokens
 from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, StepBatch, StepRules
 from tidemill.trainer.endings import TopicProgress
+from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.rollout_log import ReadAhead
 from tidemill.trainer.trainable import TrainableGroup
@@ -203,6 +209,33 @@ def test_groups_of_undefined_lag_are_missed_while_the_batch_would_be_full_with_t
     assert len(batch.exclusions) == 2
     feed(builder, good("c"), 4)
     assert builder.missed is None, "the step before has said why"
+
+
+def sampled_with(rollout: Rollout, **parameters: object) -> Rollout:
+    return replace(rollout, sampling=SamplingParameters(**parameters))
+
+
+def test_groups_of_another_distribution_are_excluded_unless_they_are_accepted(good, make_rollout) -> None:
+    """The recorded logprobs are those of the model's own distribution: of another one, ratios would be wrong."""
+    own, unsaid = (make_rollout("own", index, 1.0) for index in range(2))
+    warm = sampled_with(make_rollout("warm", 1, 0.0), temperature=0.7)
+    cut = sampled_with(make_rollout("cut", 0, 0.0), top_k=40, others="bad_words")
+    for accepted, trained in ((False, ["own"]), (True, ["own", "warm"])):
+        builder = BatchBuilder(replace(RULES, groups_per_step=1 + accepted, accept_other_sampling=accepted))
+        accept(builder, good("own"), 0, [sampled_with(own), unsaid])
+        accept(builder, good("warm"), 1, [own, warm])
+        batch = builder.close(0)
+        assert [g.group.group_id for g in batch.groups] == trained
+        assert {e.group_id: e.reason for e in batch.exclusions} == ({} if accepted else {"warm": "other_sampling"})
+    builder = BatchBuilder(RULES)
+    accept(builder, good("warm"), 0, [warm])
+    accept(builder, good("cut"), 1, [cut])
+    missed = builder.missed
+    assert missed is not None and missed.groups == 2
+    told = missed.told(builder.incarnation, 0)
+    for part in ("temperature 0.7", "top_k 40, bad_words", "rollout.temperature to 1", "trainer.accept_other_sampling"):
+        assert part in told
+    assert "policy lag" not in told
 
 
 def test_what_lasts_is_told_at_once_and_then_rarely() -> None:
@@ -420,6 +453,35 @@ def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_membe
     }
     producer.flush()
     assert dead_letters(log) == [b"not a group"]
+
+
+def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_them(
+    log, make_rollout, make_member, make_group, tmp_path, caplog
+) -> None:
+    producer, shape = RecordProducer(log, "test"), RoutedShape(2, (0, 1), 4, 2)
+    plain = [make_rollout("plain", i, float(i)) for i in range(2)]
+    write_group(producer, plain, make_member, make_group)
+    ids = [np.tile(np.array([[0, 3], [2, 1]], np.uint8), (routed_tokens(r.segments[0]), 1, 1)) for r in plain]
+    for name, cut in (("short", 1), ("routed", 0), ("again", 0)):
+        claims = [store_claim(str(tmp_path), f"{name}{i}", packed_ids(ids[i][cut:])) for i in range(2)]
+        routed = [
+            replace(r, rollout_id=f"{name}-{r.index}", group_id=name, expert_ids=claim)
+            for r, claim in zip(plain, claims, strict=True)
+        ]
+        write_group(producer, routed, make_member, make_group)
+    builder = BatchBuilder(RULES)
+    with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64, routed=shape) as source:
+        batch = read_batch(source, builder)
+        deadline = time.monotonic() + 60
+        while len(builder._excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
+            source.poll(0.1, 0)
+    assert {group.group.group_id for group in batch.groups} == {"routed", "again"}
+    for group in batch.groups:
+        assert all(np.array_equal(found, held) for found, held in zip(group.expert_ids, ids, strict=True))
+    excluded = {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)}
+    assert excluded == {"plain": "invalid_routing", "short": "invalid_routing"}
+    assert "rollout plain-0 was recorded without expert ids" in caplog.text
+    assert "and the segments and the model need" in caplog.text
 
 
 def dead_letters(log: KafkaSettings) -> list[bytes]:

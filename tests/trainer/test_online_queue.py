@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import GateDecision, GateVerdict, StepInput, TrainStep, UserRequest, UserWish
+from tidemill.schemas.records import (
+    GateDecision,
+    GateVerdict,
+    SamplingParameters,
+    StepInput,
+    TrainStep,
+    UserRequest,
+    UserWish,
+)
 from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.endings import TopicProgress
@@ -116,6 +124,14 @@ def test_an_interaction_of_other_versions_has_no_lag_and_is_left_out(made) -> No
     left = settled(OnlineQueue(RULES, line_to(3)), of_version(replace(made, members=members), 3),
                    current=3, found={at(0): ahead})  # fmt: skip
     assert reasons(left) == {"b-0": "undefined_lag"}
+
+
+def test_an_answer_of_another_distribution_is_left_out_unless_it_is_accepted(made) -> None:
+    greedy = replace(made.interactions[1], sampling=SamplingParameters(temperature=0.0))
+    own = replace(made.interactions[2], sampling=SamplingParameters())
+    for accepted, expected in ((False, {"b-1": "other_sampling"}), (True, {})):
+        queue = OnlineQueue(replace(RULES, accept_other_sampling=accepted), line_to(0))
+        assert reasons(settled(queue, made, found={at(1): greedy, at(2): own})) == expected
 
 
 def ids_of(made: TrainableBatch, index: int) -> dict[str, str]:

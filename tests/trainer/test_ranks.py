@@ -105,6 +105,10 @@ def test_ranks_train_what_one_process_trains(out, one, more):
         assert here["tokens"] == there["tokens"]
         assert list(here["metrics"]) == list(there["metrics"])
         assert there["metrics"] == pytest.approx(here["metrics"], rel=1e-3, abs=1e-5)
+        # The tokens of all ranks, in the order of the rollouts: each slice has the same ones.
+        assert list(here["apart"]) == list(there["apart"])
+        for name, numbers in here["apart"].items():
+            assert there["apart"][name] == pytest.approx(numbers, rel=1e-2, abs=1e-4), name
 
 
 def test_rows_that_only_fill_up_change_nothing(out):

@@ -197,8 +197,8 @@ def ask(trained, tmp_path) -> Callable[..., object]:
     config.write_text(tomli_w.dumps(tree), "utf-8")
     where = ["--bootstrap", trained.kafka.bootstrap, "--topic-prefix", trained.kafka.topic_prefix]
 
-    def asked(*arguments: object):
-        return CliRunner().invoke(app, ["replay", *map(str, arguments), *where, "--config", str(config)])
+    def asked(*arguments: object, group: str = "replay"):
+        return CliRunner().invoke(app, [group, *map(str, arguments), *where, "--config", str(config)])
 
     return asked
 
@@ -220,6 +220,28 @@ def test_the_command_line(trained, ask, tmp_path):
     strict = ask("staleness", "--max-policy-lag", 2)
     assert strict.exit_code == 1 and "first step that differs: 4" in strict.output
     assert "step 4 from version 3: 2 trained, 0 too stale, largest lag 3; out: g6, g7" in strict.output
+
+
+def test_corrections_are_tried_on_the_steps(trained, ask):
+    before = trained.ends()
+    result = ask("corrections", "2..4", "--json", group="tune")
+    assert result.exit_code == 0, (result.output, result.exception)
+    document = json.loads(result.stdout)
+    trials = {trial["name"]: trial for trial in document["trials"]}
+    assert document["steps"] == [2, 4] and {"none", "TIS (verl, TRL)", "this run"} <= set(trials)
+    # TIS with a bound of 2 is the default, and what these steps were trained with.
+    own = {**trials["this run"], "name": "", "low": 0.0}
+    assert own == {**trials["TIS (verl, TRL)"], "name": ""}
+    recorded = [step.metrics["correction/bounded"] for step in trained.steps[1:4]]
+    assert own["cut"] == pytest.approx(sum(recorded) / 3, abs=0.02)
+    best = document["trials"][0]
+    assert f"chosen: {best['name']}: trainer.correction.kind={best['kind']}" in result.stderr
+    table = ask("corrections", "3", "--csv", group="tune")
+    assert table.stdout.splitlines()[0] == "name,kind,low,high,bias,variance,ess,cut,error"
+    assert trained.ends() == before
+    changes = ("--set", "trainer.objective=decoupled_ppo", "--set", "trainer.correction.kind=none")
+    refused = ask("corrections", "3", *changes, group="tune")
+    assert isinstance(refused.exception, ValueError) and "trainer.behaviour_cap" in str(refused.exception)
 
 
 def test_a_forged_fingerprint_is_found_at_its_step(trained, ask):

@@ -16,7 +16,7 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Manifest, Staleness, TrainStep
+from tidemill.schemas.records import Manifest, Mismatch, Staleness, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
@@ -152,6 +152,17 @@ def check_records(log: KafkaSettings, straight: list[TrainStep]) -> None:
     for step in straight:
         assert sum(c.tokens for s in staleness if s.step == step.step for c in s.lag) == step.tokens
         assert step.lag[0].lag == step.parent_version
+    # All tokens are of version 0: only the first step has some of its own weights. Each step says it once here.
+    apart = records(log, Topic.MISMATCH, Mismatch, "straight")
+    assert [(m.step, m.version, m.tokens) for m in apart] == [(s.step, s.parent_version, s.tokens) for s in straight]
+    parts = [{each.part for each in m.slices} for m in apart]
+    assert parts == [{"all", "engines"}, *[{"all", "lagged"}] * (STEPS - 1)]
+    whole = {m.step: m.slices[0] for m in apart}
+    assert [whole[s.step].k3 for s in straight] == pytest.approx([s.metrics["mismatch/k3"] for s in straight], rel=1e-4)
+    # The stopped run says it again where a step was made again, and says the same.
+    for again in records(log, Topic.MISMATCH, Mismatch, "stopped"):
+        assert again.slices == apart[again.step - 1].slices and again.worst == apart[again.step - 1].worst
+    assert {m.step for m in records(log, Topic.MISMATCH, Mismatch, "stopped")} == set(whole)
 
 
 def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, store) -> None:

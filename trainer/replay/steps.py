@@ -25,6 +25,7 @@ from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps
 from tidemill.trainer.job import SINGLE, Job
+from tidemill.trainer.mismatch import TrainedTokens
 from tidemill.trainer.replay.reading import NoProducer
 from tidemill.trainer.resume import way_back
 from tidemill.trainer.serving_view import ServingView, fingerprint_of
@@ -43,6 +44,8 @@ class ReplayedStep:
     """What it reports of itself now."""
     learning_rate: float
     seconds: float
+    trained: TrainedTokens | None
+    """The tokens that it trained on."""
 
     @property
     def same(self) -> bool:
@@ -90,7 +93,8 @@ class StepReplay:
         self._steps = {record.version: record for record in read_steps(kafka, run.run_id)}
         self._checkpoints = CheckpointStore(store.root, run.run_id, run.branch, settings.keep_checkpoints)
         self._weights = TrainedWeights(self._settings, make_learner(self._settings, job), self._checkpoints, job=job)
-        self._inputs = RecordedInputs(kafka, NoProducer(), settings.read_ahead_bytes, self._weights.vocab_size)
+        weights, limit = self._weights, settings.read_ahead_bytes
+        self._inputs = RecordedInputs(kafka, NoProducer(), limit, weights.vocab_size, weights.routed)
         self._version: int | None = None
 
     @property
@@ -183,6 +187,7 @@ class StepReplay:
 
     def _change_settings(self, what_if: TrainerSettings) -> None:
         self._weights.change_settings(replace_model(what_if, self._settings.model))
+        self._inputs.routed = self._weights.routed
 
     def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()
@@ -190,7 +195,7 @@ class StepReplay:
         seconds = time.monotonic() - begun
         self._version = record.version
         fingerprint = self._weights.snapshot()
-        return ReplayedStep(record, fingerprint, outcome.metrics, outcome.learning_rate, seconds)
+        return ReplayedStep(record, fingerprint, outcome.metrics, outcome.learning_rate, seconds, outcome.trained)
 
     def _require_same_settings(self, record: TrainStep) -> None:
         machine = self._weights.machine
@@ -283,7 +288,11 @@ def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
     fields = {f.name: getattr(sampled, f.name) for f in dataclasses.fields(sampled) if f.name != "segments"}
     nested = {
         "rewards": [dataclasses.asdict(part) for part in fields.pop("rewards", [])],
-        "claim": None if (claim := fields.pop("claim")) is None else dataclasses.asdict(claim),
+        **{
+            name: dataclasses.asdict(value)
+            for name, value in fields.items()
+            if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        },
     }
     return {**fields, **nested, "segments": [_segment(segment) for segment in sampled.segments]}
 

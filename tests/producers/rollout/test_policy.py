@@ -29,7 +29,7 @@ from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.ids import rollout_id
-from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Tick, Turn, VersionSpan
+from tidemill.schemas.records import Dispatch, RolloutStatus, SamplingParameters, Task, Tick, Turn, VersionSpan
 
 REPLICA = ReplicaIdentity("r1", "here")
 LEDGER = LedgerEnvironment(LedgerOptions())
@@ -79,22 +79,22 @@ def texts(chat, tokenizer):
     return chat
 
 
-def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK):
+def policy_of(session, recorded=(), max_context=4000, max_turns=6, written=None, a_task=TASK, temperature=1.0):
     def on_turn(number, made):
         if written is not None:
             written.append(turn_record(a_task, 1, "w", number, made))
 
-    limits = PolicyLimits(max_context, 200, max_turns, 1.0)
+    limits = PolicyLimits(max_context, 200, max_turns, temperature)
     return RolloutPolicy(session.chat, session, limits, recorded_turns(recorded), on_turn)
 
 
-def play(session, recorded=(), a_task=TASK, **options):
+def play(session, recorded=(), a_task=TASK, temperature=1.0, **options):
     """The rollout's record, the turns that were recorded, and the policy."""
     written: list[Turn] = []
-    policy = policy_of(session, recorded, written=written, a_task=a_task, **options)
+    policy = policy_of(session, recorded, written=written, a_task=a_task, temperature=temperature, **options)
     score = asyncio.run(LEDGER.play(a_task, policy))
     base = failed_rollout(a_task, 1, "", "w", policy.identity, 1)
-    rollout = completed_rollout(base, policy.contexts.all, score, "v", {})
+    rollout = completed_rollout(base, policy.contexts.all, score, "v", {}, temperature)
     return replace(rollout, finished_at=2), written, policy
 
 
@@ -358,6 +358,16 @@ def test_a_turn_is_used_only_after_the_tokens_that_it_was_sampled_after(texts):
     ):
         _, written, policy = play(Script(texts), kept)
         assert (policy.resumed, len(written), len(policy.unused)) == (used, 3 - used, len(kept) - used)
+
+
+def test_a_rollout_says_its_temperature_and_no_turn_of_another_one_is_used(texts):
+    rollout, turns, _ = play(Script(texts))
+    assert rollout.sampling == SamplingParameters()
+    colder, written, policy = play(Script(texts), turns, temperature=0.5)
+    assert colder.sampling == SamplingParameters(temperature=0.5) and colder.sampling.changes() == "temperature 0.5"
+    assert (policy.resumed, len(written), len(policy.unused)) == (0, 3, 3)
+    again, _, policy = play(Script(texts), written, temperature=0.5)
+    assert (policy.resumed, again) == (3, colder)
 
 
 def test_a_tool_that_answers_otherwise_leaves_the_rest_live(texts):

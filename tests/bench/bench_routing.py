@@ -1,0 +1,152 @@
+"""How far the trainer is from the engine on a mixture of experts, by routing: JSON lines.
+
+    python tests/bench/bench_routing.py [--seeds 0 1 2] [--sequences 16] [--tokens 96] [--layers 4] [--experts 8]
+
+A vLLM engine samples from a random Qwen3-MoE, in bfloat16 and in float32, and says which experts each token was sent
+to; the trainer computes the logprobs of the same tokens. `routing.mismatch` is the distance of the two: `own`, the
+trainer's routers choose; `replayed`, the sampler's experts are taken; `shuffled`, as a control, those of other tokens.
+`engine twice` is the engine against itself, which computes the sampled sequences again as prompts. `k3` is the mean of
+r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of logprobs| in nats; `otherwise` is
+the share of (token, layer) pairs for which the routers' own choice is another than the sampler's. `routing.bytes` are
+the bytes of expert ids a token, beside those of the rollout's own arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+
+PROMPT = 32
+
+
+def say(figure: str, **values: Any) -> None:
+    """Print one JSON line; numbers with three significant digits."""
+    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"figure": figure, **rounded}), flush=True)
+
+
+def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
+    """Sample from an engine, and have it compute the same sequences again; in a process of its own."""
+    import expert_driver
+
+    expert_driver.engines.prepare_environment(1)
+    from vllm import SamplingParams
+
+    length = PROMPT + options.tokens
+    engine = expert_driver.Routed(directory, dtype, max_model_len=length + 1, max_num_batched_tokens=4096)
+    random = np.random.default_rng(options.seed)
+    prompts = {str(n): random.integers(2, 150, PROMPT).tolist() for n in range(options.sequences)}
+    outputs = engine.answers(prompts, temperature=1.0, max_tokens=options.tokens, logprobs=0)
+    for name, output in outputs.items():
+        asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        prompt = {"prompt_token_ids": expert_driver.tokens_of(output), "cache_salt": "again"}
+        engine.engine.add_request(name, prompt, asked)
+    again = engine.end()
+    made: dict[str, list[Any]] = {"tokens": [], "logprobs": [], "ids": [], "logprobs again": [], "ids again": []}
+    for name, output in outputs.items():
+        tokens, answer = expert_driver.tokens_of(output), output.outputs[0]
+        made["tokens"].append(tokens)
+        chosen = zip(answer.token_ids, answer.logprobs, strict=True)
+        made["logprobs"].append([entry[token].logprob for token, entry in chosen])
+        made["ids"].append(answer.routed_experts)
+        scored = zip(tokens[PROMPT:], again[name].prompt_logprobs[PROMPT:], strict=True)
+        made["logprobs again"].append([entry[token].logprob for token, entry in scored])
+        made["ids again"].append(again[name].outputs[0].routed_experts[: length - 1])
+    np.savez(out, **{name: np.array(values) for name, values in made.items()})
+
+
+def figures(apart: np.ndarray, otherwise: float) -> dict[str, float]:
+    """Of differences of logprobs (trainer minus engine)."""
+    size = np.abs(apart)
+    k3 = np.expm1(apart) - apart
+    return {"k3": float(k3.mean()), "max": float(size.max()), "p99": float(np.quantile(size, 0.99)),
+            "otherwise": otherwise}  # fmt: skip
+
+
+def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str, float]:
+    """The trainer's distance from what was sampled."""
+    import torch
+    from families import OneSegment, segment_of
+
+    from tidemill.trainer.batch import pack
+    from tidemill.trainer.choices import Routing
+    from tidemill.trainer.model import load_model
+    from tidemill.trainer.policy import frozen_logprobs
+    from tidemill.trainer.probe import use_packed_attention
+    from tidemill.trainer.routing import RoutingReplay
+
+    model = load_model(str(directory))
+    use_packed_attention(model)
+    replay = RoutingReplay(model, Routing(routing), 0.0)
+    model.to(getattr(torch, dtype))
+    parts = zip(sampled["tokens"].tolist(), sampled["logprobs"].tolist(), strict=True)
+    rollouts = [OneSegment(segment_of(tokens[:PROMPT], tokens[PROMPT:], logprobs)) for tokens, logprobs in parts]
+    rows = pack(rollouts, 1024, model.config.vocab_size, routing=Routing(routing), expert_ids=list(sampled["ids"]))
+    apart, seen = [], torch.zeros(3, dtype=torch.int64)
+    for row in rows:
+        apart.append((frozen_logprobs(model, row) - row.sampler_logprobs).double().numpy())
+        seen += replay.seen()
+    return figures(np.concatenate(apart), float(seen[0] / seen[2]))
+
+
+def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
+    """All routings of one model."""
+    from families import make_model
+
+    model = make_model(
+        "Qwen3Moe", seed, num_hidden_layers=options.layers, num_experts=options.experts, hidden_size=128,
+        num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=128, max_position_embeddings=1024,
+    )  # fmt: skip
+    model.bfloat16().save_pretrained(root / "model")
+    for engine in ("bfloat16", "float32"):
+        out = root / f"{engine}.npz"
+        command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(out), "--seed", str(seed)]
+        sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens)]
+        subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+        sampled = dict(np.load(out))
+        twice = (sampled["logprobs again"] - sampled["logprobs"]).reshape(-1)
+        sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
+        otherwise = float((sets[0] != sets[1]).any(-1).mean())
+        say("routing.mismatch", seed=seed, engine=engine, trainer=None, routing="engine twice",
+            **figures(twice, otherwise))  # fmt: skip
+        for trainer in ("float32", "bfloat16") if engine == "bfloat16" else ("float32",):
+            for routing in ("own", "replayed", "shuffled"):
+                found = trained(root / "model", trainer, routing, sampled)
+                say("routing.mismatch", seed=seed, engine=engine, trainer=trainer, routing=routing, **found)
+    ids = sampled["ids"]
+    say("routing.bytes", ids=int(ids[0, 0].nbytes), rollout=9, layers=options.layers, experts=options.experts)
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="models to make, and what they say")
+    parser.add_argument("--sequences", type=int, default=16, help="answers sampled from each engine")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model")
+    parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token goes to two")
+    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sample:
+        directory, dtype, out = options.sample
+        sample(Path(directory), dtype, options, Path(out))
+        return
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory() as root:
+            compare(options, seed, Path(root))
+
+
+if __name__ == "__main__":
+    main()

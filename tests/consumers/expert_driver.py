@@ -1,0 +1,152 @@
+"""Expert ids of a real engine, driven in this process, beside those of transformers.
+
+    python expert_driver.py DIR     prints what is compared as one JSON line
+
+A process of its own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+engines: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = engines
+_SPEC.loader.exec_module(engines)
+
+LONG, SHORT = 100, 12
+"""Tokens of the prompt that is prefilled in pieces, and sampled ones of each answer."""
+
+
+class Routed(engines.InProcess):  # type: ignore[misc]  # loaded by its path
+    """An engine whose answers say expert ids."""
+
+    def install(self, specs: list[Any]) -> None:
+        """Map these tensors, and keep expert ids."""
+        self.names = [spec.name for spec in specs]
+        self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0, True)
+
+    def begin(self, prompts: dict[str, list[int]], salt: str, **sampling: Any) -> None:
+        """Ask for greedy answers."""
+        from vllm import SamplingParams
+
+        for name, prompt in prompts.items():
+            asked = SamplingParams(ignore_eos=True, **{"temperature": 0, "max_tokens": SHORT, **sampling})
+            self.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, asked)
+
+    def end(self) -> dict[str, Any]:
+        """All answers, when they have ended."""
+        done = {}
+        while self.engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in self.engine.step() if output.finished}
+        return done
+
+    def answers(self, prompts: dict[str, list[int]], salt: str = "a", **sampling: Any) -> dict[str, Any]:
+        """Answers to prompts that are asked at once."""
+        self.begin(prompts, salt, **sampling)
+        return self.end()
+
+
+def tokens_of(output: Any) -> list[int]:
+    """Prompt and answer."""
+    return [*output.prompt_token_ids, *output.outputs[0].token_ids]
+
+
+def chosen(directory: Path, tokens: list[int]) -> np.ndarray:
+    """The experts that transformers sends all tokens but the last to, in order: i8[tokens - 1, layers, top_k]."""
+    found: list[torch.Tensor] = []
+    model = _model(directory)
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda _gate, _inputs, answer: found.append(answer[2]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([tokens[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 1).sort(-1).values.numpy()
+
+
+@cache
+def _model(directory: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def agreement(directory: Path, outputs: dict[str, Any]) -> dict[str, Any]:
+    """By answer: the shape of its ids, and the share of (token, layer) with the experts of transformers."""
+    found = {}
+    for name, output in outputs.items():
+        ids, expected = output.outputs[0].routed_experts, chosen(directory, tokens_of(output))
+        same = ids.shape == expected.shape and (np.sort(ids, -1) == expected).all(-1).mean()
+        found[name] = {"shape": ids.shape, "expected": expected.shape, "same": float(same), "type": ids.dtype.name}
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether all answers have the same ids."""
+    return all(np.array_equal(one[n].outputs[0].routed_experts, other[n].outputs[0].routed_experts) for n in one)
+
+
+def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, Any]:
+    """An answer whose second half another version sampled: tokens computed before it have the first one's experts."""
+    old = engines.driver.view_of(a)
+    engine.begin({"moved": prompt}, "c", max_tokens=2 * SHORT)
+    for _ in range(SHORT):
+        engine.engine.step()
+    engine.apply(old, engines.driver.nudged(old, seed=1, fraction=0.5), 1)
+    output = engine.end()["moved"]
+    ids, expected = output.outputs[0].routed_experts, chosen(a, tokens_of(output))
+    spans = [[int(span.version), span.start, span.end] for span in output.outputs[0].weight_versions]
+    # The token that the old version sampled last is computed by the new one.
+    before = len(prompt) + spans[0][2] - 1
+    alike = (np.sort(ids, -1) == expected).all(-1)
+    return {"spans": spans, "rows": len(ids), "before": float(alike[:before].mean()),
+            "after": float(alike[before:].mean())}  # fmt: skip
+
+
+def main() -> None:
+    """See the module's docstring."""
+    engines.prepare_environment(1)
+    root = Path(sys.argv[1])
+    kind = engines.Kind("float32", intermediate=64)
+    a = engines.make_model(kind, root / "a")
+    # The longest prompt takes several steps, beside which the others decode.
+    engine = Routed(a, kind.dtype, max_num_batched_tokens=32, enable_chunked_prefill=True, max_num_seqs=4)
+    prompts = {str(number): prompt for number, prompt in enumerate(engines.prompts())}
+    prompts["long"] = [(11 * i) % 190 + 5 for i in range(LONG)]
+    first = engine.answers(prompts)
+    again = engine.answers(prompts)
+    tail = engine.answers({"long": prompts["long"]}, routed_experts_prompt_start=LONG - 1)["long"].outputs[0]
+    fork = engine.answers({"fork": [*prompts["long"][:70], *range(20, 40)]})
+    (capture,) = [engine.core.model_executor.driver_worker.worker._tidemill_capture]
+    found = {
+        "first": agreement(a, first), "again": agreement(a, again), "same": same(first, again),
+        "cached": {name: output.num_cached_tokens for name, output in (again | fork).items()},
+        "fork": agreement(a, fork),
+        "tail": bool(np.array_equal(tail.routed_experts, first["long"].outputs[0].routed_experts[LONG - 1 :])),
+        "moved": changed_under_way(engine, a, prompts["long"]),
+        "bytes a token": int(capture._ids[0].nbytes),
+    }  # fmt: skip
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    dense = engines.make_model(engines.KINDS["dense tied float32"], root / "dense")
+    try:
+        Routed(dense, "float32")
+    except UnsupportedModelError as error:
+        found["dense"] = str(error)
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

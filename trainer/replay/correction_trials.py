@@ -1,0 +1,104 @@
+"""Corrections, tried on the tokens of recorded steps: what each would have done to their gradients. Pure.
+
+The policy gradient is a sum over tokens of A w grad log pi: advantage times weight times score. With the ratio rho as
+weight its expectation is that of tokens sampled by the trainer itself; a correction bounds rho, which moves the
+expectation (bias) and keeps a few large ratios from deciding the step (variance). Measured over the tokens of the
+steps, as shares of the gradient's size with weights of 1:
+
+- bias: sum |A| |w - rho| / sum |A|. A bound from above, since errors of different tokens may cancel;
+- variance: sum A^2 w^2 / sum A^2. The mean square of the gradient where the scores of tokens are uncorrelated;
+- error: (bias^2 + variance / n)^(1/2) with the n rollouts of a step, the root mean square of the step's gradient, the
+  tokens of a rollout counted as one sample.
+
+The ratio is a token's own. It leaves a bias of the order of length^2 in the mismatch, which no weight of single tokens
+can take away (verl, "rollout correction"); weights of whole rollouts do, and appear as biased here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.trainer.choices import CorrectionKind
+from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights
+from tidemill.trainer.mismatch import TrainedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCorrection:
+    """A correction with the bounds that its source gives."""
+
+    name: str
+    kind: CorrectionKind
+    low: float
+    high: float
+
+
+PUBLISHED = (
+    PublishedCorrection("none", CorrectionKind.NONE, 0.0, 1.0),
+    PublishedCorrection("TIS (verl, TRL)", CorrectionKind.TIS, 0.0, 2.0),
+    PublishedCorrection("MIS (verl)", CorrectionKind.MIS, 0.5, 2.0),
+    PublishedCorrection("IcePop (Ring-1T)", CorrectionKind.MIS, 0.5, 5.0),
+    PublishedCorrection("sequence TIS (verl)", CorrectionKind.SEQUENCE_TIS, 0.0, 2.0),
+    PublishedCorrection("sequence MIS (verl)", CorrectionKind.SEQUENCE_MIS, 0.0, 2.0),
+    PublishedCorrection("geometric rejection (verl)", CorrectionKind.GEOMETRIC, 0.999, 1.001),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionTrial:
+    """What a correction would have done to the gradients of some steps."""
+
+    name: str
+    kind: str
+    low: float
+    high: float
+    bias: float
+    variance: float
+    ess: float
+    """Effective sample size of the weights: (sum w)^2 / (n sum w^2); 0 where all are 0."""
+    cut: float
+    """Share of tokens whose weight is bounded, or 0."""
+    error: float
+
+
+def try_corrections(
+    steps: Sequence[TrainedTokens], candidates: Sequence[PublishedCorrection] = PUBLISHED
+) -> list[CorrectionTrial]:
+    """Every candidate on the tokens of `steps`, smallest error first.
+
+    Raises ValueError where every advantage is 0: such steps say nothing about a correction.
+    """
+    lengths = [sum(int(s.mask().sum()) for s in record.segments) for step in steps for record in step.trajectories]
+    n = len(lengths)
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    advantages = torch.cat([step.advantages for step in steps])[sequence].double()
+    if not advantages.any():
+        raise ValueError("all advantages of these steps are 0, so no correction changes them: name other steps")
+    trainer = torch.cat([step.trainer_logprobs for step in steps])
+    sampler = torch.cat([step.sampler_logprobs for step in steps])
+    ratio, size = (trainer - sampler).double().exp(), advantages.abs()
+    found = []
+    for each in candidates:
+        bounds = RatioBounds(each.low, each.high)
+        weights = correction_weights(each.kind, trainer, sampler, sequence, n, bounds)
+        exact = weights.double()
+        bias = float((size * (exact - ratio).abs()).sum() / size.sum())
+        variance = float((advantages * exact).square().sum() / advantages.square().sum())
+        total = exact.square().sum()
+        found.append(
+            CorrectionTrial(
+                name=each.name,
+                kind=each.kind.value,
+                low=each.low,
+                high=each.high,
+                bias=bias,
+                variance=variance,
+                ess=float(exact.sum().square() / (len(exact) * total)) if total else 0.0,
+                cut=float(bounded(each.kind, weights, bounds).double().mean()),
+                error=(bias**2 + variance * len(steps) / n) ** 0.5,
+            )
+        )
+    return sorted(found, key=lambda trial: trial.error)

@@ -1,0 +1,156 @@
+"""Routing replay: the trainer sends each token to the experts that the sampler sent it to.
+
+A mixture of experts amplifies rounding: where two experts score almost alike, the sampler takes one and the trainer the
+other, and the token's logprob moves by far more than rounding. With the sampler's expert ids in the row, each router is
+told which experts to take. Their scores are the trainer's own, so that the gate keeps its gradient.
+
+What holds: without ids in a row nothing changes, in no bit; a model is refused at the start if one of its routers
+is of a class that is not known here, or computes other scores than its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tidemill.trainer.attention import UntrainableModelError
+from tidemill.trainer.batch import PackedRow
+from tidemill.trainer.choices import Routing
+from tidemill.trainer.expert_ids import RoutedShape
+from tidemill.trainer.policy import REPLAY
+
+Scores = Callable[[Any, Tensor, Tensor], Tensor]
+"""From a router, its logits [L, experts] and expert ids i8[L, top_k], the scores [L, top_k] of those experts."""
+Routed = tuple[Tensor, Tensor, Tensor]
+"""What a router answers: logits, scores and expert ids."""
+
+
+def _softmax_then_top_k(router: Any, logits: Tensor, ids: Tensor, normalised: bool | None = None) -> Tensor:  # noqa: ANN401 - transformers' routers have no common type
+    """Softmax over all experts; the chosen ones' chances add up to 1 where they are `normalised` (None: it says)."""
+    chances = logits.softmax(-1, dtype=torch.float).gather(-1, ids)
+    if router.norm_topk_prob if normalised is None else normalised:
+        chances = chances / chances.sum(-1, keepdim=True)
+    return chances
+
+
+_NORMALISED: Scores = partial(_softmax_then_top_k, normalised=True)
+ADAPTERS: Mapping[str, Scores] = {
+    "Qwen3MoeTopKRouter": _softmax_then_top_k,
+    "Qwen2MoeTopKRouter": _softmax_then_top_k,
+    "OlmoeTopKRouter": _softmax_then_top_k,
+    "FlexOlmoTopKRouter": _softmax_then_top_k,
+    "MixtralTopKRouter": _NORMALISED,
+}
+"""How the routers that can be replayed score experts, by the name of their class in transformers."""
+
+
+class RoutingReplay:
+    """Routes the rows of `model` from now on; while it stands before every computation of a row, that row is `laid`.
+
+    Raises UntrainableModelError for a model without experts, and for one whose routers are not known.
+    """
+
+    def __init__(self, model: PreTrainedModel, routing: Routing, plausible: float) -> None:
+        self._routing, self._plausible = routing, plausible
+        self._ids: Tensor | None = None
+        routers = _routers(model)
+        self.shape = _shape(model, routers)
+        self._seen = {layer: torch.zeros(2, dtype=torch.int64) for layer, _ in routers}
+        for layer, router in routers:
+            _require_same_scores(router)
+            router.register_forward_hook(partial(self._route, layer))
+        setattr(model, REPLAY, self)
+
+    def lay(self, row: PackedRow) -> None:
+        """Route by the ids of `row`, also when its layers are computed again for their gradients."""
+        self._ids = row.expert_ids
+
+    def seen(self) -> Tensor:
+        """i8[3] of the row computed last: (token, layer) pairs that the router itself sends elsewhere than the ids
+        say; those whose ids were replaced as implausible; all pairs."""
+        pairs = 0 if self._ids is None else len(self._ids) * len(self._seen)
+        return torch.cat([torch.stack(list(self._seen.values())).sum(0).cpu(), torch.tensor([pairs])])
+
+    def _route(self, layer: int, router: nn.Module, _inputs: object, answer: Routed) -> Routed | None:
+        if self._ids is None:
+            self._seen[layer] = torch.zeros(2, dtype=torch.int64)
+            return None
+        logits, _, own = answer
+        asked = self._ids[:, layer].long()
+        elsewhere = (own.sort(-1).values != asked.sort(-1).values).any(-1).sum()
+        used, replaced = _plausible_ids(logits.detach(), own, asked, self._plausible)
+        self._seen[layer] = torch.stack([elsewhere, replaced])
+        if self._routing is Routing.OWN:
+            return None
+        scores = ADAPTERS[type(router).__name__](router, logits, used)
+        return logits, scores.to(answer[1].dtype), used
+
+
+def _plausible_ids(logits: Tensor, own: Tensor, asked: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """The ids to use, i8[L, top_k], and how many tokens have others than were asked for, i8[].
+
+    An expert that was asked for counts as implausible if its probability is below `share` of the smallest one among the
+    router's own experts; the most probable experts that were not asked for take the places of such.
+    """
+    if not share:
+        return asked, asked.new_zeros(())
+    chances = logits.softmax(-1, dtype=torch.float)
+    kept = chances.gather(-1, asked) >= share * chances.gather(-1, own).amin(-1, keepdim=True)
+    whole = kept.all(-1, keepdim=True)
+    # Above every probability, so that they are taken first.
+    chances = chances.scatter(-1, asked, torch.where(kept, 2.0, -1.0))
+    return torch.where(whole, asked, chances.topk(asked.shape[-1], -1).indices), (~whole).sum()
+
+
+def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
+    """The routers of a model with the numbers of their layers. Raises UntrainableModelError."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    found = []
+    for number, layer in enumerate(layers):
+        for block in layer.modules():
+            if not hasattr(block, "experts"):
+                continue
+            within = [type(child).__name__ for child in block.children()]
+            known = [child for child in block.children() if type(child).__name__ in ADAPTERS]
+            if len(known) != 1:
+                raise UntrainableModelError(
+                    f"trainer.routing: layer {number} of {type(model).__name__} routes tokens by {', '.join(within)}, "
+                    f"of which none is a router that can be replayed ({', '.join(ADAPTERS)}): set trainer.routing to "
+                    "off, or add an adapter of its scores to ADAPTERS in trainer/routing.py"
+                )
+            found.append((number, known[0]))
+    if not found:
+        raise UntrainableModelError(
+            f"trainer.routing: {type(model).__name__} has no experts in its layers, so there is no routing to replay: "
+            "set trainer.routing to off"
+        )
+    return found
+
+
+def _shape(model: PreTrainedModel, routers: list[tuple[int, Any]]) -> RoutedShape:
+    sizes = {(len(router.weight), int(router.top_k)) for _, router in routers}
+    if len(sizes) != 1:
+        raise UntrainableModelError(f"trainer.routing: the layers differ in (experts, top_k): {sorted(sizes)}")
+    ((experts, top_k),) = sizes
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    return RoutedShape(layers, tuple(layer for layer, _ in routers), experts, top_k)
+
+
+def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' routers have no common type
+    generator = torch.Generator().manual_seed(0)
+    weight = router.weight
+    with torch.no_grad():
+        states = torch.randn(16, weight.shape[1], generator=generator).to(weight)
+        logits, scores, ids = router(states)
+        told = ADAPTERS[type(router).__name__](router, logits, ids).to(scores.dtype)
+    if not torch.equal(told, scores):
+        raise UntrainableModelError(
+            f"trainer.routing: {type(router).__name__} scores experts otherwise than its adapter in "
+            "trainer/routing.py: this version of transformers has changed it"
+        )
