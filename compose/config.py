@@ -23,6 +23,7 @@ from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.stack.config import StackSettings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.view.config import ViewSettings
 from tidemill.producers.config import FeedSettings, RolloutSettings
 from tidemill.producers.environments.ledger import LedgerOptions
 from tidemill.producers.gateway.config import GatewaySettings
@@ -160,6 +161,8 @@ class TidemillSettings(BaseSettings):
     """The gate between a version and its users."""
     sink: SinkSettings = Field(default_factory=SinkSettings)
     """The ClickHouse sink."""
+    view: ViewSettings = Field(default_factory=ViewSettings)
+    """The page on which a run is watched."""
     demo: DemoSettings = Field(default_factory=DemoSettings)
     """The demonstration."""
 

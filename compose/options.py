@@ -46,12 +46,12 @@ def settings_from(options: dict[str, Any], flags: dict[str, Any] | None = None) 
     return load_settings(options.get("config"), merge(tree, flags or {}))
 
 
-def key_values(texts: list[str]) -> dict[str, str]:
-    """`["max_value=30"]` -> `{"max_value": "30"}`. Raises ConfigError for a text without `=`."""
+def key_values(texts: list[str], flag: str = "--option", example: str = "max_value=30") -> dict[str, str]:
+    """`["max_value=30"]` -> `{"max_value": "30"}`. Raises ConfigError, with the flag's name, for a text without `=`."""
     pairs = [text.partition("=") for text in texts]
     wrong = next((key for key, equals, _ in pairs if not equals or not key), None)
     if wrong is not None:
-        raise ConfigError(f"--option {wrong!r}: expected KEY=VALUE, for instance max_value=30")
+        raise ConfigError(f"{flag} {wrong!r}: expected KEY=VALUE, for instance {example}")
     return {key: value for key, _, value in pairs}
 
 

@@ -23,6 +23,7 @@ from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.cli.topics_command import topics
 from tidemill.compose.cli.trace_command import trace
 from tidemill.compose.cli.trainer_command import trainer_app
+from tidemill.compose.cli.view_command import view
 from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
 from tidemill.compose.gate import gate_app
@@ -67,6 +68,7 @@ app.add_typer(trainer_app, name="trainer", rich_help_panel="Trainer")
 for _role in (serve, sink):
     app.command(rich_help_panel="Consumers")(with_settings(_role))
 app.command(rich_help_panel="Consumers")(query)
+app.command(rich_help_panel="Consumers")(view)
 app.command(rich_help_panel="Consumers")(with_settings(trace))
 app.add_typer(tune_app, name="tune", rich_help_panel="Consumers")
 app.add_typer(gate_app, name="gate", rich_help_panel="Consumers")

@@ -46,6 +46,7 @@ class Ports:
     stable: int
     canary: int
     router: int
+    view: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class DemoPlan:
                 "store": settings.store.model_copy(update={"root": str(directory / "store")}),
             }
         )
-        stable, canary, router, *replicas = pick_ports(3 + settings.demo.replicas, base_port=0)
-        ports = Ports(tuple(replicas), stable, canary, router)
+        stable, canary, router, view, *replicas = pick_ports(4 + settings.demo.replicas, base_port=0)
+        ports = Ports(tuple(replicas), stable, canary, router, view)
         return cls(directory, changed, ports, secrets.token_urlsafe(), ProductSettings.with_random_keys())
 
     def with_log_of(self, settings: TidemillSettings) -> DemoPlan:
@@ -119,6 +120,11 @@ class DemoPlan:
     def router_address(self) -> str:
         """HTTP address of the router."""
         return _address(self.ports.router)
+
+    @property
+    def view_address(self) -> str:
+        """HTTP address of the page."""
+        return _address(self.ports.view)
 
     def write_config(self) -> None:
         """Write the settings that the roles read, as TOML, beside the data: the demonstration can be looked up."""
@@ -196,6 +202,7 @@ class DemoPlan:
         options = tree["kafka"]["client_options"]
         tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
         tree["sink"]["path"] = str(self.sink_directory)
+        tree["view"] |= {"host": "127.0.0.1", "port": self.ports.view, "token": "", "model": str(self.model_directory)}
         tree["midtrain"]["output"] = str(self.model_directory)
         tree["trainer"]["model"] = str(self.model_directory)
         tree["rollout"]["replicas"] = [_address(port) for port in self.ports.replicas]

@@ -61,6 +61,7 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
             summary = _run(plan, supervisor, console, began)
     names = [name for act in plan.acts for name in QUERIES[act]]
     queries = [f"tidemill query {name} --data-dir {plan.sink_directory}" for name in names]
+    queries.append(f"tidemill view {plan.directory}")
     console.print(closing(summary, queries))
     return summary
 
@@ -89,6 +90,8 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     create_topics(plan.settings.kafka)
     plan.write_config()
     supervisor.start("sink", plan.arguments("sink"))
+    supervisor.start("view", plan.arguments("view"))
+    console.print(f"watch it in a browser: {plan.view_address}", highlight=False)
     if not plan.settings.demo.model:
         _midtrain(plan, supervisor, console)
     run_id = plan.settings.run.run_id

@@ -17,7 +17,7 @@ import clickhouse_connect
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement, check, refused_functions
+from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement, check, escaped, refused_functions
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -28,7 +28,6 @@ UNKNOWN_CODE = 1002
 
 ALLOCATOR = "JE_MALLOC_CONF"
 """Where the embedded engine's allocator looks for its settings when it is loaded."""
-ESCAPES = (("\\", "\\\\"), ("\n", "\\n"), ("\t", "\\t"), ("\r", "\\r"), ("\0", "\\0"))
 
 
 class EngineBusy(RuntimeError):
@@ -99,11 +98,6 @@ def _error(message: str) -> QueryError:
     return QueryError(int(found.group(1)) if found else UNKNOWN_CODE, message.strip())
 
 
-def _escaped(value: str) -> str:
-    """A query parameter's value in ClickHouse's own escaping."""
-    return value.translate({ord(sign): code for sign, code in ESCAPES})
-
-
 class Reader:
     """Read-only queries over the embedded engine, which this process has open."""
 
@@ -125,6 +119,7 @@ class Reader:
         default_format: str = "TabSeparated",
         parameters: Mapping[str, str] | None = None,
         database: str | None = None,
+        bounds: Mapping[str, float] | None = None,
     ) -> Answer:
         """Run one reading statement.
 
@@ -132,13 +127,14 @@ class Reader:
             sql: SELECT, WITH, SHOW, DESCRIBE, EXPLAIN or EXISTS; its FORMAT clause wins over `default_format`.
             parameters: values of `{name:Type}` in ClickHouse's own escaping, by name.
             database: for names without one; the sink's by default.
+            bounds: narrower limits, by ClickHouse's names; past `max_result_rows` the rest of the rows is left out.
 
         Raises:
             QueryError: refused, not understood, failed, or past a limit.
         """
         statement = self.check(sql)
         chosen = statement.format or default_format
-        answer = self._run(statement.sql, chosen, parameters or {}, database)
+        answer = self._run(statement.sql, chosen, parameters or {}, database, bounds)
         if not answer.body and chosen == "Native":
             return self._empty_native(statement, parameters or {}, database)
         return answer
@@ -146,7 +142,7 @@ class Reader:
     def check(self, sql: str) -> Statement:
         """The statement as the engine's parser prints it, if it may be run. Raises QueryError."""
         printed = self._run(
-            "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": _escaped(sql)}, None
+            "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": escaped(sql)}, None
         )
         try:
             return check(printed.body.decode(), self._refused)
@@ -159,14 +155,23 @@ class Reader:
         body = empty_native_block([(c["name"], c["type"]) for c in json.loads(described.body)["meta"]])
         return Answer(body, "Native", described.read_rows, described.read_bytes, described.elapsed_s)
 
-    def _run(self, sql: str, output_format: str, parameters: Mapping[str, str], database: str | None) -> Answer:
+    def _run(
+        self,
+        sql: str,
+        output_format: str,
+        parameters: Mapping[str, str],
+        database: str | None,
+        bounds: Mapping[str, float] | None = None,
+    ) -> Answer:
         import chdb
 
         connection = chdb.connect(self._path)
         try:
             connection.query(f"USE `{_quoted(database or self._database)}`")
-            limits = ", ".join(f"{name} = {value}" for name, value in self._limits.items())
-            connection.query(f"SET {limits}, readonly = 1")
+            limits = {name: min(self._limits.get(name, bound), bound) for name, bound in (bounds or {}).items()}
+            chosen = ", ".join(f"{name} = {value}" for name, value in {**self._limits, **limits}.items())
+            mode = "break" if "max_result_rows" in limits else "throw"
+            connection.query(f"SET {chosen}, result_overflow_mode = '{mode}', readonly = 1")
             result = connection.query(sql, output_format, params=dict(parameters))
             return _answer(result, output_format)
         except RuntimeError as error:

@@ -2,13 +2,15 @@
 
 What clients of a ClickHouse server use: `GET /ping`, queries in `?query=` or the body or both, `default_format`,
 `database`, `param_*`, errors with ClickHouse's code in `X-ClickHouse-Exception-Code`. Requests are independent:
-`session_id`, compression flags and progress settings are taken and have no effect.
+`session_id`, compression flags and progress settings are taken and have no effect. Limits on time, memory and rows may
+only become narrower.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import uuid
 from concurrent.futures import Executor
@@ -44,6 +46,10 @@ CONTENT_TYPES = {
     "RowBinary": "application/octet-stream",
 }
 MAX_QUERY_BYTES = 2**20
+BOUNDS = ("max_execution_time", "max_memory_usage", "max_result_rows")
+"""Limits that a client may make narrower for its query."""
+MIN_SECONDS = 0.001
+"""The engine counts microseconds, and takes 0 for no limit."""
 
 
 def _headers(request: Request) -> dict[str, str]:
@@ -93,6 +99,21 @@ def _default_format(request: Request) -> str:
     return asked or "TabSeparated"
 
 
+def _bounds(request: Request) -> dict[str, float]:
+    """The narrower limits of a request. Raises QueryError for one that is no positive number."""
+    given = {name: request.query_params[name] for name in BOUNDS if name in request.query_params}
+    try:
+        bounds = {name: float(value) if name == "max_execution_time" else int(value) for name, value in given.items()}
+    except ValueError as error:
+        raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. A limit is no number: {given}") from error
+    shortest = bounds.get("max_execution_time", MIN_SECONDS)
+    if any(not 0 < value < math.inf for value in bounds.values()) or shortest < MIN_SECONDS:
+        raise QueryError(
+            SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. A limit must be above 0, and a time at least {MIN_SECONDS} s: {given}"
+        )
+    return bounds
+
+
 def application(reader: Reader, executor: Executor) -> Starlette:
     """The protocol as an ASGI application; queries run in `executor`, so that the server answers while they do."""
 
@@ -108,6 +129,7 @@ def application(reader: Reader, executor: Executor) -> Starlette:
                 default_format=_default_format(request),
                 parameters={k.removeprefix("param_"): v for k, v in values.items() if k.startswith("param_")},
                 database=values.get("database") or request.headers.get("X-ClickHouse-Database"),
+                bounds=_bounds(request),
             )
             return _answered(request, await asyncio.get_running_loop().run_in_executor(executor, ask))
         except QueryError as error:

@@ -18,8 +18,10 @@ import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import SinkState, read_state
+from tidemill.consumers.sink.statement import escaped
 
 FORMAT = "JSONCompact"
+_PARAMETER = re.compile(r"\{(\w+):[^}]+\}")
 PING_S = 2.0
 EXTRA_S = 10.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
@@ -40,7 +42,8 @@ class QueryResult:
     rows: list[list[Any]]
 
 
-def _named() -> dict[str, str]:
+def named_sql() -> dict[str, str]:
+    """The SQL of each named query, by name."""
     folder = files("tidemill.consumers.sink") / "queries"
     found = sorted(folder.iterdir(), key=lambda entry: entry.name)
     return {e.name.removesuffix(".sql"): e.read_text("utf-8") for e in found if e.name.endswith(".sql")}
@@ -48,12 +51,17 @@ def _named() -> dict[str, str]:
 
 def named_queries() -> dict[str, str]:
     """The question that each named query answers, by name."""
-    return {name: text.splitlines()[0].removeprefix("--").strip() for name, text in _named().items()}
+    return {name: text.splitlines()[0].removeprefix("--").strip() for name, text in named_sql().items()}
+
+
+def parameters_of(sql: str) -> tuple[str, ...]:
+    """Names of the values that a statement takes: its `{name:Type}`, in order."""
+    return tuple(dict.fromkeys(_PARAMETER.findall(sql)))
 
 
 def sql_of(sql_or_name: str) -> str:
     """The SQL of a name; SQL as it is. Raises QueryFailed for a single word that names no query."""
-    known = _named()
+    known = named_sql()
     word = sql_or_name.strip()
     if not re.fullmatch(r"\w+", word):
         return sql_or_name
@@ -64,20 +72,35 @@ def sql_of(sql_or_name: str) -> str:
     return known[word]
 
 
-def ask(sink: SinkSettings, sql_or_name: str) -> QueryResult:
-    """QueryResult a query over the sink's tables. Raises QueryFailed."""
+def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | None = None) -> QueryResult:
+    """The answer to a query over the sink's tables.
+
+    Args:
+        parameters: values of the query's `{name:Type}`. One that a named query takes and that is not given is empty.
+
+    Raises:
+        QueryFailed: also for a parameter that the query does not take.
+    """
     sql = sql_of(sql_or_name)
+    given = parameters or {}
+    taken = parameters_of(sql)
+    foreign = sorted(given.keys() - set(taken))
+    if foreign:
+        raise QueryFailed(f"the query takes no parameter {foreign[0]!r}; it takes {', '.join(taken) or 'none'}")
+    if sql != sql_or_name:
+        given = {name: "" for name in taken} | dict(given)
+    values = {name: escaped(value) for name, value in given.items()}
     if not sink.embedded:
         scheme = "https" if sink.secure else "http"
         # A server is told not to write; the sink's own endpoint cannot.
-        return _over_http(f"{scheme}://{sink.host}:{sink.port}", sql, sink, {"readonly": "1"})
+        return _over_http(f"{scheme}://{sink.host}:{sink.port}", sql, sink, {"readonly": "1"}, values)
     state = read_state(sink.directory)
-    if state is not None and _answers(state):
-        return _over_http(state.url, sql, sink, {})
-    return _from_disk(sink, sql)
+    if state is not None and answers(state):
+        return _over_http(state.url, sql, sink, {}, values)
+    return _from_disk(sink, sql, values)
 
 
-def _answers(state: SinkState) -> bool:
+def answers(state: SinkState) -> bool:
     """Whether the sink of a state file still runs: its port may be somebody else's by now."""
     try:
         reply = httpx.get(f"{state.url}/ping", timeout=PING_S)
@@ -86,12 +109,19 @@ def _answers(state: SinkState) -> bool:
     return bool(reply.headers.get("X-Tidemill-Pid") == str(state.pid))
 
 
-def _over_http(url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str]) -> QueryResult:
+def _over_http(
+    url: str, sql: str, sink: SinkSettings, extra: Mapping[str, str], values: Mapping[str, str]
+) -> QueryResult:
     headers = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
     try:
         reply = httpx.post(
             url,
-            params={"default_format": FORMAT, "database": sink.database, **extra},
+            params={
+                "default_format": FORMAT,
+                "database": sink.database,
+                **extra,
+                **{f"param_{name}": value for name, value in values.items()},
+            },
             headers={} if sink.embedded else headers,
             content=sql.encode(),
             timeout=sink.query_seconds + EXTRA_S,
@@ -110,7 +140,7 @@ def _parsed(body: bytes, output_format: str) -> QueryResult:
     return QueryResult([column["name"] for column in document["meta"]], document["data"])
 
 
-def _from_disk(sink: SinkSettings, sql: str) -> QueryResult:
+def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
     if not sink.directory.is_dir():
         raise QueryFailed(f"there are no tables in {sink.directory}: start `tidemill sink`, or name its directory")
     # Loaded here, since most queries go over HTTP and need no engine.
@@ -122,7 +152,7 @@ def _from_disk(sink: SinkSettings, sql: str) -> QueryResult:
         raise QueryFailed(str(error)) from error
     try:
         client.command(f"CREATE DATABASE IF NOT EXISTS `{sink.database}`")
-        answer = Reader(sink).ask(sql, default_format=FORMAT)
+        answer = Reader(sink).ask(sql, default_format=FORMAT, parameters=values)
     except QueryError as error:
         raise QueryFailed(str(error)) from error
     finally:

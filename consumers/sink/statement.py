@@ -25,6 +25,7 @@ HARMLESS_TABLE_FUNCTIONS = frozenset(
 REACHING_FUNCTIONS = frozenset({"file", "hascolumnintable", "catboostevaluate"})
 """Ordinary functions that read a file or ask another host."""
 
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\t": r"\t", "\r": r"\r", "\0": r"\0"})
 _TOKEN = re.compile(r"'(?:[^'\\]|\\.|'')*'|`(?:[^`\\]|\\.|``)*`|\"(?:[^\"\\]|\\.)*\"|\w+|\S", re.DOTALL)
 
 
@@ -46,6 +47,11 @@ class Statement:
             return f"{self.sql} FORMAT {name}"
         head, _clause, tail = self.sql.rpartition(f"FORMAT {self.format}")
         return f"{head}FORMAT {name}{tail}"
+
+
+def escaped(value: str) -> str:
+    """A query parameter's value in ClickHouse's own escaping."""
+    return value.translate(_ESCAPES)
 
 
 def tokens(sql: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The compose file and what it mounts: every role is there, is configured for real, and the dashboard's queries run."""
+"""The compose file and what it mounts: every role is there and is configured for real."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,14 @@ import yaml
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings, load_settings
 from tidemill.compose.stack.properties import FAR
-from tidemill.consumers.sink.config import MergeSettings, TableEngine
-from tidemill.consumers.sink.tables import tables
+from tidemill.consumers.view.config import ViewSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 FILE = COMPOSE / "docker-compose.yml"
 PRODUCT = {"stable", "canary", "route", "gateway", "join", "batches", "gate"}
-ROLES = {"topics", "documents", "midtrain", "train", "replica", "stream", "rollout", "feed", "sink"} | PRODUCT
-ANSWERING = {"replica", "stable", "canary", "route", "gateway"}
-SERVERS = {"kafka-1", "kafka-2", "kafka-3", "schema-registry", "clickhouse", "grafana"} | ANSWERING
+ROLES = {"topics", "documents", "midtrain", "train", "replica", "stream", "rollout", "feed", "sink", "view"} | PRODUCT
+ANSWERING = {"replica", "view", "stable", "canary", "route", "gateway"}
+SERVERS = {"kafka-1", "kafka-2", "kafka-3", "schema-registry", "clickhouse"} | ANSWERING
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 
 
@@ -36,10 +34,6 @@ def parsed() -> dict[str, Any]:
 
 def services() -> dict[str, dict[str, Any]]:
     return parsed()["services"]
-
-
-def dashboard() -> dict[str, Any]:
-    return json.loads((COMPOSE / "dashboards" / "tidemill.json").read_text("utf-8"))
 
 
 def command_of(service: dict[str, Any]) -> list[str]:
@@ -162,55 +156,15 @@ def test_roles_find_each_other():
     assert (
         known["sink"]["environment"]["TIDEMILL_SINK__PASSWORD"]
         == known["clickhouse"]["environment"]["CLICKHOUSE_PASSWORD"]
-        == known["grafana"]["environment"]["CLICKHOUSE_PASSWORD"]
+        == known["view"]["environment"]["TIDEMILL_SINK__PASSWORD"]
     )
 
 
-def test_grafana_finds_its_data_source():
-    source = yaml.safe_load((COMPOSE / "dashboards" / "datasource.yml").read_text("utf-8"))["datasources"][0]
-    assert source["jsonData"]["host"] in services()
-    used = {panel["datasource"]["uid"] for panel in dashboard()["panels"]}
-    assert used == {source["uid"]}
-    assert services()["grafana"]["environment"]["GF_PLUGINS_PREINSTALL"].startswith(f"{source['type']}@")
-
-
-def test_panels_do_not_overlap():
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in dashboard()["panels"])
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(set(cells)) == len(cells)
-    assert max(x for x, _ in cells) < 24
-
-
-def test_the_dashboard_shows_what_a_run_is_judged_by():
-    titles = " ".join(panel["title"].lower() for panel in dashboard()["panels"])
-    for subject in ("policy lag", "reward", "held-out success", "weight version", "pause", "delta size"):
-        assert subject in titles
-
-
-def plain_sql(query: str) -> str:
-    """A panel's query without Grafana's macros and variables."""
-    return re.sub(r"\$__timeFilter\((\w+)\)", r"(\1 >= 0)", query).replace("${run}", "some-run")
-
-
-def test_every_query_of_the_dashboard_runs_on_the_sinks_tables():
-    queries = [target["rawSql"] for panel in dashboard()["panels"] for target in panel["targets"]]
-    queries += [variable["query"] for variable in dashboard()["templating"]["list"]]
-    statements = [
-        "CREATE DATABASE tidemill",
-        *(table.create("tidemill", TableEngine.MERGE_TREE, MergeSettings()) for table in tables().values()),
-        "USE tidemill",
-        *(plain_sql(query) for query in queries),
-    ]
-    # chDB takes one directory a process, and other tests of this process have theirs.
-    program = (
-        "import json, sys; from chdb.session import Session\nsession = Session()\n"
-        "for statement in json.load(sys.stdin): session.query(statement, 'JSON')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(statements), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_page_reads_the_sinks_tables_behind_a_token():
+    page, sink = (services()[name]["environment"] for name in ("view", "sink"))
+    for key in ("TIDEMILL_SINK__HOST", "TIDEMILL_SINK__USER", "TIDEMILL_SINK__PASSWORD"):
+        assert page[key] == sink[key]
+    settings = ViewSettings(host=page["TIDEMILL_VIEW__HOST"], token=page["TIDEMILL_VIEW__TOKEN"])
+    assert settings.token.get_secret_value() and not settings.behind_proxy
+    (published,) = services()["view"]["ports"]
+    assert published.endswith(f":{page['TIDEMILL_VIEW__PORT']}")

@@ -36,6 +36,7 @@ LISTENERS = {
     "producers/gateway/server.py": "gateway",
     "producers/rollout/endpoint.py": "a local port of the worker",
     "consumers/sink/server.py": "sink",
+    "consumers/view/role.py": "the page",
     "consumers/replica/role.py": "the replicas' HTTP",
 }
 COMMANDS = sorted(set(re.findall(r"tidemill ([a-z-]+)", README + ARCHITECTURE + OPERATE + RESEARCH)) - {"is"})
@@ -61,7 +62,7 @@ def test_every_topic_is_listed_with_its_key_and_its_retention():
 
 def test_every_role_names_topics_of_the_catalogue():
     roles = re.findall(r"^\| [a-z ]+ \| `(tidemill [a-z ]+)` \| (.+) \| (.+) \| .+ \|$", ARCHITECTURE, re.MULTILINE)
-    assert len(roles) == 11
+    assert len(roles) == 12
     named = {name for _, *columns in roles for column in columns for name in re.findall(r"`([^`]+)`", column)}
     assert named <= {topic.value for topic in CATALOGUE}
     written = {name for *_, writes in roles for name in re.findall(r"`([^`]+)`", writes)}

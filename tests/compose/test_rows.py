@@ -478,7 +478,7 @@ def test_replayed_steps_are_rows(monkeypatch):
     from tidemill.trainer.replay.steps import ReplayedStep
 
     recorded = replace(step(3, [], []), metrics={"reward": 0.5, "loss": 1.0}, learning_rate=1e-5)
-    made = ReplayedStep(recorded, recorded.fingerprint, {"reward": 0.75, "loss": 1.0}, 3e-5, 1.25)
+    made = ReplayedStep(recorded, recorded.fingerprint, {"reward": 0.75, "loss": 1.0}, 3e-5, 1.25, None)
 
     class Replay(nullcontext[None]):
         def __init__(self, *_: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,20 +14,33 @@ import pytest
 
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
-from tests.consumers.sink_support import START_US, rows_of, small_run
+from tests.consumers.sink_support import START_US, group, rollout, rows_of, small_run
 from tests.records import build
+from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.query import QueryFailed, QueryResult, ask, named_queries, sql_of
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
+from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.address import bind
-from tidemill.schemas.records import LagCount, Staleness, TrainStep, Turn, UserWish
+from tidemill.schemas.records import (
+    LagCount,
+    Mismatch,
+    MismatchSlice,
+    Mode,
+    Staleness,
+    TrainStep,
+    Turn,
+    UserWish,
+    WorstToken,
+)
 
 ROOT = Path(__file__).parents[2]
 HOLDS_ENGINE = """
 import sys
+from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 client = connect(SinkSettings(path=sys.argv[1]))
@@ -74,13 +86,89 @@ def test_there_are_ten_queries_and_more_each_with_its_question():
 
 def test_every_named_query_answers_on_empty_tables(tmp_path: Path):
     sink = filled(tmp_path / "empty", [])
-    for name in named_queries():
+    for name in named_queries().keys() - {"table_columns"}:
         assert ask(sink, name).rows == [], name
+    described = dict(ask(sink, "table_columns").rows)
+    assert described.keys() >= {table.name for table in tables().values()}
+    assert "_offset Int64" in described["rollouts"]
 
 
 def test_held_out_by_version(answers):
     (row,) = answers["held_out_by_version"]
     assert (row["version"], row["step"], row["finished"], row["failed"], row["success"]) == (1, 1, 1, 0, 1.0)
+
+
+def test_the_interval_of_held_out_success_is_wilsons_and_shuffled_runs_are_the_control(tmp_path: Path):
+    """Newcombe 1998, table I: 81 of 263 solved gives 0.2553 to 0.3662; 15 of 148 gives 0.0624 to 0.1605."""
+
+    def solved(run: str, n: int, of: int, version: int) -> list[Any]:
+        made = [rollout(f"{run}/{version}/{i}", "g", Mode.EVAL, (version,), success=i < n) for i in range(of)]
+        return [replace(each, run_id=run) for each in made]
+
+    control = replace(group("g", solved("control", 1, 1, 1)), run_id="control", rewards_shuffled=True)
+    twice = solved("run", 1, 1, 1)
+    records = [
+        *solved("run", 81, 263, 1),
+        *twice,
+        *solved("control", 10, 100, 1),
+        *solved("control", 5, 48, 7),
+        control,
+    ]
+    one, first, second = table(ask(filled(tmp_path / "control", records), "held_out_by_version"))[2::-1]
+    assert [(r["run_id"], r["version"]) for r in (second, first, one)] == [("control", 1), ("control", 7), ("run", 1)]
+    assert (one["finished"], one["success_low"], one["success_high"]) == (263, 0.2553, 0.3662)
+    assert (one["control"], one["control_low"], one["control_high"]) == (0.1014, 0.0624, 0.1605)
+    assert first["control_low"] is None and second["control"] is None
+
+
+def test_each_step_is_told_by_environment_lag_and_overlap(answers):
+    (reward,) = answers["reward_by_environment"]
+    assert (reward["environment"], reward["groups"], reward["rollouts"], reward["reward"]) == ("ledger", 1, 2, 0.5)
+    # 1.96 standard errors of the rewards 1 and 0.
+    assert (reward["reward_low"], reward["reward_high"], reward["success"]) == (-0.48, 1.48, 0.5)
+    lags = [(r["step"], r["policy_lag"], r["tokens"], r["share"]) for r in answers["lag_by_step"]]
+    assert lags == [(1, 2, 10, 0.25), (1, 1, 0, 0.0), (1, 0, 30, 0.75)]
+    (overlap,) = answers["overlap_by_step"]
+    assert (overlap["step"], overlap["trainer_busy_s"], overlap["overlap"]) == (1, 1.0, 0.5)
+
+
+def test_what_replicas_served_and_refused_names_its_records(answers):
+    acks = [(r["version"], r["serving_version"], r["pause_ms"], r["offset"]) for r in answers["served_by_replica"]]
+    assert acks == [(1, 1, 4.0, 0), (2, 1, None, 1)]
+    (refused,) = answers["refusals"]
+    assert (refused["reason"], refused["topic"], refused["offset"]) == ("digest", "tidemill.weights.acks", 1)
+    (delta,) = answers["delta_by_version"]
+    assert (delta["version"], delta["delta_bytes"], delta["density"], delta["learning_rate"]) == (1, 300, 0.1, 0.001)
+    (run,) = answers["runs"]
+    assert (run["run_id"], run["version"], run["step"]) == ("run", 1, 1)
+
+
+def test_one_step_and_one_version_are_told_by_number(tmp_path: Path):
+    sink = filled(tmp_path / "one", small_run())
+    with closing(connect(sink)):
+
+        def told(name: str, **values: str) -> list[dict[str, Any]]:
+            return table(ask(sink, name, values))
+
+        (step,) = told("step", step="1")
+        assert (step["version"], step["inputs_trained"], step["inputs_excluded"], step["offset"]) == (1, 1, 2, 0)
+        (used,) = told("step_inputs", step="1", run="run")
+        assert (used["group_id"], used["rewards"], used["topic"], used["offset"]) == ("g0", [1.0, 0.0], "groups", 0)
+        assert [r["reason"] for r in told("step_exclusions", step="1")] == ["eval", "stale"]
+        assert [(r["policy_lag"], r["tokens"]) for r in told("step_lag", step="1")] == [(0, 30), (2, 10)]
+        (metric,) = told("step_metrics", step="1")
+        assert (metric["metric"], metric["in_step"], metric["in_step_before"]) == ("policy_lag_bound", 4.0, None)
+        (version,) = told("version", version="1", branch="main")
+        assert (version["parent"], version["delta_bytes"], version["step"]) == (0, 300, 1)
+        (delta,) = told("version_deltas", version="1")
+        assert (delta["kind"], delta["base"], delta["chunks"], delta["offset"]) == ("delta", 0, 2, 0)
+        assert [r["status"] for r in told("version_proofs", version="1")] == ["proved"]
+        (size,) = told("delta_sizes")
+        # 1000 elements of which 100 change: 1000 h(0.1) bits.
+        assert (size["positions_bytes"], size["plain_bytes"], size["whole_bytes"]) == (59, 600, 2000)
+        for wrong in ("", "2", "one", "99999999999999999999", "1'"):
+            assert told("step", step=wrong) == told("version", version=wrong) == []
+        assert told("step", step="1", run="another") == []
 
 
 def test_reward_by_step(answers):
@@ -131,6 +219,47 @@ def test_serving_lag_is_told_by_region_and_the_trainers_records_are_left_out(tmp
     assert told == [("east", 6, 0, 1.0, 2), ("w", 5, 1, 1.0, 1)]
 
 
+def mismatch(step: int, engines: bool, k3: float) -> Mismatch:
+    """Of 20 tokens of older weights, and of 10 of the step's own where `engines` says so."""
+
+    def part(name: str, tokens: int, k3: float, dimension: str = "all", value: str = "all") -> MismatchSlice:
+        return build(MismatchSlice, part=name, dimension=dimension, value=value, tokens=tokens, k3=k3, cut=tokens // 10,
+                     p99=k3, max=10 * k3)  # fmt: skip
+
+    own = [part("engines", 10, 0.001), part("engines", 10, 0.001, "lag", "0")] if engines else []
+    lagged = [part("lagged", 20, k3), part("lagged", 20, k3, "lag", "1")]
+    worst = [build(WorstToken, record_id=f"g-{step}-{n}", segment=1, position=9, version=step - 2, lag=1,
+                   sampler_logprob=-1.0, trainer_logprob=-1.0 - n * k3) for n in (2, 1)]  # fmt: skip
+    return build(Mismatch, step=step, version=step - 1, tokens=30, slices=[part("all", 30, k3), *own, *lagged],
+                 worst=worst, alarms=["lagged/k3"] if k3 > 0.01 else [], seconds=0.1, at=START_US)  # fmt: skip
+
+
+def test_a_mismatch_is_told_by_step_and_part_and_by_kind_of_token(tmp_path: Path):
+    # The second step is said twice, as after a stop: it counts once.
+    sink = filled(tmp_path / "apart", [mismatch(1, True, 0.004), *[mismatch(2, False, 0.02)] * 2])
+    with closing(connect(sink)):
+        parts, kinds, worst = (table(ask(sink, f"mismatch{name}")) for name in ("", "_where", "_worst"))
+    told = [(row["step"], row["part"], row["tokens"], row["k3"], row["cut"], row["alarms"]) for row in parts]
+    assert told == [
+        (1, "all", 30, 0.004, 0.1, []),
+        (1, "engines", 10, 0.001, 0.1, []),
+        (1, "lagged", 20, 0.004, 0.1, []),
+        (2, "all", 30, 0.02, 0.1, []),
+        (2, "lagged", 20, 0.02, 0.1, ["lagged/k3"]),
+    ]
+    assert [row["k3_of_staleness"] for row in parts] == [None, None, pytest.approx(0.003), None, None]
+    by_lag = [row for row in kinds if row["dimension"] == "lag"]
+    told = [(row["part"], row["value"], row["tokens"], row["mean_k3"], row["max_abs_dlogp"]) for row in by_lag]
+    assert told == [("engines", "0", 10, 0.001, 0.01), ("lagged", "1", 40, pytest.approx(0.012), 0.2)]
+    assert [(row["record_id"], row["abs_dlogp"]) for row in worst] == [
+        ("g-2-2", pytest.approx(0.04)),
+        ("g-2-1", pytest.approx(0.02)),
+        ("g-1-2", pytest.approx(0.008)),
+        ("g-1-1", pytest.approx(0.004)),
+    ]
+    assert (worst[0]["segment"], worst[0]["position"], worst[0]["version"], worst[0]["policy_lag"]) == (1, 9, 0, 1)
+
+
 def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(answers):
     (row,) = answers["overlap"]
     assert (row["trainer_busy_s"], row["both_busy_s"], row["overlap"]) == (1.0, 0.5, 0.5)
@@ -145,6 +274,8 @@ def test_every_rollout_has_one_ending(answers):
         ("eval", "excluded: eval"): 1,
     }
     assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in answers["accounting"])
+    totals = {r["mode"]: r["total"] for r in answers["accounting"]}
+    assert totals == {mode: sum(n for (of, _), n in endings.items() if of == mode) for mode in ("train", "eval")}
 
 
 def test_the_work_of_a_step_is_what_is_computed_by_hand(tmp_path: Path):
@@ -290,16 +421,6 @@ def test_the_page_lists_every_query_with_its_question():
         assert f"| `{name}` | {question} |" in page
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["feedback_to_served", "signal_coverage", "gate", "online_accounting", "selection", "arms", "outcomes_by_reason"],
-)
-def test_the_dashboard_shows_the_named_query(name: str):
-    panels = json.loads((ROOT / "compose" / "dashboards" / "tidemill.json").read_text("utf-8"))["panels"]
-    body = sql_of(name).split("\n", 1)[1].strip()
-    assert any(body in target["rawSql"] for panel in panels for target in panel["targets"])
-
-
 def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
     client = connect(sink)
@@ -314,6 +435,33 @@ def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed
         client.close()
     assert read_state(sink.directory) is not None
     assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
+
+
+HOSTILE = "a'b\\c\n{x:String}); DROP TABLE tasks --\t\u202e"
+
+
+def test_parameters_reach_the_query_unharmed_from_disk_and_over_http(tmp_path: Path):
+    sink = filled(tmp_path / "run", small_run())
+    sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
+    values = {"text": HOSTILE, "id": "a"}
+    assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
+    with closing(connect(sink)), QueryServer(sink) as server:
+        write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
+        assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
+        with pytest.raises(QueryFailed, match="takes no parameter 'ids'; it takes text, id"):
+            ask(sink, sql, {"ids": "a"})
+        with pytest.raises(QueryFailed, match="Substitution `id` is not set"):
+            ask(sink, sql, {"text": ""})
+
+
+def test_a_parameter_of_a_named_query_that_is_not_given_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    condition = "rollout_id = {id:String} OR {id:String} = ''"
+    sql = f"-- Which is it?\nSELECT rollout_id FROM rollouts WHERE {condition} ORDER BY rollout_id"
+    monkeypatch.setattr(query, "named_sql", lambda: {"which": sql})
+    sink = filled(tmp_path / "run", small_run())
+    assert len(ask(sink, "which").rows) == 6
+    assert ask(sink, "which", {"id": "a"}).rows == [["a"]]
+    assert ask(sink, "which", {"id": "nobody"}).rows == []
 
 
 def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):

@@ -123,6 +123,29 @@ def test_a_query_is_stopped_at_its_time_limit(url: str):
     assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (408, "159")
 
 
+@pytest.mark.parametrize("name", ["max_execution_time", "max_memory_usage", "max_result_rows"])
+@pytest.mark.parametrize(
+    "value",
+    ["", "0", "-1", "nan", "inf", "-inf", "1e999", "none", "1; DROP TABLE tasks", "1, readonly = 0", "9" * 5000],
+)
+def test_a_limit_that_is_none_is_refused(url: str, name: str, value: str):
+    reply = ask(url, "SELECT 1", **{name: value})
+    assert (reply.status_code, reply.headers["X-ClickHouse-Exception-Code"]) == (400, "62"), reply.text
+
+
+def test_a_limit_may_become_narrower_and_no_wider(url: str):
+    heavy = "SELECT sum(sipHash64(number)) FROM numbers(100000000000)"
+    for given in ("0.001", "1e-300", "1e9"):
+        reply = ask(url, heavy, max_execution_time=given)
+        assert reply.headers["X-ClickHouse-Exception-Code"] in ("159", "62"), given
+    memory = "SELECT groupArray(number) FROM numbers(100000000)"
+    assert ask(url, memory, max_memory_usage="1000000").headers["X-ClickHouse-Exception-Code"] == "241"
+    assert ask(url, memory, max_memory_usage=str(2**62)).headers["X-ClickHouse-Exception-Code"] in ("241", "396", "159")
+    # The rest of a block comes with the row that is one too many.
+    cut = ask(url, "SELECT number FROM numbers(10000000)", max_result_rows="10")
+    assert cut.status_code == 200 and 10 <= len(cut.text.splitlines()) < 100_000
+
+
 REFUSED = [
     "INSERT INTO tasks (task_id) VALUES ('x')",
     "CREATE TABLE t (a Int8) ENGINE = Memory",

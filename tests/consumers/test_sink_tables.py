@@ -45,17 +45,21 @@ def writer(client: Any, database: str) -> Writer:
     return Writer(client, database, TableEngine.MERGE_TREE)
 
 
-def leaves(kind: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Dotted paths of every scalar, bytes and map of an Avro type."""
+def leaves(kind: Any, path: tuple[str, ...], named: dict[str, Any] | None = None) -> Iterator[str]:
+    """Dotted paths of every scalar, bytes and map of an Avro type; records that were `named` before are known."""
+    named = {} if named is None else named
+    if isinstance(kind, str):
+        kind = named.get(kind, kind)
     if isinstance(kind, list):
         for branch in kind:
             if branch != "null":
-                yield from leaves(branch, path)
+                yield from leaves(branch, path, named)
     elif isinstance(kind, dict) and kind["type"] == "array":
-        yield from leaves(kind["items"], path)
+        yield from leaves(kind["items"], path, named)
     elif isinstance(kind, dict) and kind["type"] == "record":
+        named[f"tidemill.{kind['name']}"] = kind
         for field in kind["fields"]:
-            yield from leaves(field["type"], (*path, field["name"]))
+            yield from leaves(field["type"], (*path, field["name"]), named)
     else:
         yield ".".join(path)
 
@@ -78,7 +82,7 @@ def expected(record: Any, column: Column) -> Any:
     """A column's value by plain attribute walks, token by token."""
     first, *rest = column.source.split(".")
     value = getattr(record, first)
-    if first == "payload" and column.name == "payload_bytes":
+    if column.name == f"{first}_bytes":
         return len(value)
     if not rest:
         return np.frombuffer(value, PACKED[first]).tolist() if first in PACKED else value

@@ -36,8 +36,11 @@ ABOUT_USERS = {
     "arms",
     "feedback_to_served",
     "gate",
+    "gate_evidence",
+    "gate_timeline",
     "online_accounting",
     "outcomes_by_reason",
+    "reward_by_arm",
     "selection",
     "signal_coverage",
 }

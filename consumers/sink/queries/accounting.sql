@@ -1,10 +1,14 @@
 -- How did every rollout end: trained once, excluded with a reason, failed, or still open? Held-out tasks are never trained.
+-- title: How rollouts ended
+-- plot: flow
+-- x: ending
+-- y: rollouts
+-- by: run_id, mode
+-- unit: rollouts
+-- total: total
+-- part: /rollouts
+-- Ids and names are hashed to 64 bits, since a million of them as text would be most of the work.
 WITH
-    members AS
-    (
-        SELECT arrayJoin(members.rollout_id) AS rollout_id, group_id, toInt64(_partition) AS part, _offset AS place
-        FROM `groups`
-    ),
     steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     read AS
     (
@@ -16,37 +20,82 @@ WITH
         FROM steps
         ARRAY JOIN exclusions
     ),
+    members AS
+    (
+        SELECT
+            arrayJoin(arrayMap(rollout_id -> cityHash64(g.run_id, rollout_id), g.rollout_ids)) AS id,
+            r.ending = 'trained' AS trained,
+            r.ending != '' AS ended,
+            if(r.ending = '', 0, cityHash64(r.ending)) AS reason,
+            trained AND g.task_id IN (SELECT task_id FROM tasks WHERE mode = 'eval') AS held_out
+        FROM
+        (
+            SELECT run_id, group_id, task_id, toInt64(_partition) AS part, _offset AS place, members.rollout_id AS rollout_ids
+            FROM `groups`
+        ) AS g
+        LEFT JOIN read AS r ON r.group_id = g.group_id AND r.part = g.part AND r.place = g.place
+    ),
     endings AS
     (
         SELECT
-            m.rollout_id AS rollout_id,
-            countIf(r.ending = 'trained') AS trained,
-            countIf(r.ending != '') AS ended,
-            anyIf(r.ending, r.ending != '') AS ending
-        FROM members AS m
-        LEFT JOIN read AS r ON r.group_id = m.group_id AND r.part = m.part AND r.place = m.place
-        GROUP BY rollout_id
+            id,
+            max(of_kind) AS kind,
+            max(has_failed) AS failed,
+            sum(was_trained) AS trained,
+            sum(has_ended) AS ended,
+            max(for_reason) AS reason,
+            max(was_held_out) AS held_out,
+            max(in_group) AS grouped
+        FROM
+        (
+            SELECT
+                cityHash64(run_id, rollout_id) AS id,
+                cityHash64(run_id, toString(mode)) AS of_kind,
+                status = 'failed' AS has_failed,
+                0 AS was_trained,
+                0 AS has_ended,
+                toUInt64(0) AS for_reason,
+                0 AS was_held_out,
+                0 AS in_group
+            FROM rollouts
+            UNION ALL
+            SELECT id, toUInt64(0), 0, trained, ended, reason, held_out, 1
+            FROM members
+        )
+        GROUP BY id
+        HAVING kind != 0
     ),
-    made AS
+    counted AS
     (
-        SELECT run_id, rollout_id, any(mode) AS mode, any(status) AS status, any(failure) AS failure, any(task_id) AS task_id
-        FROM rollouts
-        GROUP BY run_id, rollout_id
+        SELECT
+            kind,
+            multiIf(ended > 1, 1, ended = 1 AND reason != cityHash64('trained'), 2, failed, 3, ended = 1, 2, grouped, 4, 5) AS how,
+            if(how = 2, reason, 0) AS why,
+            count() AS rollouts,
+            countIf(trained > 1) AS trained_twice,
+            countIf(held_out) AS held_out_trained
+        FROM endings
+        GROUP BY kind, how, why
     )
 SELECT
-    m.run_id AS run_id,
-    m.mode AS mode,
+    k.run_id AS run_id,
+    k.mode AS mode,
     multiIf(
-        e.ended > 1, 'more than one ending',
-        e.ended = 1 AND e.ending != 'trained', e.ending,
-        m.status = 'failed', 'failed',
-        e.ended = 1, e.ending,
-        e.rollout_id != '', 'open: in a group',
+        c.how = 1, 'more than one ending',
+        c.how = 2, n.ending,
+        c.how = 3, 'failed',
+        c.how = 4, 'open: in a group',
         'open: in no group') AS ending,
-    count() AS rollouts,
-    countIf(e.trained > 1) AS trained_twice,
-    countIf(e.trained > 0 AND m.task_id IN (SELECT task_id FROM tasks WHERE mode = 'eval')) AS held_out_trained
-FROM made AS m
-LEFT JOIN endings AS e ON e.rollout_id = m.rollout_id
-GROUP BY run_id, mode, ending
+    c.rollouts AS rollouts,
+    c.trained_twice AS trained_twice,
+    c.held_out_trained AS held_out_trained,
+    k.total AS total
+FROM counted AS c
+INNER JOIN
+(
+    SELECT run_id, mode, cityHash64(run_id, toString(mode)) AS kind, uniqExact(cityHash64(run_id, rollout_id)) AS total
+    FROM rollouts
+    GROUP BY run_id, mode
+) AS k ON k.kind = c.kind
+LEFT JOIN (SELECT DISTINCT ending, cityHash64(ending) AS why FROM read) AS n ON n.why = c.why
 ORDER BY run_id, mode, ending

@@ -1,4 +1,6 @@
 -- What were the reward, the latency and the guardrail measures of each arm, by version?
+-- title: Arms
+-- records: interaction_list
 SELECT
     run_id,
     branch,

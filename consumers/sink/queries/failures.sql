@@ -1,4 +1,5 @@
 -- What went wrong: failed rollouts, refused weight versions and dead letters, each with its reason?
+-- title: Failures
 SELECT *
 FROM
 (

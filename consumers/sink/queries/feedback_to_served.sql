@@ -1,4 +1,9 @@
 -- How long after a user's signal did a replica serve a version that learnt from it, or a later one?
+-- title: From feedback to served weights
+-- plot: line
+-- x: version
+-- y: seconds_p50, seconds_p95
+-- unit: s
 WITH
     steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     batches AS (SELECT * FROM online_batches ORDER BY _offset LIMIT 1 BY run_id, branch, batch_id),

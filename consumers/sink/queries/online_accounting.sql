@@ -1,4 +1,5 @@
 -- How did every answer to users end: rewarded or excluded, in one batch or dropped, trained or excluded? Do the counts add up?
+-- title: How interactions ended
 WITH
     answers AS (SELECT * FROM interactions ORDER BY _offset LIMIT 1 BY run_id, interaction_id),
     ends AS (SELECT * FROM outcomes ORDER BY _offset LIMIT 1 BY run_id, interaction_id, revision),

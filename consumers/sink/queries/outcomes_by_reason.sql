@@ -1,4 +1,12 @@
 -- How did every interaction that was served end: with one reward, with one exclusion and its reason, or not yet?
+-- title: How interactions ended, by arm
+-- plot: flow
+-- x: ending
+-- y: interactions
+-- by: run_id, arm
+-- unit: interactions
+-- total: total
+-- part: /users
 WITH
     answers AS (SELECT * FROM interactions ORDER BY _offset LIMIT 1 BY run_id, interaction_id),
     ends AS
@@ -22,6 +30,7 @@ SELECT
         e.why != '', concat('excluded: ', e.why),
         'reward') AS ending,
     count() AS interactions,
+    sum(interactions) OVER (PARTITION BY run_id, arm) AS total,
     countIf(e.endings > 1) AS ended_twice,
     countIf(e.revisions > 0) AS corrected
 FROM answers AS a

@@ -1,4 +1,9 @@
 -- How far behind the trainer were the tokens that it trained on?
+-- title: Policy lag of trained tokens
+-- plot: bars
+-- x: policy_lag
+-- y: share
+-- unit: share of tokens
 SELECT
     run_id,
     lag.lag AS policy_lag,

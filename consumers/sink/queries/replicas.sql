@@ -1,4 +1,5 @@
 -- What does each replica serve, has it proved it, and what did its updates cost?
+-- title: Replicas
 SELECT
     replica_id,
     argMax(region, _offset) AS region,

@@ -1,4 +1,8 @@
 -- What reward did the rollouts earn that each optimizer step trained on?
+-- title: Reward by optimizer step
+-- plot: line
+-- x: step
+-- y: reward, success
 SELECT
     s.run_id AS run_id,
     s.step AS step,

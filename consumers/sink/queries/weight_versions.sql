@@ -1,4 +1,5 @@
 -- How large was each weight version, and how fast did the replicas serve it?
+-- title: Weight versions
 SELECT
     m.run_id AS run_id,
     m.version AS version,

@@ -1,0 +1,67 @@
+-- How many records a second came into each topic, over time?
+-- title: Rates
+-- plot: heat
+-- x: minutes
+-- y: per_second
+-- by: topic
+-- unit: records a second
+-- `minutes` are the ends of 60 equal intervals from the first record on, counted from the newest record of all.
+WITH
+    held AS
+    (
+        SELECT _topic, _timestamp FROM documents
+        UNION ALL
+        SELECT _topic, _timestamp FROM tasks
+        UNION ALL
+        SELECT _topic, _timestamp FROM rollouts
+        UNION ALL
+        SELECT _topic, _timestamp FROM ticks
+        UNION ALL
+        SELECT _topic, _timestamp FROM rollouts_progress
+        UNION ALL
+        SELECT _topic, _timestamp FROM turns
+        UNION ALL
+        SELECT _topic, _timestamp FROM `groups`
+        UNION ALL
+        SELECT _topic, _timestamp FROM weights_deltas
+        UNION ALL
+        SELECT _topic, _timestamp FROM weights_manifests
+        UNION ALL
+        SELECT _topic, _timestamp FROM skip_deltas
+        UNION ALL
+        SELECT _topic, _timestamp FROM weights_acks
+        UNION ALL
+        SELECT _topic, _timestamp FROM train_steps
+        UNION ALL
+        SELECT _topic, _timestamp FROM train_mismatch
+        UNION ALL
+        SELECT _topic, _timestamp FROM step_plans
+        UNION ALL
+        SELECT _topic, _timestamp FROM staleness
+        UNION ALL
+        SELECT _topic, _timestamp FROM gate_decisions
+        UNION ALL
+        SELECT _topic, _timestamp FROM interactions
+        UNION ALL
+        SELECT _topic, _timestamp FROM feedback
+        UNION ALL
+        SELECT _topic, _timestamp FROM outcomes
+        UNION ALL
+        SELECT _topic, _timestamp FROM online_batches
+        UNION ALL
+        SELECT _topic, _timestamp FROM user_requests
+        UNION ALL
+        SELECT _topic, _timestamp FROM dead_letters
+    ),
+    (SELECT (min(_timestamp), max(_timestamp)) FROM held) AS ends,
+    greatest(dateDiff('millisecond', ends.1, ends.2), 60000) / 60 AS width,
+    counted AS
+    (
+        SELECT _topic, countResample(0, 60, 1)(least(toUInt8(floor(dateDiff('millisecond', ends.1, _timestamp) / width)), 59)) AS counts
+        FROM held
+        GROUP BY _topic
+    )
+SELECT _topic AS topic, round((place - 60) * width / 60000, 2) AS minutes, round(1000 * n / width, 3) AS per_second
+FROM counted
+ARRAY JOIN counts AS n, arrayEnumerate(counts) AS place
+ORDER BY minutes, topic

@@ -1,0 +1,53 @@
+-- For which share of each step's working time were replicas sampling too?
+-- title: Overlap of sampling and training
+-- plot: bars
+-- x: step
+-- y: overlap
+-- unit: share of the step's time
+WITH
+    steps AS
+    (
+        SELECT run_id, step, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
+        FROM train_steps
+        ORDER BY _offset
+        LIMIT 1 BY run_id, step
+    ),
+    sampling AS
+    (
+        SELECT run_id, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
+        FROM rollouts
+    ),
+    marked AS
+    (
+        SELECT
+            run_id,
+            began,
+            ended,
+            began > max(ended) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS opens
+        FROM sampling
+    ),
+    numbered AS
+    (
+        SELECT
+            run_id,
+            began,
+            ended,
+            sum(opens) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS island
+        FROM marked
+    ),
+    busy AS
+    (
+        SELECT run_id, island, min(began) AS began, max(ended) AS ended
+        FROM numbered
+        GROUP BY run_id, island
+    )
+SELECT
+    s.run_id AS run_id,
+    s.step AS step,
+    round((any(s.ended) - any(s.began)) / 1e6, 3) AS trainer_busy_s,
+    round(sum(greatest(0, least(s.ended, b.ended) - greatest(s.began, b.began))) / 1e6, 3) AS both_busy_s,
+    round(both_busy_s / nullIf(trainer_busy_s, 0), 4) AS overlap
+FROM steps AS s
+LEFT JOIN busy AS b ON b.run_id = s.run_id
+GROUP BY run_id, step
+ORDER BY run_id, step

@@ -1,0 +1,41 @@
+-- What reward did the rollouts of each environment earn that each step trained on? Mean with its 95 % interval.
+-- title: Reward by environment
+-- plot: line
+-- x: step
+-- y: reward
+-- low: reward_low
+-- high: reward_high
+-- by: environment
+-- unit: mean reward
+SELECT
+    s.run_id AS run_id,
+    s.step AS step,
+    g.environment AS environment,
+    count() AS groups,
+    sum(g.n) AS rollouts,
+    round(sum(g.total) / rollouts, 4) AS reward,
+    round(1.96 * sqrt(greatest(0, sum(g.squares) / rollouts - pow(sum(g.total) / rollouts, 2)) / nullIf(rollouts - 1, 0)), 4) AS margin,
+    round(reward - margin, 4) AS reward_low,
+    round(reward + margin, 4) AS reward_high,
+    round(sum(g.solved) / rollouts, 4) AS success
+FROM
+(
+    SELECT run_id, step, inputs.partition AS part, inputs.offset AS place
+    FROM (SELECT run_id, step, inputs.partition, inputs.offset FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step)
+    ARRAY JOIN inputs
+) AS s
+INNER JOIN
+(
+    SELECT
+        toInt64(_partition) AS part,
+        _offset AS place,
+        run_id,
+        environment,
+        arrayCount(reward -> reward IS NOT NULL, members.reward) AS n,
+        arraySum(reward -> ifNull(reward, 0), members.reward) AS total,
+        arraySum(reward -> ifNull(reward * reward, 0), members.reward) AS squares,
+        arrayCount(success -> ifNull(success, 0), members.success) AS solved
+    FROM `groups`
+) AS g ON g.run_id = s.run_id AND g.part = s.part AND g.place = s.place
+GROUP BY run_id, step, environment
+ORDER BY run_id, step, environment

@@ -1,0 +1,30 @@
+"""The pages of one optimizer step and of one weight version."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from tidemill.consumers.view.panels import Page, panels
+from tidemill.consumers.view.site import Site
+
+OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
+OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions")
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """The addresses of a step and of a version."""
+
+    async def step(request: Request) -> Response:
+        return _page(site, request, Page("run", f"Step {request.path_params['step']}", OF_STEP))
+
+    async def version(request: Request) -> Response:
+        return _page(site, request, Page("weights", f"Version {request.path_params['version']}", OF_VERSION))
+
+    return [Route("/run/step/{step:int}", step), Route("/weights/{version:int}", version)]
+
+
+def _page(site: Site, request: Request, page: Page) -> Response:
+    values = {**request.query_params, **{name: str(value) for name, value in request.path_params.items()}}
+    return site.html("page.html", page=page, panels=[panels()[name] for name in page.panels], values=values)

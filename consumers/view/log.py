@@ -1,0 +1,191 @@
+"""The view Log, and the page of one record of any topic: every field, long values in parts, links to what it names."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from tidemill.consumers.sink.columns import Column
+from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.sink.rows import DeadLetter
+from tidemill.consumers.sink.tables import Table, tables
+from tidemill.consumers.view.panels import PAGES, panels
+from tidemill.consumers.view.site import MOST_VALUE, Site, link
+from tidemill.consumers.view.tables import TableRows
+from tidemill.schemas.catalogue import CATALOGUE, Topic
+
+PART = {"String": 4_000, "Array": 200}
+"""Characters of a text, and elements of an array, that one part shows."""
+PLACE = "_topic = {topic:String} AND _partition = {partition:Int32}"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldShown:
+    """One field of a record; or the fields of a list of records, which lie beside each other."""
+
+    name: str
+    kind: str
+    """ClickHouse's type."""
+    value: Any
+    """None for a list of records and for a map."""
+    address: str
+    """Of the value's own page; empty without one."""
+    table: TableRows | None
+    """The elements of a list of records, or the entries of a map."""
+    parts: int
+
+
+def topic_of(name: str) -> tuple[str, Topic] | None:
+    """The prefix and the topic of a full name; None when it is none of the catalogue's under any prefix."""
+    plain = name.removesuffix(".dlq")
+    found = [topic for topic in Topic if plain.endswith(topic.value)]
+    longest = max(found, key=lambda topic: len(topic.value), default=None)
+    return None if longest is None else (plain.removesuffix(longest.value), longest)
+
+
+def tables_of(topic: Topic) -> list[Table]:
+    """Where a record of a topic may be: its types' tables, or among the dead letters."""
+    return [tables()[kind] for kind in (*CATALOGUE[topic].values, DeadLetter)]
+
+
+def shape(kind: str) -> str:
+    """`String`, `Array` or, for any other ClickHouse type, an empty text."""
+    inner = kind.removeprefix("LowCardinality(").removeprefix("Nullable(")
+    return next((name for name in PART if inner.startswith(name)), "")
+
+
+def selection(table: Table, field: str, part: int) -> str:
+    """The columns of a record's row, long ones cut to one part; of one field, or of all when it is empty.
+
+    Beside each column stands its length, as `#column`. Bytes that are no text come as hexadecimal digits.
+    """
+    parts = []
+    for column in table.all_columns:
+        if field and field not in (column.name, column.name.partition(".")[0]):
+            continue
+        # By the table's name, since an alias of the same name would come first.
+        name, own, kind = f"`{column.name}`", f"r.`{column.name}`", shape(column.type)
+        first = (part - 1) * PART.get(kind, 0)
+        if kind == "String":
+            whole = f"isValidUTF8(ifNull({own}, ''))"
+            text = f"substringUTF8({own}, {first + 1}, {PART[kind]})"
+            digits = f"concat('0x', hex(substring({own}, {first // 2 + 1}, {PART[kind] // 2})))"
+            parts.append(f"if({whole}, {text}, {digits}) AS {name}")
+            parts.append(f"if({whole}, lengthUTF8({own}), 2 * length({own})) AS `#{column.name}`")
+        elif kind == "Array":
+            parts.append(f"arraySlice({own}, {first + 1}, {PART[kind]}) AS {name}")
+            parts.append(f"length({own}) AS `#{column.name}`")
+        else:
+            parts.append(name)
+    return ", ".join(parts)
+
+
+def fields_of(table: Table, found: TableRows, prefix: str) -> list[FieldShown]:
+    """The fields of a record's row: lists of records and maps as tables, everything else by itself.
+
+    Args:
+        found: rows of `selection`.
+        prefix: of the record's topic; what it refers to is in topics of the same prefix.
+    """
+    values = dict(zip(found.columns, found.rows[0], strict=True))
+    own = [column for column in table.all_columns if column.name in values]
+    row, columns = [values[column.name] for column in own], tuple(column.name for column in own)
+    fields, lists = [], dict[str, list[Column]]()
+    for column in own:
+        name, value = column.name, values[column.name]
+        parts = math.ceil(int(values.get(f"#{name}") or 0) / PART.get(shape(column.type), 1))
+        if "." in name:
+            lists.setdefault(name.partition(".")[0], []).append(column)
+        elif isinstance(value, dict):
+            entries = TableRows(
+                ("name", "value"), ("String", "Float64"), [list(entry) for entry in value.items()], False, 0
+            )
+            fields.append(FieldShown(name, column.type, None, "", entries, 1))
+        else:
+            address = "" if name == "_offset" else link(name, row, columns)
+            fields.append(FieldShown(name, column.type, value, address, None, parts))
+    for name, members in lists.items():
+        parts = math.ceil(max(int(values[f"#{member.name}"]) for member in members) / PART["Array"])
+        fields.append(FieldShown(name, "Nested", None, "", _beside(members, values, prefix), parts))
+    return fields
+
+
+def _beside(members: list[Column], values: dict[str, Any], prefix: str) -> TableRows:
+    columns = tuple(member.name.partition(".")[2] for member in members)
+    kinds = tuple(member.type.removeprefix("Array(").removesuffix(")") for member in members)
+    lists = [values[member.name] for member in members]
+    if "topic" in columns:
+        place = columns.index("topic")
+        lists[place] = [f"{prefix}{topic}" for topic in lists[place]]
+    return TableRows(columns, kinds, [list(row) for row in zip(*lists, strict=True)], False, 0)
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """The view and the page of a record."""
+    here = next(page for page in PAGES if page.path == "log")
+
+    async def page(request: Request) -> Response:
+        shown = [panels()[name] for name in here.panels]
+        return site.html("log.html", page=here, panels=shown, values=dict(request.query_params))
+
+    async def answer(request: Request) -> Response:
+        given = {name: request.query_params.get(name, "")[:MOST_VALUE] for name in ("topic", "partition", "offset")}
+        field, part = request.query_params.get("field", ""), request.query_params.get("part", "1")
+        named = topic_of(given["topic"])
+        shown: dict[str, Any] = {"page": here, "place": given, "field": field, "part": 1}
+        shown |= {"message": "", "near": [], "table": "", "fields": [], "sql": ""}
+        numbers = re.fullmatch(r"\d{1,9} \d{1,18} [1-9]\d{0,8}", f"{given['partition']} {given['offset']} {part}")
+        if named is None:
+            shown |= {"status": 404, "message": f"no topic of Tidemill is called {given['topic']!r}"}
+        elif numbers is None:
+            shown |= {"status": 400, "message": "partition, offset and part are whole numbers"}
+        else:
+            try:
+                shown |= {"part": int(part)} | await _found(named, given, field, int(part))
+            except QueryFailed as error:
+                shown |= {"status": 502, "message": str(error)}
+        return site.html("record.html", **shown)
+
+    async def _found(named: tuple[str, Topic], given: dict[str, str], field: str, part: int) -> dict[str, Any]:
+        near = []
+        for table in tables_of(named[1]):
+            place = {**given, "topic": await _full_name(table, given["topic"], named[1])}
+            near += await _near(table, place)
+            chosen = selection(table, field, part)
+            if not chosen:
+                continue
+            one = f"FROM `{table.name}` AS r WHERE {PLACE} AND _offset = {{offset:Int64}}"
+            found = await site.tables.ask(f"SELECT {chosen} {one} LIMIT 1", place)
+            if found.rows:
+                prefix = place["topic"].removesuffix(".dlq").removesuffix(named[1].value)
+                fields = fields_of(table, found, prefix)
+                return {"place": place, "table": table.name, "fields": fields, "near": near, "sql": f"SELECT * {one}"}
+        message = "the tables hold no record here: a mark of a transaction, erased or deleted, or not read yet"
+        return {"status": 404, "message": message, "near": near}
+
+    async def _full_name(table: Table, name: str, topic: Topic) -> str:
+        """A name without a prefix, as references within records have it, stands for the only topic of that name."""
+        if name != topic.value:
+            return name
+        known = await site.tables.ask(f"SELECT DISTINCT _topic FROM `{table.name}`")
+        full = [row[0] for row in known.rows if row[0].endswith(name)]
+        return full[0] if len(full) == 1 else name
+
+    async def _near(table: Table, place: dict[str, str]) -> list[tuple[str, str]]:
+        found = await site.tables.ask(
+            "SELECT maxIf(toNullable(_offset), _offset < {offset:Int64}), minIf(toNullable(_offset), "
+            f"_offset > {{offset:Int64}}) FROM `{table.name}` WHERE {PLACE}",
+            place,
+        )
+        ways = zip(("previous", "next"), found.rows[0], strict=True)
+        addresses = ((way, {**place, "offset": offset}) for way, offset in ways if offset is not None)
+        return [(f"{way} in {table.name}", f"/log/record?{urlencode(one)}") for way, one in addresses]
+
+    return [Route("/log", page), Route("/log/record", answer)]

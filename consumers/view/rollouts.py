@@ -1,0 +1,191 @@
+"""The view Rollouts: a search over them, and one of them as a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.view import colours
+from tidemill.consumers.view.conversation import said_texts, said_tokens
+from tidemill.consumers.view.panels import PAGES, Panel, panels
+from tidemill.consumers.view.site import MOST_VALUE, Site, arguments, unless_same
+from tidemill.consumers.view.tables import TableRows
+from tidemill.consumers.view.tokens import TokenTexts, token_texts
+
+FIELDS = {
+    "run": str, "environment": str, "step": int, "version": int, "reward_min": float, "reward_max": float,
+    "ending": str, "group": str, "text": str,
+}  # fmt: skip
+"""What is asked of the list, as the address has it."""
+TOKENS = 2000
+"""Tokens that are shown at a time; the query `rollout_tokens` reads as many logprobs."""
+CHARACTERS = 4000
+"""Characters of a task that are shown at a time; the query `rollout_task` reads as many."""
+
+
+def routes(site: Site) -> list[BaseRoute]:
+    """The search, one rollout, and the parts of both that a browser reads by themselves."""
+    here = next(page for page in PAGES if page.path == "rollouts")
+    tokens = lru_cache(maxsize=1)(lambda: token_texts(site.settings.model))
+
+    async def ask(name: str, values: dict[str, str]) -> tuple[Panel, TableRows]:
+        panel = panels()[name]
+        return panel, await site.tables.ask(panel.sql, arguments(panel, values))
+
+    async def search(request: Request) -> Response:
+        values = dict(request.query_params)
+        if "" in values.values():
+            return RedirectResponse(f"/rollouts?{urlencode({k: v for k, v in values.items() if v})}", 303)
+        return site.html("rollouts.html", page=here, values=values)
+
+    async def found(request: Request) -> Response:
+        values = {name: value for name, value in request.query_params.items() if value}
+        panel = panels()["rollout_list"]
+        try:
+            check(values)
+            known = await asyncio.to_thread(tokens)
+            ways = known.ways(values["text"][:MOST_VALUE]) if known and "text" in values else []
+            own = {**values, "tokens": json.dumps(ways)}
+            (_, result), (_, choices) = await asyncio.gather(ask("rollout_list", own), ask("rollout_choices", {}))
+        except (QueryFailed, ValueError) as error:
+            return site.html("failed.html", panel=panel, message=str(error))
+        next_place = result.rows[-1][-1] if result.rows else ""
+        shown = TableRows(
+            result.columns[:-1], result.types[:-1], [row[:-1] for row in result.rows], result.cut, result.seconds
+        )
+        answer = site.html(
+            "rollouts_found.html", panel=panel, result=shown, values=values, asked=own, older=next_place,
+            choices=choices.rows, searches_tokens=known is not None,
+        )  # fmt: skip
+        return unless_same(request, answer)
+
+    async def rollout(request: Request) -> Response:
+        values = dict(request.query_params)
+        name = request.path_params["rollout_id"]
+        own = {"rollout_id": name, **({"run": values["run"]} if values.get("run") else {})}
+        part = {key: values[key] for key in ("from", "colour") if values.get(key)}
+        return site.html("rollout.html", page=here, name=name, own=own, part=part, panels_of=panels())
+
+    async def facts(request: Request) -> Response:
+        values = dict(request.query_params)
+        panel = panels()["rollout"]
+        try:
+            _, result = await ask("rollout", values)
+            if not result.rows:
+                name = values.get("rollout_id", "")
+                raise QueryFailed(f"the tables hold no rollout {name!r}: not played, or not read yet")
+            of = dict(zip(result.columns, result.rows[0], strict=True))
+            task_panel, tasks = await ask("rollout_task", {**values, "task_id": of["task_id"], "run": of["run_id"]})
+        except QueryFailed as error:
+            return site.html("failed.html", panel=panel, message=str(error))
+        task = dict(zip(tasks.columns, tasks.rows[0], strict=True)) if tasks.rows else None
+        answer = site.html(
+            "rollout_facts.html", panel=panel, task_panel=task_panel, of=of, task=task, values=values,
+            most=CHARACTERS,
+        )  # fmt: skip
+        return unless_same(request, answer)
+
+    async def conversation(request: Request) -> Response:
+        values = dict(request.query_params)
+        panel = panels()["rollout_tokens"]
+        try:
+            begin = _number(values, "from")
+            own = {**values, "from": str(begin)}
+            _, result = await ask("rollout_tokens", own)
+            if not result.rows:
+                raise QueryFailed("the tables do not hold this rollout's tokens: not played, or not read yet")
+            of = dict(zip(result.columns, result.rows[0], strict=True))
+            known = await asyncio.to_thread(tokens)
+            colour = values.get("colour", "")
+            advantage, worst = None, list[list[Any]]()
+            if colour == "mismatch":
+                worst = (await ask("rollout_mismatch", values))[1].rows
+            if colour == "advantage":
+                _, facts = await ask("rollout", values)
+                advantage = facts.rows[0][facts.columns.index("advantage")] if facts.rows else None
+            shown = await asyncio.to_thread(_messages, of, begin, colour, advantage, worst, known)
+        except QueryFailed as error:
+            return site.html("failed.html", panel=panel, message=str(error))
+        answer = site.html(
+            "rollout_conversation.html", panel=panel, of=of, total=len(of["token_ids"]), begin=begin, most=TOKENS,
+            colour=colour, colours=colours.COLOURS, has_texts=known is not None, own=own, values=values,
+            address=f"/rollouts/{quote(values.get('rollout_id', ''), safe='')}", **shown,
+        )  # fmt: skip
+        return unless_same(request, answer)
+
+    async def group(request: Request) -> Response:
+        values = {"group": request.path_params["group_id"], **request.query_params}
+        return RedirectResponse(f"/rollouts?{urlencode(values)}", 303)
+
+    return [
+        Route("/rollouts", search),
+        Route("/rollouts/{rollout_id:path}", rollout),
+        Route("/groups/{group_id:path}", group),
+        Route("/part/rollouts", found),
+        Route("/part/rollout", facts),
+        Route("/part/conversation", conversation),
+    ]
+
+
+def check(values: dict[str, str]) -> None:
+    """Raise ValueError for a value of the search that is none of its kind."""
+    for name, kind in FIELDS.items():
+        try:
+            kind(values.get(name) or 0)
+        except ValueError:
+            words = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name.replace('_', ' ')} must be {words}, and not {values[name]!r}") from None
+
+
+def _number(values: dict[str, str], name: str) -> int:
+    given = values.get(name, "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 12 else 0
+
+
+def _messages(
+    of: dict[str, Any],
+    begin: int,
+    colour: str,
+    advantage: float | None,
+    worst: list[list[Any]],
+    known: TokenTexts | None,
+) -> dict[str, Any]:
+    """The messages of tokens [begin, begin + TOKENS) of a row of `rollout_tokens`, and the legend of their colours."""
+    ids, mask, lengths = of["token_ids"], of["loss_mask"], [int(n) for n in of["lengths"]]
+    end = min(begin + TOKENS, len(ids))
+    texts = known.texts(ids[begin:end]) if known else [f"{number} " for number in ids[begin:end]]
+    window = mask[begin:end]
+    # A turn of line breaks alone would look empty.
+    texts = [
+        text.replace("\n", "↵\n") if sampled and not text.strip() else text
+        for text, sampled in zip(texts, window, strict=True)
+    ]
+    if colour == "mask":
+        painted = colours.by_mask(window)
+    elif colour == "version":
+        spans = ([int(n) for n in of[f"span_{part}"]] for part in ("segments", "versions", "starts", "ends"))
+        painted = colours.by_version(window, begin, colours.version_ranges(lengths, *spans))
+    elif colour == "logprob":
+        painted = colours.by_logprob(window, of["logprobs"])
+    elif colour == "mismatch":
+        painted = colours.by_mismatch(len(window), begin, lengths, worst)
+    elif colour == "advantage":
+        painted = colours.by_advantage(window, advantage)
+    else:
+        painted = colours.plain(window)
+    messages = []
+    for said in said_tokens(ids, mask, lengths, known):
+        if said.end <= begin or said.start >= end:
+            continue
+        part = slice(max(said.start, begin) - begin, min(said.end, end) - begin)
+        texts_of = said_texts(texts[part], painted.looks[part], painted.titles[part], said.role == "assistant")
+        messages.append({"said": said, "continues": said.start < begin, "goes_on": said.end > end, "texts": texts_of})
+    return {"messages": messages, "legend": painted.legend, "segments": len(lengths)}

@@ -1,0 +1,110 @@
+"""The sink's tables as the page reads them: over HTTP alone, with bounds, so that any engine is asked in one way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.statement import escaped
+from tidemill.consumers.view.config import ViewSettings
+
+EXTRA_S = 2.0
+"""Seconds that an answer may take to arrive beyond the query's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """A table of results. Numbers are numbers, arrays lists, maps dicts, times text in UTC, NULL None."""
+
+    columns: tuple[str, ...]
+    types: tuple[str, ...]
+    """ClickHouse's, by column."""
+    rows: list[list[Any]]
+    cut: bool
+    """Whether the engine had more rows than are shown."""
+    seconds: float
+
+
+class Tables:
+    """Bounded, read-only queries.
+
+    Args:
+        sink: which engine. A running sink is found by its state file at each query, since it may start again elsewhere.
+    """
+
+    def __init__(self, sink: SinkSettings, view: ViewSettings) -> None:
+        self._sink, self._view = sink, view
+        self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
+        self._url: Callable[[], str] = self._sink_url if sink.embedded else self._server_url
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    def _server_url(self) -> str:
+        return f"{'https' if self._sink.secure else 'http'}://{self._sink.host}:{self._sink.port}"
+
+    def _sink_url(self) -> str:
+        state = read_state(self._sink.directory)
+        if state is None:
+            raise QueryFailed(f"no sink has the tables in {self._sink.directory} open: start `tidemill sink`")
+        return state.url
+
+    async def ask(self, sql: str, parameters: Mapping[str, str] | None = None) -> TableRows:
+        """The rows of one reading statement.
+
+        Args:
+            sql: without a FORMAT clause.
+            parameters: values of `{name:Type}`, by name.
+
+        Raises:
+            QueryFailed: refused, not understood, past a limit, or nobody answers.
+        """
+        most = self._view.result_rows
+        bounds = {
+            "max_execution_time": str(self._view.query_seconds),
+            "max_memory_usage": str(self._view.query_memory_bytes),
+            "max_result_rows": str(most),
+            "result_overflow_mode": "break",
+        }
+        began = time.monotonic()
+        reply = await self._send(sql, {**bounds, "default_format": "JSONCompact"}, parameters or {})
+        if reply.headers.get("X-ClickHouse-Format", "JSONCompact") != "JSONCompact":
+            raise QueryFailed("leave the FORMAT clause out: the page takes the rows, and offers CSV and JSON")
+        document = reply.json()
+        return TableRows(
+            tuple(column["name"] for column in document["meta"]),
+            tuple(column["type"] for column in document["meta"]),
+            document["data"][:most],
+            len(document["data"]) >= most,
+            time.monotonic() - began,
+        )
+
+    async def _send(self, sql: str, settings: Mapping[str, str], parameters: Mapping[str, str]) -> httpx.Response:
+        sink = self._sink
+        values = {f"param_{name}": escaped(value) for name, value in parameters.items()}
+        # A server is told not to write, and to refuse a statement that lifts the bounds; the sink's own endpoint does.
+        own = {} if sink.embedded else {"readonly": "1"}
+        key = {"X-ClickHouse-User": sink.user, "X-ClickHouse-Key": sink.password.get_secret_value()}
+        url = self._url()
+        try:
+            reply = await self._client.post(
+                url,
+                params={"database": sink.database, **settings, **own, **values},
+                headers={} if sink.embedded else key,
+                content=sql.encode(),
+            )
+        except httpx.HTTPError as error:
+            raise QueryFailed(
+                f"ClickHouse at {url} does not answer ({type(error).__name__}); is it running?"
+            ) from error
+        if reply.status_code != httpx.codes.OK:
+            raise QueryFailed(reply.text.strip())
+        return reply

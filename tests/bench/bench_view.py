@@ -1,0 +1,343 @@
+"""How quick the page is in a real browser, beside its bare queries, and what it costs the sink.
+
+    python tests/bench/bench_view.py views --rollouts 1000 1000000 [--times 20]
+    python tests/bench/bench_view.py cost [--periods 8] [--seconds 20]
+
+One JSON line a figure. `views`: tables of so many rollouts, filled by INSERT SELECT; each view from a browser without a
+cache (`first`) and by a click (`click`), from the request until every panel in sight is drawn, and the first row that
+leads on (`follow`), with the bytes of a first load. `cost`: rows a second and CPU a row of the sink's write path, in
+periods with and without a browser on the view Run, by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import httpx
+from playwright.sync_api import Browser, Request, sync_playwright
+
+from tests.bench.bench_sink import flush_of
+from tests.consumers.view.conftest import QUIET, Look, browser_path, serving, until
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.server import QueryServer
+from tidemill.consumers.sink.state_file import SinkState, write_state
+from tidemill.consumers.sink.writer import Writer
+from tidemill.consumers.view.panels import PAGES, panels
+
+MEMBERS, GROUPS_A_STEP, TOKENS = 8, 32, 200
+AT = "toDateTime64('2026-11-01 00:00:00', 6, 'UTC') + toIntervalMillisecond({})"
+GROUP = "concat('big/', toString({}))"
+MEMBER = f"concat({GROUP.format('number')}, '/', toString(i))"
+
+
+def fill(client: Any, rollouts: int) -> None:
+    """The tables of a run: groups of 8, 32 groups a step, 200 tokens a rollout, two replicas, a tenth held out."""
+    groups = rollouts // MEMBERS
+    steps = max(1, groups // GROUPS_A_STEP)
+    of = f"intDiv(number, {MEMBERS})"
+    failed = "number % 97 = 0"
+    version = f"intDiv(number, {MEMBERS * GROUPS_A_STEP})"
+    kind = "['ledger', 'reasoning_gym:chain_sum', 'sql'][1 + {} % 3]"
+    mode = "if({} % 10 = 0, 'eval', 'train')"
+    each = f"range({MEMBERS})"
+
+    def insert(table: str, topic: str, rows: int, partition: str, offset: str, **columns: str) -> None:
+        places = {"_topic": f"'tidemill.{topic}'", "_partition": partition, "_offset": offset, "_timestamp": "now64(3)"}
+        given = {**places, **{name.replace("__", "."): value for name, value in columns.items()}}
+        names = ", ".join(f"`{name}`" for name in given)
+        client.command(
+            f"INSERT INTO `tidemill`.`{table}` ({names}) SELECT {', '.join(given.values())} FROM numbers({rows})"
+        )
+
+    insert(
+        *("rollouts", "rollouts", rollouts, f"{of} % 8", f"intDiv({of}, 8) * {MEMBERS} + number % {MEMBERS}"),
+        rollout_id=f"concat({GROUP.format(of)}, '/', toString(number % {MEMBERS}))",
+        group_id=GROUP.format(of),
+        task_id=GROUP.format(of),
+        run_id="'big'",
+        environment=kind.format(of),
+        mode=mode.format(of),
+        index=f"number % {MEMBERS}",
+        group_size=str(MEMBERS),
+        status=f"if({failed}, 'failed', 'completed')",
+        failure=f"if({failed}, 'the replica did not answer', '')",
+        reward=f"if({failed}, NULL, (number % 11) / 10)",
+        success=f"if({failed}, NULL, number % 11 > 6)",
+        turns="3",
+        prompt_tokens=str(TOKENS // 2),
+        sampled_tokens=str(TOKENS // 2),
+        version_min=version,
+        version_max=version,
+        replica_id="concat('replica-', toString(number % 2))",
+        started_at=AT.format("number * 20"),
+        finished_at=AT.format("number * 20 + 5000"),
+        segments__n_tokens=f"[{TOKENS}]",
+        token_ids=f"arrayMap(i -> toUInt32(cityHash64(number, i) % 50000), range({TOKENS}))",
+        loss_mask=f"arrayMap(i -> toUInt8(i % 20 > 9), range({TOKENS}))",
+        logprobs=f"arrayMap(i -> toFloat32(-(cityHash64(i, number) % 1000) / 300), range({TOKENS}))",
+        spans__segment="[0]",
+        spans__version=f"[toInt64({version})]",
+        spans__start="[0]",
+        spans__end=f"[{TOKENS}]",
+        rewards__name="['right']",
+        rewards__value="[(number % 11) / 10]",
+        rewards__weight="[1.0]",
+    )
+    insert(
+        *("tasks", "tasks", groups, "number % 8", "intDiv(number, 8)"),
+        task_id=GROUP.format("number"),
+        group_id=GROUP.format("number"),
+        run_id="'big'",
+        environment=kind.format("number"),
+        mode=mode.format("number"),
+        group_size=str(MEMBERS),
+        payload="concat('{\"question\": \"add up account ', toString(number), repeat(' lorem ipsum', 20), '\"}')",
+        issued_at=AT.format(f"number * 20 * {MEMBERS}"),
+        issued_version=f"intDiv(number, {GROUPS_A_STEP})",
+    )
+    lost = f"(number * {MEMBERS} + i) % 97 = 0"
+    insert(
+        *("groups", "groups", groups, "number % 8", "intDiv(number, 8)"),
+        group_id=GROUP.format("number"),
+        task_id=GROUP.format("number"),
+        run_id="'big'",
+        environment=kind.format("number"),
+        mode=mode.format("number"),
+        closed_by="'size'",
+        expected_size=str(MEMBERS),
+        members__rollout_id=f"arrayMap(i -> {MEMBER}, {each})",
+        members__topic=f"arrayMap(i -> 'rollouts', {each})",
+        members__partition=f"arrayMap(i -> toInt64(number % 8), {each})",
+        members__offset=f"arrayMap(i -> toInt64(intDiv(number, 8) * {MEMBERS} + i), {each})",
+        members__status=f"arrayMap(i -> if({lost}, 'failed', 'completed'), {each})",
+        members__reward=f"arrayMap(i -> if({lost}, NULL, ((number * {MEMBERS} + i) % 11) / 10), {each})",
+        members__advantage=f"arrayMap(i -> if({lost}, NULL, 0.1), {each})",
+        members__success=f"arrayMap(i -> if({lost}, NULL, (number * {MEMBERS} + i) % 11 > 6), {each})",
+        members__sampled_tokens=f"arrayMap(i -> toInt64({TOKENS // 2}), {each})",
+        members__version_min=f"arrayMap(i -> toInt64(intDiv(number, {GROUPS_A_STEP})), {each})",
+        members__version_max=f"arrayMap(i -> toInt64(intDiv(number, {GROUPS_A_STEP})), {each})",
+        mean_reward="0.5",
+        opened_at=AT.format(f"number * 20 * {MEMBERS}"),
+        closed_at=AT.format(f"number * 20 * {MEMBERS} + 9000"),
+    )
+    all_of = f"range(number * {GROUPS_A_STEP}, (number + 1) * {GROUPS_A_STEP})"
+    used, left_out = (f"arrayFilter(g -> g % 10 {sign} 0, {all_of})" for sign in ("!=", "="))
+    places: dict[str, str] = {}
+    for name, chosen in (("inputs", used), ("exclusions", left_out)):
+        places[f"{name}__group_id"] = f"arrayMap(g -> {GROUP.format('g')}, {chosen})"
+        places[f"{name}__topic"] = f"arrayMap(g -> 'groups', {chosen})"
+        places[f"{name}__partition"] = f"arrayMap(g -> toInt64(g % 8), {chosen})"
+        places[f"{name}__offset"] = f"arrayMap(g -> toInt64(intDiv(g, 8)), {chosen})"
+    insert(
+        *("train_steps", "train.steps", steps, "0", "number"),
+        run_id="'big'",
+        step="number + 1",
+        version="number + 1",
+        parent_version="number",
+        **places,
+        exclusions__reason=f"arrayMap(g -> 'eval', {left_out})",
+        exclusions__rollouts=f"arrayMap(g -> toInt64({MEMBERS}), {left_out})",
+        objective="'composer2'",
+        learning_rate="0.00004",
+        metrics="map('mismatch/k3', 0.01, 'mismatch/k1', 0.001, 'mismatch/ess', 0.9, 'policy_lag_bound', 4)",
+        lag__lag="[0, 1, 2]",
+        lag__tokens="[10000, 2000, number % 3000]",
+        rollouts="230",
+        tokens="23000",
+        started_at=AT.format("number * 5120"),
+        finished_at=AT.format("number * 5120 + 4000"),
+    )
+    insert(
+        *("weights_manifests", "weights.manifests", steps + 1, "0", "number"),
+        run_id="'big'",
+        branch="'main'",
+        version="number",
+        parent="if(number = 0, NULL, number - 1)",
+        step="number",
+        learning_rate="0.00004",
+        n_elements="134515008",
+        n_changed="5000000 + number",
+        delta_bytes="4000000 + number",
+        anchor_uri="if(number % 20 = 0, 'file:///anchors', NULL)",
+        fingerprint="toString(number)",
+        trained_at=AT.format("number * 5120"),
+        published_at=AT.format("number * 5120"),
+    )
+    insert(
+        *("weights_acks", "weights.acks", 2 * steps, "0", "number"),
+        replica_id="concat('replica-', toString(number % 2))",
+        region="'local'",
+        run_id="'big'",
+        branch="'main'",
+        version="intDiv(number, 2)",
+        serving_version="intDiv(number, 2)",
+        status="'proved'",
+        fingerprint="'f'",
+        expected_fingerprint="'f'",
+        pause_ms="40 + number % 10",
+        step_to_served_ms="3000",
+        at=AT.format("number * 2560"),
+    )
+
+
+def say(**figure: object) -> None:
+    print(json.dumps({**figure, "load": round(os.getloadavg()[0], 1)}), flush=True)
+
+
+def shares(milliseconds: list[float]) -> dict[str, float]:
+    ordered = sorted(milliseconds)
+    return {"p50_ms": round(statistics.median(ordered)), "p95_ms": round(ordered[int(0.95 * (len(ordered) - 1))])}
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[Any, Writer, SinkSettings, str, Browser]]:
+    """Tables that this process has open, the page over them, and a browser."""
+    sink = SinkSettings(path=str(folder / "tables"), http_port=0)
+    client = connect(sink)
+    try:
+        writer = Writer(client, sink.database, sink.table_engine)
+        with QueryServer(sink) as server:
+            write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
+            with (
+                serving(folder / "view.log", "--set", f"sink.path={sink.path}") as (url, _),
+                sync_playwright() as driver,
+            ):
+                browser = driver.chromium.launch(executable_path=browser_path(), args=list(QUIET))
+                yield client, writer, sink, url, browser
+                browser.close()
+    finally:
+        client.close()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Milliseconds."""
+    began = time.perf_counter()
+    act()
+    return (time.perf_counter() - began) * 1000
+
+
+def look_with(browser: Browser) -> Look:
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(60_000)
+    return Look(context.new_page(), context, Path())
+
+
+def measure_views(rollouts: int, times: int, folder: Path) -> None:
+    with opened(folder) as (client, _writer, _sink, url, browser):
+        filled = timed(lambda: fill(client, rollouts))
+        merging = "SELECT count() FROM system.merges"
+        until(lambda: client.query(merging).result_rows[0][0] == 0)
+        size = client.query("SELECT sum(bytes_on_disk) FROM system.parts WHERE active").result_rows[0][0]
+        say(figure="tables", rollouts=rollouts, mebibytes=round(size / 2**20), fill_s=round(filled / 1000))
+        engine = json.loads((folder / "tables" / "tidemill-sink.json").read_text())["url"]
+        for page in PAGES:
+            bare = {name: bare_ms(engine, name, times) for name in page.panels}
+            first, click, follow, sizes = [], [], [], [0]
+            for _ in range(times):
+                look = look_with(browser)
+                loaded: list[Request] = []
+                look.page.on("requestfinished", lambda request, loaded=loaded: loaded.append(request))
+                first.append(timed(lambda page=page, look=look: look.open(f"{url}/{page.path}")))
+                sizes.append(sum(map(wire_bytes, list(loaded))))
+                other = PAGES[0] if page is not PAGES[0] else PAGES[3]
+                look.open(f"{url}/{other.path}")
+                link = look.page.get_by_role("navigation").get_by_role("link", name=page.title, exact=True)
+                click.append(timed(lambda link=link, look=look: (link.click(), look.settle())))
+                row = look.page.locator("main td a[href^='/']:visible").first
+                if row.count():
+                    follow.append(timed(lambda row=row, look=look: (row.click(), look.settle())))
+                look.context.close()
+            say(
+                figure="view",
+                rollouts=rollouts,
+                view=page.path,
+                first=shares(first),
+                click=shares(click),
+                follow=shares(follow) if follow else "no row leads on",
+                bytes=max(sizes),
+                queries_ms=bare,
+            )
+
+
+def wire_bytes(request: Request) -> int:
+    found = request.sizes()
+    return found["responseBodySize"] + found["responseHeadersSize"]
+
+
+def bare_ms(engine: str, name: str, times: int) -> int:
+    """The median time of a panel's query, asked of the engine itself."""
+    panel = panels()[name]
+    parameters = {"default_format": "JSONCompact", **{f"param_{one}": "" for one in panel.parameters}}
+    asked = [timed(lambda: httpx.post(engine, params=parameters, content=panel.sql, timeout=60)) for _ in range(times)]
+    return round(statistics.median(asked))
+
+
+def measure_cost(periods: int, seconds: float, folder: Path) -> None:
+    with opened(folder) as (client, writer, _sink, url, browser):
+        fill(client, 10_000)
+        made = flush_of(4000, 0)
+        offset = 10**9
+        found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        for period in range(periods):
+            watched = period % 4 in (1, 2)
+            look = look_with(browser)
+            if watched:
+                look.open(f"{url}/run")
+            wall, cpu, rows, end = time.perf_counter(), time.process_time(), 0, time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                flush = [replace(row, offset=offset + place) for place, row in enumerate(made)]
+                writer.write(flush, {("tidemill.rollouts", 0): offset + len(made)})
+                offset, rows = offset + len(made), rows + len(made)
+                look.page.wait_for_timeout(1)  # The driver reads its messages in this thread.
+            found[watched].append((rows / (time.perf_counter() - wall), (time.process_time() - cpu) / rows * 1e6))
+            look.context.close()
+        rate = {watched: statistics.median(one for one, _ in some) for watched, some in found.items()}
+        work = {watched: statistics.median(one for _, one in some) for watched, some in found.items()}
+        say(
+            figure="cost to the sink",
+            rows_per_s={"alone": round(rate[False]), "watched": round(rate[True])},
+            lost=round(1 - rate[True] / rate[False], 4),
+            cpu_us_per_row={"alone": round(work[False], 1), "watched": round(work[True], 1)},
+            more_cpu=round(work[True] / work[False] - 1, 4),
+            periods={
+                "alone": [round(one) for one, _ in found[False]],
+                "watched": [round(one) for one, _ in found[True]],
+            },
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("views", "cost"))
+    parser.add_argument("--rollouts", type=int, nargs="+", default=[1_000, 1_000_000])
+    parser.add_argument("--times", type=int, default=20, help="how often each view is looked at")
+    parser.add_argument("--periods", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of a period")
+    parser.add_argument("--directory", type=Path, help="where the tables are made, in place of a temporary directory")
+    options = parser.parse_args()
+    if not browser_path():
+        parser.error("there is no browser: install Debian's package `chromium`")
+    for rollouts in options.rollouts if options.what == "views" else [0]:
+        with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+            if options.what == "views":
+                measure_views(rollouts, options.times, Path(folder))
+            else:
+                measure_cost(options.periods, options.seconds, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The view Ask: named queries and SQL with parameters, as tables, CSV and JSON, within bounds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from tests.consumers.view.run_records import HOSTILE
+from tidemill.consumers.sink.query import ask, named_queries
+
+if TYPE_CHECKING:
+    from tests.consumers.view.conftest import Look, View
+
+FOUR = "() => document.querySelectorAll('#answer .scroll tbody tr').length === 4"
+
+
+@pytest.mark.parametrize("name", ["gate", "arms", "log_topics", "weight_versions"])
+def test_the_rows_of_a_named_query_are_those_that_tidemill_query_prints(view: View, name: str):
+    answer = view.query(name)
+    assert answer.rows
+    told = view.get(f"/ask/rows.json?name={name}").json()
+    assert told == [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    text = list(csv.reader(io.StringIO(view.get(f"/ask/rows.csv?name={name}").text)))
+    assert text[0] == answer.columns and len(text) == len(answer.rows) + 1
+    page = view.get(f"/ask?name={name}").text
+    assert named_queries()[name].replace("'", "&#39;") in page
+
+
+def test_parameters_are_values_and_never_sql(view: View):
+    sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
+    values = {"q": sql, "param_text": HOSTILE, "param_id": "g5-0-1"}
+    expected = ask(view.sink, sql, {"text": HOSTILE, "id": "g5-0-1"}).rows
+    assert expected == [[HOSTILE, 1]]
+    (row,) = view.get("/ask/rows.json", params=values).json()
+    assert [row["text"], row["n"]] == expected[0]
+    shown = view.get("/ask/rows", params=values).text
+    assert "&lt;img" in shown and "<img" not in shown
+    page = view.get("/ask", params=values).text
+    assert "&lt;img" in page and "<img" not in page
+
+
+def test_a_question_longer_than_an_address_is_posted(view: View):
+    sql = f"SELECT 1 AS one /* {'x' * 100_000} */"
+    reply = httpx.post(f"{view.url}/ask/rows.json", data={"q": sql})
+    assert reply.json() == [{"one": 1}]
+    too_long = httpx.post(f"{view.url}/ask/rows", data={"q": "x" * 2**19})
+    assert (too_long.status_code, "longer than" in too_long.text) == (413, True)
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("DROP TABLE rollouts", "read-only"),
+        ("SELECT * FROM file('/etc/passwd')", "no files, hosts or processes"),
+        ("SELECT 1 SETTINGS max_execution_time = 0", "READONLY"),
+        ("SELECT 1 FORMAT CSV", "leave the FORMAT clause out"),
+        ("SELECT", "Syntax error"),
+        ("SELECT {n:Int64}", "n"),
+        ("", "there is no question"),
+    ],
+)
+def test_what_is_refused_is_a_text_that_says_why(view: View, sql: str, said: str):
+    shown = view.get("/ask/rows", params={"q": sql})
+    assert shown.status_code == 200 and 'role="alert"' in shown.text and said in shown.text
+    file = view.get("/ask/rows.csv", params={"q": sql})
+    assert file.status_code == 400 and said in file.text
+
+
+def test_rows_past_the_bound_are_cut_and_that_is_said(view: View):
+    shown = view.get("/ask/rows", params={"q": "SELECT number FROM numbers(1000000)"}).text
+    assert "5,000 rows" in shown and "cut at view.result_rows" in shown
+
+
+def test_an_unknown_name_is_told(view: View):
+    reply = view.get("/ask?name=%3Cb%3Eno")
+    assert reply.status_code == 404 and "no named query &lt;b&gt;no" in reply.text
+
+
+def test_the_address_keeps_the_question_and_the_plot(view: View, look: Look):
+    page = look.open(f"{view.url}/ask?name=held_out_by_version")
+    page.wait_for_selector("#answer canvas")
+    page.select_option("#answer select[name=kind]", "bars")
+    assert "name=held_out_by_version" in page.url and "kind=bars" in page.url
+    page.fill("#q", "SELECT step, tokens FROM train_steps WHERE step > {least:Int64} ORDER BY step")
+    page.fill("input[name=param_least]", "3")
+    page.press("#q", "Control+Enter")
+    page.wait_for_function(FOUR)
+    assert re.search(r"[?&]q=SELECT.*&param_least=3", page.url) and "name=" not in page.url
+    page.reload()
+    page.wait_for_function(FOUR)
+    assert page.input_value("input[name=param_least]") == "3"
+    page.select_option("#answer select[name=x]", "step")
+    page.select_option("#answer select[name=y]", "tokens")
+    page.wait_for_selector("#answer canvas")
+    page.fill("#q", "SELECT nothing")
+    page.press("#q", "Control+Enter")
+    page.wait_for_selector("#answer [role=alert]")
+    page.go_back()
+    page.wait_for_function(FOUR)
+    with page.expect_download() as download:
+        page.click("text=CSV >> nth=0")
+    assert download.value.suggested_filename == "answer.csv"
+
+
+def test_a_form_from_another_site_reads_nothing(view: View):
+    reply = view.get("/ask/rows?q=SELECT+1", headers={"Origin": "http://evil.example"})
+    assert "access-control-allow-origin" not in reply.headers

@@ -1,0 +1,164 @@
+"""The page in a real browser: each view of a run that is over and of one that goes on, and what must not break it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.consumers.view.conftest import LiveView, Look, View, serving, tables_process, tell, until
+from tidemill.consumers.view.panels import PAGES
+
+PHONE = {"viewport": {"width": 400, "height": 800}, "device_scale_factor": 1, "is_mobile": True, "has_touch": True}
+MOST_BYTES = 300_000
+"""Of a first load, as it comes over the wire."""
+SERIOUS = {"serious", "critical"}
+VIEWS = [page.path for page in PAGES]
+
+
+def assert_accessible(page: Page) -> None:
+    found = Axe().run(page).response["violations"]
+    bad = [
+        (rule["id"], rule["help"], [node["target"] for node in rule["nodes"]][:3])
+        for rule in found
+        if rule["impact"] in SERIOUS
+    ]
+    assert not bad
+
+
+def assert_fits(page: Page) -> None:
+    """The page itself does not scroll sideways; tables scroll within."""
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0, f"{wide} pixels too wide"
+
+
+def assert_whole(page: Page, name: str) -> None:
+    """A view that shows its title, and no panel that could not be read."""
+    title = next(each.title for each in PAGES if each.path == name)
+    expect(page.get_by_role("heading", level=1)).to_have_text(title)
+    expect(page.locator(".failed:visible")).to_have_count(0)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_run_that_is_over(view: View, look_as: Callable[..., Look], name: str):
+    for style, options in {
+        "light": {"color_scheme": "light"},
+        "dark": {"color_scheme": "dark"},
+        "phone": PHONE,
+    }.items():
+        look = look_as(**options)
+        page = look.open(f"{view.url}/{name}")
+        assert_whole(page, name)
+        assert_fits(page)
+        if style != "phone":  # The same colours and names as in light.
+            assert_accessible(page)
+        look.shoot(f"{name}-{style}")
+
+
+def test_dark_is_dark(view: View, look_as: Callable[..., Look]):
+    grounds = []
+    for scheme in ("light", "dark"):
+        page = look_as(color_scheme=scheme).open(f"{view.url}/run")
+        grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    light, dark = (sum(map(int, re.findall(r"\d+", ground)[:3])) for ground in grounds)
+    assert dark < 150 < 600 < light
+
+
+def test_a_first_load_is_small(view: View, look: Look):
+    sizes: list[int] = []
+    look.page.on("requestfinished", lambda request: sizes.append(request.sizes()["responseBodySize"]))
+    look.open(f"{view.url}/run")
+    assert 0 < sum(sizes) <= MOST_BYTES
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_a_run_that_goes_on_is_read_again(live: LiveView, look: Look, name: str):
+    """Panels in sight are asked for again, and take the new rows."""
+    page = look.open(f"{live.url}/{name}")
+    assert_whole(page, name)
+    step = live.add_step()
+    if page.locator("[data-panel]:not([data-still])").count():
+        with page.expect_response(lambda answer: "/panel/" in answer.url or "/part/" in answer.url):
+            pass
+    if name == "weights":
+        expect(page.get_by_role("cell", name=str(step), exact=True).first).to_be_visible()
+    look.settle()
+    assert_whole(page, name)
+
+
+def test_nobody_is_asked_while_nobody_looks(live: LiveView, look: Look):
+    page = look.open(f"{live.url}/run")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    until(lambda: page.wait_for_timeout(50) or asked)
+    page.evaluate("Object.defineProperty(document, 'visibilityState', { get: () => 'hidden' })")
+    page.wait_for_load_state("networkidle")
+    asked.clear()
+    page.wait_for_timeout(1500)  # Three times `view.refresh_s`: what must not happen has no condition to wait for.
+    assert asked == []
+
+
+def test_the_keyboard_alone_is_enough(view: View, look: Look):
+    page = look.open(f"{view.url}/run")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    expect(page.get_by_role("link", name="Skip to content")).to_be_in_viewport()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    page.keyboard.press("Tab")
+    inside = "document.querySelector('main').contains(document.activeElement)"
+    assert page.evaluate(inside)
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"
+    for here, there in pairwise(PAGES):
+        page.goto(f"{view.url}/{here.path}")
+        link = page.get_by_role("navigation").get_by_role("link", name=there.title)
+        until(lambda link=link: page.keyboard.press("Tab") or link.evaluate("one => one === document.activeElement"))
+        page.keyboard.press("Enter")
+        page.wait_for_url(re.compile(f"/{there.path}$"))
+        look.settle()
+    page.goto(f"{view.url}/run")
+    look.settle()
+    numbers = page.locator("details:not([open]) > summary").first
+    until(lambda: page.keyboard.press("Tab") or numbers.evaluate("one => one === document.activeElement"))
+    page.keyboard.press("Enter")
+    expect(page.locator("details[open] table").first).to_be_visible()
+
+
+def test_a_dead_engine_is_a_message_and_the_page_comes_back(
+    look_as: Callable[..., Look], tmp_path_factory: pytest.TempPathFactory
+):
+    directory = tmp_path_factory.mktemp("dead")
+    settings = (f"sink.path={directory / 'tables'}", "view.refresh_s=0.5")
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    with serving(directory / "view.log", *arguments) as (url, _process):
+        look = look_as()
+        page = look.open(f"{url}/run")
+        expect(page.locator(".failed").first).to_contain_text("start `tidemill sink`")
+        assert_accessible(page)
+        look.shoot("dead-engine")
+        with tables_process(directory / "tables", "--serve") as tables:
+            tell(tables)
+            expect(page.locator(".failed:visible")).to_have_count(0)
+            expect(page.locator(".plot").first).to_be_visible()
+            tables.kill()
+        expect(page.locator(".failed").first).to_contain_text("does not answer")
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+
+
+@pytest.mark.parametrize("options", [{}, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("rollout", ["g5-0-1", "g5-0-2"], ids=["markup", "a megabyte without a space"])
+def test_a_hostile_rollout_is_text(view: View, look_as: Callable[..., Look], rollout: str, options: dict[str, object]):
+    look = look_as(**options)
+    page = look.open(f"{view.url}/rollouts/{rollout}")
+    until(lambda: page.wait_for_timeout(50) or "It is 12" in page.content() or "assistant" in page.content())
+    assert page.title() != "taken" and page.locator("main script:not([type]), main img").count() == 0
+    assert_fits(page)
+    shown = page.locator("main").inner_text()
+    assert not set(shown) & set("\x1b\x00\u202e\u2066")
+    assert rollout != "g5-0-1" or '<script>document.title = "taken"</script>' in shown.replace("\n", "")
+    look.shoot(f"hostile-{rollout}-{'phone' if options else 'wide'}")

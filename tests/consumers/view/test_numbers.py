@@ -1,0 +1,82 @@
+"""What a panel shows is what `tidemill query` prints on the same tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.consumers.view.conftest import View
+from tidemill.consumers.view.panels import PAGES, panels
+from tidemill.consumers.view.site import cell_text
+from tidemill.consumers.view.text import visible
+
+USED = [panels()[name] for page in PAGES for name in page.panels]
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells, by row; times as they come, in UTC."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        if tag == "td":
+            self._inside = True
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "td"
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.rows[-1][-1] += data
+
+
+def cells(html: str) -> list[list[str]]:
+    parser = Cells()
+    parser.feed(html)
+    return [row for row in parser.rows if row]
+
+
+@pytest.mark.parametrize("panel", USED, ids=lambda panel: panel.name)
+def test_a_panel_shows_the_rows_of_its_query(view: View, panel):
+    answer = view.query(panel.name)
+    texts = [[cell_text(value) for value in row] for row in answer.rows]
+    assert view.get(f"/panel/{panel.name}.json").json() == [
+        dict(zip(answer.columns, row, strict=True)) for row in answer.rows
+    ]
+    header, *rows = csv.reader(io.StringIO(view.get(f"/panel/{panel.name}.csv").text, newline=""))
+    assert (header, rows) == (answer.columns, texts)
+    # A last cell may lead to the records under the row.
+    shown = [row[: len(answer.columns)] for row in cells(view.get(f"/panel/{panel.name}").text)]
+    assert shown == [[visible(text) for text in row] for row in texts]
+
+
+def test_most_panels_have_rows_to_compare(view: View):
+    empty = [panel.name for panel in USED if not view.query(panel.name).rows]
+    assert len(empty) <= len(USED) // 4, empty
+
+
+@pytest.mark.parametrize("name", sorted(panels()))
+def test_every_named_query_can_be_looked_at(view: View, name: str):
+    assert view.get(f"/panel/{name}").status_code == 200
+    assert 'class="failed"' not in view.get(f"/panel/{name}").text
+
+
+def test_a_run_is_judged_by_what_the_page_shows():
+    shown = " ".join(f"{panel.title} {panel.question} {panel.sql}".lower() for panel in USED)
+    for subject in ("policy lag", "reward", "held-out", "weight version", "pause", "delta_bytes"):
+        assert subject in shown
+
+
+def test_a_panel_that_has_not_changed_is_not_sent_again(view: View):
+    first = view.get("/panel/accounting")
+    again = view.get("/panel/accounting", headers={"If-None-Match": first.headers["ETag"]})
+    assert (again.status_code, again.content) == (304, b"")
