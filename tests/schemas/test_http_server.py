@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from multiprocessing.connection import wait
 
 import httpx
 import pytest
@@ -88,7 +88,7 @@ class Served:
         deadline = time.monotonic() + DEADLINE_S
         while len(self.server.server_state.connections) != count:
             assert time.monotonic() < deadline, len(self.server.server_state.connections)
-            select.select([], [], [], 0.01)
+            time.sleep(0.01)
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def test_a_header_that_comes_byte_by_byte_is_not_waited_for(begun: bytes):
         if begun:
             assert status_of(read_answer(connection)) == 200
         deadline, letters = time.monotonic() + DEADLINE_S, chain(b"GET / HTTP/1.1\r\nx: ", repeat(ord("y")))
-        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+        while not wait([connection], SHORT_S / 10):
             assert time.monotonic() < deadline
             connection.send(bytes([next(letters)]))
         assert status_of(read_to_end(connection)) == 408
@@ -162,7 +162,7 @@ def test_a_body_that_comes_byte_by_byte_is_not_waited_for(head: bytes):
     with serving(SHORT) as served:
         connection = served.connect(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
         deadline = time.monotonic() + DEADLINE_S
-        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+        while not wait([connection], SHORT_S / 10):
             assert time.monotonic() < deadline
             connection.send(b"x" if b"length" in head else b"1\r\nx\r\n")
         answer = read_to_end(connection)
@@ -174,7 +174,7 @@ def test_a_body_that_comes_after_its_answer_is_not_waited_for_either():
         connection = served.connect(b"POST /early HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
         assert status_of(read_answer(connection)) == 200
         deadline = time.monotonic() + DEADLINE_S
-        while not select.select([connection], [], [], SHORT_S / 10)[0]:
+        while not wait([connection], SHORT_S / 10):
             assert time.monotonic() < deadline
             connection.send(b"x")
         assert read_to_end(connection) == b"", "the request was answered already"
@@ -210,7 +210,7 @@ def test_an_answer_that_lasts_longer_than_every_deadline_is_not_cut():
             assert b"0\r\n\r\n" not in found
             while b"\r\n\r\n" not in found:
                 found += connection.recv(65_536)
-            assert not select.select([connection], [], [], 3 * SHORT_S)[0]
+            assert not wait([connection], 3 * SHORT_S)
             served.application.pieces.release()
             while found.count(b"piece") < number:
                 found += (piece := connection.recv(65_536))

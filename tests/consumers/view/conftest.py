@@ -185,8 +185,9 @@ def browser() -> Iterator[Browser]:
         if os.environ.get(REQUIRED) == "required":
             pytest.fail(missing)
         pytest.skip(missing)
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=START_S * 1000 / 3)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=path, args=list(QUIET))
         yield browser

@@ -136,7 +136,8 @@ def test_a_dead_engine_is_a_message_and_the_page_comes_back(
     settings = (f"sink.path={directory / 'tables'}", "view.refresh_s=0.5")
     arguments = [word for setting in settings for word in ("--set", setting)]
     with serving(directory / "view.log", *arguments) as (url, _process):
-        look = look_as()
+        # So high that every panel is in sight: only those are asked for again.
+        look = look_as(viewport={"width": 1280, "height": 8000})
         page = look.open(f"{url}/run")
         expect(page.locator(".failed").first).to_contain_text("start `tidemill sink`")
         assert_accessible(page)
@@ -148,6 +149,7 @@ def test_a_dead_engine_is_a_message_and_the_page_comes_back(
             tables.kill()
         expect(page.locator(".failed").first).to_contain_text("does not answer")
         expect(page.get_by_role("heading", level=1)).to_be_visible()
+        page.close()  # before the server ends, whose absence it would note
 
 
 @pytest.mark.parametrize("options", [{}, PHONE], ids=["wide", "phone"])
