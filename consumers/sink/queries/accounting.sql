@@ -9,31 +9,38 @@
 -- part: /rollouts
 -- Ids and names are hashed to 64 bits, since a million of them as text would be most of the work.
 WITH
-    steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     read AS
     (
-        SELECT inputs.group_id AS group_id, inputs.partition AS part, inputs.offset AS place, 'trained' AS ending
-        FROM steps
-        ARRAY JOIN inputs
-        UNION ALL
-        SELECT exclusions.group_id, exclusions.partition, exclusions.offset, concat('excluded: ', exclusions.reason)
-        FROM steps
-        ARRAY JOIN exclusions
+        SELECT one.1 AS mark, one.2 AS ending
+        FROM
+        (
+            SELECT arrayConcat(
+                arrayMap((g, p, o) -> (cityHash64(g, p, o), 'trained'), inputs.group_id, inputs.partition, inputs.offset),
+                arrayMap((g, p, o, reason) -> (cityHash64(g, p, o), concat('excluded: ', reason)),
+                    exclusions.group_id, exclusions.partition, exclusions.offset, exclusions.reason)) AS all
+            FROM train_steps
+            ORDER BY _offset
+            LIMIT 1 BY run_id, step
+        )
+        ARRAY JOIN all AS one
     ),
     members AS
     (
         SELECT
-            arrayJoin(arrayMap(rollout_id -> cityHash64(g.run_id, rollout_id), g.rollout_ids)) AS id,
+            arrayJoin(ids) AS id,
             r.ending = 'trained' AS trained,
             r.ending != '' AS ended,
             if(r.ending = '', 0, cityHash64(r.ending)) AS reason,
             trained AND g.task_id IN (SELECT task_id FROM tasks WHERE mode = 'eval') AS held_out
         FROM
         (
-            SELECT run_id, group_id, task_id, toInt64(_partition) AS part, _offset AS place, members.rollout_id AS rollout_ids
+            SELECT
+                task_id,
+                cityHash64(group_id, toInt64(_partition), _offset) AS mark,
+                arrayMap(rollout_id -> cityHash64(run_id, rollout_id), members.rollout_id) AS ids
             FROM `groups`
         ) AS g
-        LEFT JOIN read AS r ON r.group_id = g.group_id AND r.part = g.part AND r.place = g.place
+        LEFT JOIN read AS r ON r.mark = g.mark
     ),
     endings AS
     (
@@ -50,7 +57,7 @@ WITH
         (
             SELECT
                 cityHash64(run_id, rollout_id) AS id,
-                cityHash64(run_id, toString(mode)) AS of_kind,
+                cityHash64(run_id, mode) AS of_kind,
                 status = 'failed' AS has_failed,
                 0 AS was_trained,
                 0 AS has_ended,
@@ -93,7 +100,7 @@ SELECT
 FROM counted AS c
 INNER JOIN
 (
-    SELECT run_id, mode, cityHash64(run_id, toString(mode)) AS kind, uniqExact(cityHash64(run_id, rollout_id)) AS total
+    SELECT run_id, mode, cityHash64(run_id, mode) AS kind, uniqExact(cityHash64(run_id, rollout_id)) AS total
     FROM rollouts
     GROUP BY run_id, mode
 ) AS k ON k.kind = c.kind
