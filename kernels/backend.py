@@ -92,10 +92,22 @@ def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
     on_gpu = not is_on_host(array)
     choice = choose(mode, on_gpu, triton_obstacle)
     if choice is BackendChoice.FALLBACK:
-        _warn_of_fallback(str(array.device))
+        _warn_of_fallback(str(array.device), "are copied to the CPU for every kernel")
     if choice is BackendChoice.TRITON:
         return _triton_backend(on_gpu, is_numpy)
     return _cpu_backend_of_tensors()
+
+
+def runs_triton(tensor: AnyArray) -> bool:
+    """Whether Triton's kernels take a PyTorch tensor where it lies; else torch's own operations do what they would.
+
+    On a GPU without Triton that is slower, the same bits, and said once. A CPU's tensor is not copied to a GPU,
+    whatever the mode. Raises like `backend_for`.
+    """
+    choice = choose(mode_of(os.environ.get(ENVIRONMENT)), not is_on_host(tensor), triton_obstacle)
+    if choice is BackendChoice.FALLBACK:
+        _warn_of_fallback(str(tensor.device), "are quantised by torch's operations")
+    return choice is BackendChoice.TRITON and tensor.device.type == _triton_device()
 
 
 def is_on_host(array: AnyArray) -> bool:
@@ -214,11 +226,11 @@ def _cpu_backend_of_tensors() -> KernelBackend[Any]:
 
 
 @functools.cache
-def _warn_of_fallback(device: str) -> None:
+def _warn_of_fallback(device: str, instead: str) -> None:
     _log.warning(
-        "KERNEL FALLBACK: the weights on %s are copied to the CPU for every kernel, because Triton cannot run: %s. "
-        "%s=strict makes this an error.",
+        "KERNEL FALLBACK: the weights on %s %s, because Triton cannot run: %s. %s=strict makes this an error.",
         device,
+        instead,
         triton_obstacle(),
         ENVIRONMENT,
     )

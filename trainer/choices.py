@@ -81,5 +81,21 @@ class Routing(StrEnum):
     SHUFFLED = "shuffled"
 
 
+class ServingFormat(StrEnum):
+    """Name of a format of the serving weights."""
+
+    BF16 = "bf16"
+    FP8_BLOCKS = "fp8_blocks"
+    MXFP8 = "mxfp8"
+    NVFP4 = "nvfp4"
+
+
+class Forward(StrEnum):
+    """Name of the weights that the trainer computes with."""
+
+    MATCHED = "matched"
+    MASTERS = "masters"
+
+
 CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
 """Objectives whose surrogate holds its own weight between sampler and trainer."""

@@ -21,8 +21,10 @@ from tidemill.trainer.choices import (
     CorrectionKind,
     Estimator,
     Experts,
+    Forward,
     ObjectiveName,
     Routing,
+    ServingFormat,
 )
 from tidemill.trainer.machine import ONE_PROCESS, StepMachine, all_machines
 
@@ -206,6 +208,17 @@ class TrainerSettings(Section):
     """With `replayed`: an expert of the sampler's whose probability is below this share of the smallest one among the
     router's own choice is replaced by the most probable other one. 0: every token is routed as it was sampled."""
 
+    serving_format: ServingFormat = ServingFormat.BF16
+    """Format of the linear weights that replicas serve: `bf16`; `fp8_blocks`, E4M3 with a scale for 128 x 128; `mxfp8`,
+    E4M3 with a scale for 32 of a row; `nvfp4`, E2M1 with E4M3 scales for 16 of a row under an outer one a row
+    (`kernels/quantise.py`). The version holds the values that codes and scales stand for, which bf16 has exactly.
+    Embeddings, the head, routers, norms and biases stay bf16, and so do activations and the KV cache."""
+
+    forward: Forward = Forward.MATCHED
+    """Weights that the trainer computes with: `matched`, those that are served, in `serving_format`, whose gradients
+    go to the master weights as they are (straight-through); `masters`, to compare, the master weights in bf16: then
+    trainer and sampler differ by what the format lost."""
+
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""
 
@@ -279,6 +292,12 @@ class TrainerSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _forward_fits(self) -> Self:
+        if self.forward is Forward.MASTERS and self.serving_format is ServingFormat.BF16:
+            raise ValueError("the weights served in bf16 are the master weights in bf16: set forward to matched")
+        return self
+
+    @model_validator(mode="after")
     def _online_fits(self) -> Self:
         if not self.online.enabled:
             return self
@@ -323,6 +342,8 @@ class TrainerSettings(Section):
         # What is only compared changes no bit.
         if self.routing not in (Routing.OFF, Routing.OWN):
             fields["routing"] = [self.routing.value, self.routing_plausible]
+        if self.serving_format is not ServingFormat.BF16:
+            fields["serving_format"] = [self.serving_format.value, self.forward.value]
         return fields
 
 

@@ -1,9 +1,12 @@
-"""Master weights and their serving view: fp32 for the optimizer, bf16 for everybody else.
+"""Master weights and their serving view: fp32 for the optimizer, bf16 values for everybody else.
 
 The model's parameters are fp32 tensors that only ever hold bf16 values: the serving view, the very numbers that the
-replicas serve. Gradients are taken there and applied to the fp32 masters, which are then rounded into the parameters
-again. So trainer and sampler at one version hold equal weights, and an update too small for bf16 is not lost. Of a
+replicas serve. Where these are of a format of fewer bits, the parameters hold what its codes and scales stand for.
+Gradients are taken there and applied to the fp32 masters (straight-through), which are then rounded into the parameters
+again. So trainer and sampler at one version hold equal weights, and an update too small for the view is not lost. Of a
 sharded model each rank has the masters of its own rows.
+
+To compare, `trainer.forward` can leave the parameters in bf16: then the view is made only while it is read.
 """
 
 from __future__ import annotations
@@ -17,14 +20,29 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
+from tidemill.trainer.choices import Forward, ServingFormat
 from tidemill.trainer.config import OptimizerSettings
+from tidemill.trainer.serving_view import quantised_weights
 
 
 class MasterWeights:
-    """fp32 master weights of `model`, with AdamW over them, where the model's weights are."""
+    """fp32 master weights of `model`, with AdamW over them, where the model's weights are.
 
-    def __init__(self, model: PreTrainedModel, settings: OptimizerSettings) -> None:
+    Raises ValueError for a model without weights that `serving_format` could hold.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: OptimizerSettings,
+        serving_format: ServingFormat = ServingFormat.BF16,
+        forward: Forward = Forward.MATCHED,
+    ) -> None:
         self._settings = settings
+        self._form = BLOCK_FORMATS.get(serving_format.value)
+        self._quantised = frozenset() if self._form is None else quantised_weights(model)
+        self._matched = forward is Forward.MATCHED
         self._parameters = dict(model.named_parameters())
         self.rows = {name: own_rows(p) for name, p in self._parameters.items() if isinstance(p, DTensor)}
         """Of each sharded weight, the first row that this rank holds and the one after the last."""
@@ -73,7 +91,7 @@ class MasterWeights:
         return state
 
     def serving(self) -> dict[str, Tensor]:
-        """A copy of the weights that are served, in bf16; of sharded weights the own rows."""
+        """A copy of the weights that the model computes with, in bf16; of sharded weights the own rows."""
         return {name: own_part(p).to(torch.bfloat16, copy=True) for name, p in self._parameters.items()}
 
     @contextmanager
@@ -81,6 +99,18 @@ class MasterWeights:
         """Let the model hold other weights, as `serving` gives them; afterwards the rounded masters again."""
         try:
             self._hold(weights)
+            yield
+        finally:
+            self._round()
+
+    @contextmanager
+    def as_served(self) -> Iterator[None]:
+        """Let the model hold the serving view, on every rank; afterwards again what it computes with."""
+        if self._matched:
+            yield
+            return
+        try:
+            self._hold(self._masters, self._quantised)
             yield
         finally:
             self._round()
@@ -110,12 +140,28 @@ class MasterWeights:
             raise ValueError(f"the saved state is of another model; tensors that differ: {', '.join(odd[:5])}")
 
     def _round(self) -> None:
-        self._hold(self._masters)
+        self._hold(self._masters, self._quantised if self._matched else frozenset())
 
     @torch.no_grad()
-    def _hold(self, weights: Mapping[str, Tensor]) -> None:
+    def _hold(self, weights: Mapping[str, Tensor], quantised: frozenset[str] = frozenset()) -> None:
         for name, parameter in self._parameters.items():
-            own_part(parameter).copy_(weights[name].to(torch.bfloat16))
+            if name in quantised:
+                self._hold_quantised(name, parameter, weights[name])
+            else:
+                own_part(parameter).copy_(weights[name].to(torch.bfloat16))
+
+    def _hold_quantised(self, name: str, parameter: Tensor, values: Tensor) -> None:
+        """Let a parameter hold what the codes and scales of `values`, its own rows, stand for."""
+        assert self._form is not None
+        own = own_part(parameter)
+        if self._form.rows > 1 and name in self.rows and own.dim() == 2:
+            # A block may lie on two ranks: its scale needs all of its rows.
+            own.copy_(values)
+            assert isinstance(parameter, DTensor)
+            values = dequantise(quantise(parameter.full_tensor(), self._form))[slice(*self.rows[name])]
+        else:
+            values = dequantise(quantise(values, self._form))
+        own.copy_(values)
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The serving view: the bf16 weights that replicas serve, as bit patterns in checkpoint coordinates.
+"""The serving view: the bf16 values that replicas serve, as bit patterns in checkpoint coordinates.
 
 A view names each weight once, by the model's own state-dict name, in the order of the state dict. A tied weight has
 the name under which the model meets it first (`model.embed_tokens.weight`, not `lm_head.weight`), as in a Hugging
@@ -21,6 +21,7 @@ __all__ = [
     "ServingView",
     "bf16_bits",
     "fingerprint_of",
+    "quantised_weights",
     "serving_view",
     "tensor_infos",
     "total_fingerprint",
@@ -45,6 +46,25 @@ def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
             seen.add(id(tensor))
             view[name] = bf16_bits(name, tensor)
     return view
+
+
+def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
+    """The names of the weights that a format of few bits holds: those of linear layers and of experts.
+
+    Not those of the head, nor of routers and gates, which decide between few and are small. Raises ValueError for a
+    model without any.
+    """
+    get_head = getattr(model, "get_output_embeddings", None)
+    head, found = get_head() if get_head else None, set()
+    for prefix, module in model.named_modules():
+        linear = isinstance(module, torch.nn.Linear) and module is not head and not prefix.endswith(("gate", "router"))
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            # Experts are a stack of matrices.
+            if (linear and parameter.dim() == 2) or parameter.dim() == 3:
+                found.add(name)
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no linear weights: set trainer.serving_format to bf16")
+    return frozenset(found)
 
 
 def fingerprint_of(view: ServingView) -> str:

@@ -155,7 +155,7 @@ class Learner:
                 else:
                     network.to(self._device)
         self.model = model
-        self.masters = MasterWeights(model, settings.optimizer)
+        self.masters = MasterWeights(model, settings.optimizer, settings.serving_format, settings.forward)
         self._reference = reference
         self._older = OlderWeights(model, self.masters, self._ranks, settings.score_older_every)
 

@@ -105,7 +105,8 @@ class TrainedWeights:
     def snapshot(self) -> str:
         """Keep a copy of the serving weights as they are now; their fingerprint, hexadecimal, on the first rank."""
         ranks = self._job.ranks
-        self._parts = local_parts(self._learner.model, first=ranks.is_first)
+        with self._learner.masters.as_served():
+            self._parts = local_parts(self._learner.model, first=ranks.is_first)
         reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
         return total_fingerprint(merged_tensors(reports)).hex() if ranks.is_first else ""
 
@@ -151,7 +152,8 @@ class TrainedWeights:
     @_on_every_rank
     def whole(self) -> ServingView:
         """All serving weights as they are now, whatever each rank holds."""
-        return serving_view(self._learner.model)
+        with self._learner.masters.as_served():
+            return serving_view(self._learner.model)
 
     @_on_every_rank
     def change_settings(self, settings: TrainerSettings) -> None:

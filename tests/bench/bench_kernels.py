@@ -8,6 +8,8 @@ of the same tensor in the same run. Without one the lines say so, and give the C
     gb_s        those bytes for each second, the median of some runs; `dense_gb_s`: the tensor's own bytes
     of_copy     gb_s over the copy's
 
+`quantise` and `dequantise` of each block format read or write f4 values on one side and codes with scales on the other.
+
 On a GPU a run is timed by events around some launches, after the caches were overwritten. A kernel that waits for its
 result, as the comparison does for its count, is timed with its wait. `split_classes` is timed with and without the way
 of its streams to the host.
@@ -34,6 +36,7 @@ from tidemill.kernels.classes import ClassTable, all_active
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 
 KEY = TensorKey.of("model.layers.0.mlp.down_proj.weight")
 INDEX_BYTES = 8
@@ -178,6 +181,44 @@ def check_far_offsets(kernels: KernelBackend[Any]) -> None:
     assert kernels.fingerprint(new, KEY) - empty == change, "fingerprint beyond 2**32"
 
 
+def quantise_works(values: torch.Tensor) -> Iterator[tuple[str, Work]]:
+    """Both ways of every block format, by its name, on f4 `values`, where these are."""
+    for name, form in BLOCK_FORMATS.items():
+        held = quantise(values, form)
+        outer_bytes = 0 if held.outer is None else held.outer.nbytes
+        n_bytes = values.nbytes + held.codes.nbytes + held.scales.nbytes + outer_bytes
+        yield name, Work("quantise", n_bytes, lambda form=form: quantise(values, form))
+        yield name, Work("dequantise", n_bytes, lambda held=held: dequantise(held))
+
+
+def check_block_formats(values: torch.Tensor) -> None:
+    """Compare codes, scales and values on the GPU with those of the twins on the CPU. Raises AssertionError."""
+    for form in BLOCK_FORMATS.values():
+        mine, twin = quantise(values.cuda(), form), quantise(values, form)
+        assert torch.equal(mine.codes.cpu(), twin.codes), f"codes of {form.name}"
+        assert torch.equal(mine.scales.cpu(), twin.scales), f"scales of {form.name}"
+        again = dequantise(mine).cpu().view(torch.int32)
+        assert torch.equal(again, dequantise(twin).view(torch.int32)), f"values of {form.name}"
+
+
+def measure_block_formats(device: str, values: torch.Tensor, timed: Callable[[Callable[[], object]], float]) -> None:
+    """Print the figure of each block format beside a copy of its values."""
+    target = torch.empty_like(values)
+    copy_speed = 2 * values.nbytes / timed(lambda: target.copy_(values)) / 1e9
+    for name, work in quantise_works(values):
+        seconds = timed(work.run)
+        speed = work.n_bytes / seconds / 1e9
+        report(work.name, device=device, format=name, elements=values.numel(), bytes=work.n_bytes,
+               milliseconds=seconds * 1e3, gb_s=speed, copy_gb_s=copy_speed, of_copy=speed / copy_speed)  # fmt: skip
+
+
+def matrix(elements: int) -> torch.Tensor:
+    """f4: about so many Gaussian weights, in rows of 4096 at most."""
+    columns = min(4096, elements)
+    values = torch.from_numpy(np.random.default_rng(0).standard_normal((elements // columns, columns), np.float32))
+    return values.mul_(0.02)
+
+
 def seconds_on_gpu(run: Callable[[], object], runs: int, repeat: int, scratch: torch.Tensor) -> float:
     """Median time of one launch, after two to compile and to warm up; caches are overwritten before each timing."""
     run()
@@ -259,6 +300,9 @@ def on_gpu(chosen: argparse.Namespace) -> None:
             source, target = place(step.old), place(step.new)
             copy = Work("torch_copy", 2 * step.old.nbytes, lambda t=target, s=source: t.copy_(s))
             measure(device, [copy, *works(kernels, step, place), split_on_device(step, place)], step, timed)
+    check_block_formats(matrix(CHECKED))
+    report("block_formats_equal_to_cpu", device=device, elements=CHECKED, formats=list(BLOCK_FORMATS), equal=True)
+    measure_block_formats(device, matrix(chosen.elements).cuda(), timed)
 
 
 def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
@@ -274,6 +318,8 @@ def on_cpu(chosen: argparse.Namespace, reason: str) -> None:
             source, target = step.old, step.new.copy()
             copy = Work("memcpy", 2 * step.old.nbytes, lambda t=target, s=source: np.copyto(t, s))
             measure("cpu, 1 thread", [copy, *works(CPU_BACKEND, step, same)], step, timed)
+    torch.set_num_threads(1)
+    measure_block_formats("cpu, 1 thread", matrix(chosen.elements), timed)
 
 
 def main() -> None:

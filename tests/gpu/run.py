@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = "tests/kernels/triton_cases.py"
+CASES = ("tests/kernels/triton_cases.py", "tests/kernels/triton_quantise_cases.py")
 DEVICE = "TIDEMILL_TEST_DEVICE"
 """Environment variable of `triton_cases.py`: where its tensors lie."""
-FEW = "edges_of_a_tile and uint8"
+FEW = "edges_of_a_tile and (uint8 or mxfp8)"
 """Cases of a rehearsal; in the interpreter all of them take minutes, and `tests/kernels/test_triton.py` runs them."""
 NO_GPU = "no GPU: nothing was run"
 
@@ -53,7 +53,7 @@ def checks(rehearse: bool) -> list[GpuCheck]:
     smaller = ["--small"] if rehearse else []
     kinds = ["--densities", "0.01", "--dtypes", "bfloat16"]
     return [
-        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, CASES], 220, where, _counted),
+        GpuCheck("kernels_equal_their_twins", ["-m", "pytest", *options, *chosen, *CASES], 220, where, _counted),
         GpuCheck("kernels_speed", ["tests/bench/bench_kernels.py", *kinds, *small], 120, {}, _lines),
         GpuCheck("delta_speed", ["-m", "tests.gpu.delta_speed", *smaller], 80, where, _lines),
         GpuCheck("train_step", ["-m", "tests.gpu.train_step", *smaller], 160, where, _lines),

@@ -10,9 +10,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tidemill.kernels import triton_compact, triton_fingerprint, triton_move, triton_split
+from tidemill.kernels import triton_compact, triton_fingerprint, triton_move, triton_quantise, triton_split
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import TensorKey
+from tidemill.kernels.quantise import BLOCK_FORMATS
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {
@@ -21,6 +22,7 @@ POINTERS = {
     torch.uint32: "*u32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float32: "*fp32",
 }
 
 
@@ -57,6 +59,10 @@ def launch_all(name: str) -> None:
     table, active = torch.zeros(kind.exponents, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
     triton_split.split_classes(kind, bits, at, places, table, active, classes=5)
     triton_split.count_exponents(kind, bits)
+    for form in BLOCK_FORMATS.values():
+        outer = torch.ones(1, 130, 1) if form.has_outer else None
+        codes, scales = triton_quantise.quantise(torch.ones(1, 130, 140), form, outer)
+        triton_quantise.dequantise(codes, scales, outer, form)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ def run(*command, **environment):
 def test_kernels_equal_their_twins_in_the_interpreter():
     pytest.importorskip("triton", reason="PyTorch came without Triton")
     options = ("-q", "-p", "no:cacheprovider", "--noconftest", "--import-mode=importlib", "--durations=5")
-    done = run("-m", "pytest", *options, str(FOLDER / "triton_cases.py"), TRITON_INTERPRET="1")
+    cases = (str(FOLDER / name) for name in ("triton_cases.py", "triton_quantise_cases.py"))
+    done = run("-m", "pytest", *options, *cases, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 80
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 95
     assert "skipped" not in done.stdout
 
 
@@ -47,4 +48,5 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
         "gather_patterns",
         "scatter_patterns",
     } <= compiled
+    assert {"quantise_tile", "dequantise_tile"} <= compiled
     assert {"count_rows", "rank_changed", "count_changed", "place_changed", "write_gaps", "count_patterns"} <= compiled

@@ -82,6 +82,9 @@ def test_one_process_on_a_cpu_in_float32_keeps_its_hash():
     settings = TrainerSettings()
     assert len({settings.arithmetic_hash(machine) for machine in (StepMachine(), *others)}) == 6
     assert settings.arithmetic_hash() != TrainerSettings(experts="eager").arithmetic_hash()
+    views = (("mxfp8", "matched"), ("mxfp8", "masters"), ("nvfp4", "matched"))
+    quantised = [TrainerSettings(serving_format=form, forward=forward) for form, forward in views]
+    assert len({made.arithmetic_hash() for made in (settings, *quantised)}) == 4
     assert settings.arithmetic_hash() == TrainerSettings(device="cpu", checkpoint_activations=True).arithmetic_hash()
 
 

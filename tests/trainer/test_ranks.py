@@ -35,6 +35,9 @@ JOBS = {
     "saved by one": (1, "resaved", {"restore": 2, "save": 4}),
     "saved again": (2, "resaved", {"restore": 4, "save": 6}),
     "restarted": (2, "restarted", {}),
+    "blocks one": (1, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
+    "blocks two": (2, "restarted", {"settings": {"serving_format": "fp8_blocks"}}),
+    "blocks two of masters": (2, "restarted", {"settings": {"serving_format": "fp8_blocks", "forward": "masters"}}),
     "failing": (2, "failing", {"how": "raise"}),
     "killed": (2, "failing", {"how": "kill"}),
     "killed saving": (2, "killed_saving", {"store": "{root}/store of killed"}),
@@ -153,6 +156,12 @@ def test_a_checkpoint_is_read_by_another_number_of_ranks(out):
 def test_ranks_go_back_to_the_start(out):
     here = found(out, "restarted")
     assert here["restarted"] == here["start"]
+
+
+def test_blocks_that_lie_on_two_ranks_have_the_scales_of_one(out):
+    one, *two = (found(out, f"blocks {name}") for name in ("one", "two", "two of masters"))
+    assert one["start"] != found(out, "restarted")["start"]
+    assert two == [one, one]
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_reason(out):

@@ -1,0 +1,233 @@
+"""Weights in formats of few bits: codes with a scale for each block, and the values that they stand for.
+
+Three formats, each with scales by which every value is exact in bf16:
+
+    fp8_blocks  E4M3 codes, an E8M0 scale for 128 x 128 (DeepSeek-V3.1's `ue8m0` scales)
+    mxfp8       E4M3 codes, an E8M0 scale for 32 of a row (OCP Microscaling Formats 1.0)
+    nvfp4       E2M1 codes, an E4M3 scale for 16 of a row, and an outer scale for each row: a power of two, in f4
+
+A power-of-two scale is the least with which the greatest value of its block is in range, greatest / 448 rounded up (for
+an outer one greatest / (6 x 448)), never below 2**-116: so no value and no scale is subnormal in f4. An E4M3 scale is
+greatest / (6 x outer) rounded to nearest, and at least 2**-9, its smallest. A code is the quotient of value and scale,
+by an IEEE division, rounded to nearest, ties to even, saturating. An outer scale is of a row alone, never of a tensor:
+what a later row holds changes nothing in an earlier one.
+
+The functions here run Triton's kernels or their twins below, which give the same bits (`kernels.backend` chooses).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import frexp, prod
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tidemill.kernels.backend import runs_triton
+
+EXPONENT_BIAS = 127
+"""Of f4 and of E8M0."""
+LEAST_EXPONENT = EXPONENT_BIAS - 116
+"""Biased exponent of the smallest power-of-two scale."""
+LARGEST = 2.0**127
+"""Values beyond it are refused: rounded up they could leave the range of bf16."""
+E8M0_NAN = 0xFF
+
+
+class QuantiseError(ValueError):
+    """Values that cannot be quantised, or scales that no values have; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniFloat:
+    """A floating-point type of at most 8 bits: a sign, an exponent, `mantissa` bits."""
+
+    mantissa: int
+    bias: int
+    sign: int
+    """Which bit the sign is."""
+    top: int
+    """Code of the greatest finite value, without the sign."""
+    greatest: float
+
+
+E4M3 = MiniFloat(mantissa=3, bias=7, sign=7, top=0x7E, greatest=448.0)
+E2M1 = MiniFloat(mantissa=1, bias=1, sign=3, top=0x7, greatest=6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A format of codes with a scale for each block of `rows` x `columns`; the last ones of a tensor may be smaller."""
+
+    name: str
+    codes: MiniFloat
+    rows: int
+    columns: int
+    has_outer: bool
+    """Whether scales are E4M3 under an outer scale a row, not E8M0."""
+
+
+FP8_BLOCKS = BlockFormat("fp8_blocks", E4M3, 128, 128, has_outer=False)
+MXFP8 = BlockFormat("mxfp8", E4M3, 1, 32, has_outer=False)
+NVFP4 = BlockFormat("nvfp4", E2M1, 1, 16, has_outer=True)
+BLOCK_FORMATS = {form.name: form for form in (FP8_BLOCKS, MXFP8, NVFP4)}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedTensor:
+    """A tensor of shape [..., R, C] in a format."""
+
+    form: BlockFormat
+    codes: Tensor
+    """u1[..., R, C]: one code in a byte, also one of four bits."""
+    scales: Tensor
+    """u1[..., blocks of R, blocks of C]: E8M0 or E4M3 codes."""
+    outer: Tensor | None = None
+    """f4[..., R, 1], of a format that has it."""
+
+
+def quantise(values: Tensor, form: BlockFormat) -> QuantisedTensor:
+    """The codes and scales of `values` (f4[..., R, C]), on the same device.
+
+    Raises QuantiseError for a value that is not finite or beyond 2**127, and for a tensor of fewer than two dimensions.
+    """
+    if values.dim() < 2:
+        raise QuantiseError(f"a tensor of shape {tuple(values.shape)} has no rows to quantise")
+    flat = _matrices(values.detach().float())
+    # The negated comparison is true for NaN as well.
+    if flat.numel() and not bool(flat.abs().amax() <= LARGEST):
+        raise QuantiseError(f"values that are not finite, or beyond 2**127, have no {form.name} codes")
+    outer = _power_of_two(flat.abs().amax(-1, keepdim=True), 6 * 448) if form.has_outer else None
+    if runs_triton(flat):
+        from tidemill.kernels import triton_quantise
+
+        codes, scales = triton_quantise.quantise(flat, form, outer)
+    else:
+        codes, scales = quantise_twin(flat, form, outer)
+    lead = values.shape[:-2]
+    whole = None if outer is None else outer.view(*lead, *outer.shape[-2:])
+    return QuantisedTensor(form, codes.view(values.shape), scales.view(*lead, *scales.shape[-2:]), whole)
+
+
+def dequantise(held: QuantisedTensor) -> Tensor:
+    """The values (f4[..., R, C]) that codes and scales stand for, exact in bf16 too where `quantise` made them.
+
+    An E4M3 code of NaN stands for NaN. Raises QuantiseError for a scale that is zero, negative, not finite or subnormal
+    in f4 (E4M3's own subnormals are normal numbers there), and for scales that do not fit the codes.
+    """
+    _check_scales(held)
+    form, shape = held.form, held.codes.shape
+    codes, scales = _matrices(held.codes), _matrices(held.scales)
+    outer = None if held.outer is None else _matrices(held.outer)
+    if runs_triton(codes):
+        from tidemill.kernels import triton_quantise
+
+        return triton_quantise.dequantise(codes, scales, outer, form).view(shape)
+    return dequantise_twin(codes, scales, outer, form).view(shape)
+
+
+def blocks_of(form: BlockFormat, shape: torch.Size) -> tuple[int, int]:
+    """How many blocks the rows and the columns of a tensor (shape [..., R, C]) are cut into."""
+    return -(-shape[-2] // form.rows), -(-shape[-1] // form.columns)
+
+
+def quantise_twin(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes (u1[B, R, C]) and scales (u1[B, blocks, blocks]) of `values` (f4[B, R, C]), by torch's operations."""
+    count, rows, columns = values.shape
+    down, across = blocks_of(form, values.shape)
+    filled = pad(values, (0, across * form.columns - columns, 0, down * form.rows - rows))
+    blocks = filled.view(count, down, form.rows, across, form.columns)
+    greatest = blocks.abs().amax((2, 4))
+    if outer is None:
+        factors = _power_of_two(greatest, 448)
+        scales = _exponents(factors).to(torch.uint8)
+    else:
+        scales = _encode_e4m3(greatest / (outer * E2M1.greatest)).clamp_(min=1)
+        factors = _decode_e4m3(scales) * outer
+    quotients = blocks / factors[:, :, None, :, None]
+    codes = _encode_e4m3(quotients) if form.codes is E4M3 else _encode_e2m1(quotients)
+    return codes.view(filled.shape)[:, :rows, :columns].contiguous(), scales
+
+
+def dequantise_twin(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
+    """The values (f4[B, R, C]) of `codes` (u1[B, R, C]), by torch's operations."""
+    values = _decode_e4m3(codes) if form.codes is E4M3 else _decode_e2m1(codes)
+    factors = _scale_values(scales, outer)
+    if form.rows > 1:
+        factors = factors.repeat_interleave(form.rows, 1)[:, : codes.shape[1]]
+    return values.mul_(factors.repeat_interleave(form.columns, 2)[:, :, : codes.shape[2]])
+
+
+def _matrices(tensor: Tensor) -> Tensor:
+    """[B, R, C]: a tensor of shape [..., R, C] as one row of matrices."""
+    return tensor.contiguous().view(prod(tensor.shape[:-2]), *tensor.shape[-2:])
+
+
+def _check_scales(held: QuantisedTensor) -> None:
+    form, codes, scales, outer = held.form, held.codes, held.scales, held.outer
+    if tuple(scales.shape) != (*codes.shape[:-2], *blocks_of(form, codes.shape)):
+        raise QuantiseError(f"{form.name} codes of shape {tuple(codes.shape)} do not have {tuple(scales.shape)} scales")
+    expected = (*codes.shape[:-1], 1) if form.has_outer else None
+    if (None if outer is None else tuple(outer.shape)) != expected:
+        raise QuantiseError(f"{form.name} codes of shape {tuple(codes.shape)} have outer scales of shape {expected}")
+    if not prod(scales.shape):
+        return
+    if outer is None:
+        # E8M0 has no sign, no zero and no infinity. Its smallest value, 2**-127, is subnormal in f4.
+        if bool((scales == 0).any()) or bool((scales == E8M0_NAN).any()):
+            raise QuantiseError(
+                f"an E8M0 scale of a {form.name} tensor is NaN, or 2**-127, which f4 has as a subnormal"
+            )
+        return
+    if bool((scales == 0).any()) or bool((scales > E4M3.top).any()):
+        raise QuantiseError(f"an E4M3 scale of a {form.name} tensor is zero, negative or NaN")
+    normal = (outer >= torch.finfo(torch.float32).tiny) & outer.isfinite()
+    if not bool(normal.all()):
+        raise QuantiseError(f"an outer scale of a {form.name} tensor is zero, negative, subnormal, infinite or NaN")
+
+
+def _power_of_two(greatest: Tensor, divisor: int) -> Tensor:
+    """The least power of two (f4) that is no less than `greatest` (f4, none negative) / `divisor`, in range.
+
+    In integers, so that it is the same on every device: the fraction of `greatest` beyond that of `divisor` carries.
+    """
+    fraction, exponent = frexp(divisor)
+    below = int((2 * fraction - 1) * 2**23)
+    carried = (greatest.contiguous().view(torch.int32) + (0x7FFFFF - below)) >> 23
+    biased: Tensor = (carried - (exponent - 1)).clamp_(min=LEAST_EXPONENT) << 23
+    return biased.view(torch.float32)
+
+
+def _exponents(powers: Tensor) -> Tensor:
+    """i4: the biased exponents of powers of two (f4)."""
+    return powers.view(torch.int32) >> 23
+
+
+def _scale_values(scales: Tensor, outer: Tensor | None) -> Tensor:
+    """f4: what scale codes multiply by, the outer scales included."""
+    if outer is None:
+        return (scales.to(torch.int32) << 23).view(torch.float32)
+    return _decode_e4m3(scales) * outer
+
+
+def _encode_e4m3(values: Tensor) -> Tensor:
+    return values.clamp(-E4M3.greatest, E4M3.greatest).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _decode_e4m3(codes: Tensor) -> Tensor:
+    values = codes.view(torch.float8_e4m3fn).float()
+    return values.masked_fill_(values.isnan(), torch.nan)
+
+
+def _encode_e2m1(values: Tensor) -> Tensor:
+    """The numbers of E2M1 are 0.5 apart below 2, 1 below 4 and 2 from there on; `round` takes ties to even."""
+    sizes = values.abs().clamp_(max=E2M1.greatest)
+    codes = torch.where(sizes < 2, (2 * sizes).round_(), (sizes.round() + 2))
+    codes = torch.where(sizes < 4, codes, (sizes / 2).round_() + 4)
+    return codes.to(torch.uint8) | (values.signbit().to(torch.uint8) << E2M1.sign)
+
+
+def _decode_e2m1(codes: Tensor) -> Tensor:
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    return torch.cat((magnitudes, -magnitudes))[codes.int()]

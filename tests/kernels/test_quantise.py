@@ -1,0 +1,232 @@
+"""Block formats against their definition in exact arithmetic, and against the scales that no values have."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, isnan, log2
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.kernels.quantise import (
+    BLOCK_FORMATS,
+    E4M3,
+    FP8_BLOCKS,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    MiniFloat,
+    QuantisedTensor,
+    QuantiseError,
+    dequantise,
+    quantise,
+)
+
+TINY = Fraction(2) ** -116
+FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
+
+
+def number(kind: MiniFloat, code: int) -> Fraction:
+    """The value of a code without its sign, by the definition of a floating-point type."""
+    exponent, fraction = divmod(code, 1 << kind.mantissa)
+    if exponent == 0:
+        return Fraction(fraction, 1 << kind.mantissa) * Fraction(2) ** (1 - kind.bias)
+    return (1 + Fraction(fraction, 1 << kind.mantissa)) * Fraction(2) ** (exponent - kind.bias)
+
+
+def nearest(kind: MiniFloat, value: Fraction) -> int:
+    """The code of the nearest value of a type, of two the even one."""
+    size, sign = abs(value), (1 << kind.sign) if value < 0 else 0
+    return sign | min(range(kind.top + 1), key=lambda code: (abs(number(kind, code) - size), code & 1))
+
+
+def power(value: Fraction) -> Fraction:
+    """The least power of two that is no less than `value`, in range."""
+    return max(TINY, Fraction(2) ** ceil(log2(value))) if value else TINY
+
+
+def single(value: Fraction) -> Fraction:
+    """Rounded to f4, as an IEEE division's result is."""
+    return Fraction(torch.tensor(float(value), dtype=torch.float64).float().item())
+
+
+def block_reference(form: BlockFormat, block: list[float], outer: Fraction | None) -> tuple[int, list[int]]:
+    """Scale and codes of a block by the definition of the format."""
+    values = [Fraction(value) for value in block]
+    greatest = max(map(abs, values))
+    if outer is None:
+        factor = power(greatest / 448)
+        scale = int(log2(factor)) + 127
+    else:
+        scale = max(1, nearest(E4M3, single(greatest / (6 * outer))))
+        factor = number(E4M3, scale) * outer
+    codes = [nearest(form.codes, single(value / factor)) for value in values]
+    # A zero keeps the sign of what it was.
+    signs = [(1 << form.codes.sign) if torch.tensor(value).signbit() else 0 for value in block]
+    return scale, [code | sign for code, sign in zip(codes, signs, strict=True)]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(FLOATS, st.sampled_from([0.0, -0.0, 1.0, 448.0, 6.0, 5.0, 2.5, 1e-42])), min_size=32,
+                max_size=32), st.sampled_from([MXFP8, NVFP4]))  # fmt: skip
+def test_codes_and_scales_are_those_of_the_definition(row, form):
+    held = quantise(torch.tensor([row]), form)
+    outer = power(max(abs(Fraction(value)) for value in row) / 2688) if form.has_outer else None
+    assert outer is None or (held.outer is not None and Fraction(held.outer.item()) == outer)
+    for place in range(32 // form.columns):
+        block = slice(place * form.columns, (place + 1) * form.columns)
+        scale, codes = block_reference(form, torch.tensor(row)[block].tolist(), outer)
+        assert held.scales[0, place] == scale and held.codes[0, block].tolist() == codes
+
+
+def test_blocks_of_rows_and_columns_have_one_scale_each_and_ragged_ends_are_blocks():
+    values = torch.randn(2, 130, 300, generator=torch.Generator().manual_seed(0))
+    held = quantise(values, FP8_BLOCKS)
+    assert held.scales.shape == (2, 2, 3)
+    for matrix, down, across in ((0, 0, 0), (1, 1, 2), (0, 1, 1)):
+        block = (matrix, slice(down * 128, down * 128 + 128), slice(across * 128, across * 128 + 128))
+        factor = power(Fraction(values[block].abs().max().item()) / 448)
+        assert held.scales[matrix, down, across] == int(log2(factor)) + 127
+        some = zip(values[block].flatten().tolist()[:50], held.codes[block].flatten().tolist()[:50], strict=True)
+        assert all(code == nearest(E4M3, Fraction(value) / factor) for value, code in some)
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
+def test_values_are_exact_in_bf16_and_codes_of_values_give_the_values_again(form):
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(3, 70, 200, generator=generator) * torch.exp2(torch.randint(-120, 100, (3, 70, 1)).float())
+    made = dequantise(quantise(values, form))
+    assert torch.equal(made.bfloat16().float(), made)
+    assert bool((made - values).abs().max() > 0)
+    assert torch.equal(dequantise(quantise(made, form)), made)
+
+
+def test_codes_are_those_of_vllms_own_formats():
+    """`per_block_cast_to_fp8` and `_mxfp8_e4m3_quantize_torch` of vLLM 0.32 and `ref_nvfp4_quant` under a row's scale,
+    as they are written there."""
+    values = torch.randn(256, 512, generator=torch.Generator().manual_seed(2)) * 0.02
+    blocks = values.view(2, 128, 4, 128)
+    scale = torch.pow(2.0, torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448)))
+    held = quantise(values, FP8_BLOCKS)
+    assert torch.equal((blocks * (1 / scale)).to(torch.float8_e4m3fn).view(values.shape).view(torch.uint8), held.codes)
+    narrow = values.view(256, 16, 32)
+    biased = torch.ceil(torch.log2(narrow.abs().amax(-1) / 448)) + 127
+    held = quantise(values, MXFP8)
+    scaled = narrow / torch.exp2(biased - 127)[..., None]
+    assert torch.equal(scaled.to(torch.float8_e4m3fn).view(values.shape).view(torch.uint8), held.codes)
+    assert torch.equal(biased.to(torch.uint8), held.scales)
+    held = quantise(values, NVFP4)
+    assert held.outer is not None
+    wanted = (1 / held.outer) * (values.view(256, 32, 16).abs().amax(-1) * (1 / 6.0))
+    assert torch.equal(wanted.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), held.scales)
+
+
+def test_ties_are_those_of_a_division_and_not_of_a_product_with_the_reciprocal():
+    loud, ties = torch.full((16,), 2688.0), torch.tensor([6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0] * 2)
+    factor = torch.tensor(15.0)
+    held = quantise(torch.cat((loud, ties * factor))[None], NVFP4)
+    assert (held.outer.item(), held.scales[0, 1].view(torch.float8_e4m3fn).item()) == (1.0, 15.0)
+    assert held.codes[0, 16:].tolist() == [7, 0, 2, 2, 4, 4, 6, 6] * 2
+    # As its quotients come out by a reciprocal, under a scale of 1.
+    products = quantise(torch.cat((loud, ties * factor * (1 / factor)))[None], NVFP4)
+    assert products.codes[0, 16:].tolist() != held.codes[0, 16:].tolist()
+
+
+def one_row_louder() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, and the same with the last one so great that the E4M3 scales of the others fall below its normal numbers,
+    were the outer scale shared. A little greater would be no matter: a power of two moves E4M3's exponent alone."""
+    rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(4))
+    louder = rows.clone()
+    louder[-1] *= 2.0**15
+    return rows, louder
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
+def test_what_a_later_row_holds_changes_nothing_in_an_earlier_one(form):
+    """Rows are tokens in order. `fp8_blocks` is for weights alone: its blocks span rows."""
+    rows, louder = one_row_louder()
+    first, then = (dequantise(quantise(values, form))[:-1] for values in (rows, louder))
+    assert torch.equal(first, then) is (form is not FP8_BLOCKS)
+
+
+def test_a_scale_of_a_whole_tensor_would_change_earlier_rows():
+    """The control of the test above: NVFP4 as it is published has its outer scale for a tensor."""
+    rows, louder = one_row_louder()
+
+    def per_tensor(values: torch.Tensor) -> torch.Tensor:
+        # One row for the whole tensor, so that its outer scale is one for all.
+        return dequantise(quantise(values.view(1, -1), NVFP4)).view(values.shape)[:-1]
+
+    assert not torch.equal(per_tensor(rows), per_tensor(louder))
+
+
+def changed(held: QuantisedTensor, what: str, value: float) -> QuantisedTensor:
+    part = getattr(held, what).clone()
+    part.view(-1)[-1] = value
+    parts = {"codes": held.codes, "scales": held.scales, "outer": held.outer, what: part}
+    return QuantisedTensor(held.form, **parts)
+
+
+@pytest.mark.parametrize(
+    ("form", "what", "value", "said"),
+    [
+        (MXFP8, "scales", 255, "NaN"),
+        (FP8_BLOCKS, "scales", 0, "subnormal"),
+        (NVFP4, "scales", 0, "zero"),
+        (NVFP4, "scales", 0x7F, "NaN"),
+        (NVFP4, "scales", 0x81, "negative"),
+        (NVFP4, "outer", 0.0, "zero"),
+        (NVFP4, "outer", float("nan"), "NaN"),
+        (NVFP4, "outer", float("inf"), "infinite"),
+        (NVFP4, "outer", 1e-42, "subnormal"),
+        (NVFP4, "outer", -1.0, "negative"),
+    ],
+)
+def test_scales_that_no_values_have_are_refused(form, what, value, said):
+    held = quantise(torch.ones(4, 64), form)
+    dequantise(held)
+    with pytest.raises(QuantiseError, match=said):
+        dequantise(changed(held, what, value))
+
+
+def test_a_subnormal_e4m3_scale_is_a_scale():
+    held = changed(quantise(torch.ones(1, 16), NVFP4), "scales", 1)
+    assert dequantise(held).unique().tolist() == [held.outer.item() * 6 * 2.0**-9]
+
+
+def test_a_nan_code_is_nan():
+    assert isnan(dequantise(changed(quantise(torch.ones(1, 32), MXFP8), "codes", 0xFF))[0, -1])
+
+
+def test_parts_that_do_not_fit_are_refused():
+    held = quantise(torch.ones(4, 64), NVFP4)
+    for wrong in (
+        QuantisedTensor(NVFP4, held.codes, held.scales[:, :1], held.outer),
+        QuantisedTensor(NVFP4, held.codes, held.scales),
+        QuantisedTensor(MXFP8, held.codes, quantise(torch.ones(4, 64), MXFP8).scales, held.outer),
+    ):
+        with pytest.raises(QuantiseError, match="scales"):
+            dequantise(wrong)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 2.0**127 * 1.5])
+@pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
+def test_values_without_codes_are_refused(form, value):
+    values = torch.ones(3, 40)
+    values[1, 7] = value
+    with pytest.raises(QuantiseError, match="not finite, or beyond"):
+        quantise(values, form)
+
+
+def test_a_row_of_numbers_is_no_matrix():
+    with pytest.raises(QuantiseError, match="no rows"):
+        quantise(torch.ones(8), MXFP8)
+
+
+@pytest.mark.parametrize("form", BLOCK_FORMATS.values(), ids=lambda form: form.name)
+def test_zeros_and_nothing_at_all_have_codes(form):
+    assert dequantise(quantise(torch.zeros(3, 40), form)).unique().tolist() == [0.0]
+    assert dequantise(quantise(torch.zeros(0, 40), form)).shape == (0, 40)
+    assert dequantise(quantise(torch.full((2, 33), 1e-45), form)).unique().tolist() == [0.0]
