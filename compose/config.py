@@ -9,9 +9,9 @@ import json
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -110,6 +110,14 @@ class DemoSettings(Section):
     """The demonstration is given up when nothing at all happens in the log for this long."""
 
 
+class NumericsSettings(Section):
+    """How exactly sampler and trainer compute."""
+
+    batch_invariant: bool = False
+    """Sets `replica.batch_invariant` and `trainer.batch_invariant`: no token's logprob depends on the company in which
+    it is computed. Costs speed in both."""
+
+
 class TidemillSettings(BaseSettings):
     """Every section of the configuration."""
 
@@ -133,6 +141,8 @@ class TidemillSettings(BaseSettings):
     """The local Kafka."""
     corpus: CorpusSettings = Field(default_factory=CorpusSettings)
     """The mid-training documents."""
+    numerics: NumericsSettings = Field(default_factory=NumericsSettings)
+    """Arithmetic of replicas and trainer."""
     midtrain: MidtrainSettings = Field(default_factory=MidtrainSettings)
     """Next-token training that makes the starting checkpoint."""
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
@@ -165,6 +175,13 @@ class TidemillSettings(BaseSettings):
     """The page on which a run is watched."""
     demo: DemoSettings = Field(default_factory=DemoSettings)
     """The demonstration."""
+
+    @model_validator(mode="after")
+    def _numerics_of_roles(self) -> Self:
+        if self.numerics.batch_invariant:
+            on = {"batch_invariant": True}
+            self.trainer, self.replica = self.trainer.model_copy(update=on), self.replica.model_copy(update=on)
+        return self
 
     @classmethod
     def settings_customise_sources(

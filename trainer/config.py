@@ -181,6 +181,10 @@ class TrainerSettings(Section):
     """Compute tokens once that segments of a forward pass have in common at their beginnings: the prompt of a group,
     turns that branches share. Off, each segment is computed by itself, with the same results to rounding."""
 
+    batch_invariant: bool = False
+    """Give each rollout a row of its own (whatever `row_tokens`), so that its logprobs, to the last bit, do not depend
+    on the others of the step. Prompts are shared within a rollout only. Also set by `numerics.batch_invariant`."""
+
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where steps are computed: `cpu`; `cuda`, or `cuda:N` for the GPU with that number; `auto`, a GPU where there is
     one. Under torchrun each rank takes the GPU of its number on its machine. Results are reproducible on one kind."""
@@ -337,6 +341,8 @@ class TrainerSettings(Section):
         # Left out where nothing is shared, so that the steps of runs from before the setting keep their hash.
         if self.share_prefixes:
             fields["share_prefixes"] = True
+        if self.batch_invariant:
+            fields["batch_invariant"] = True
         if self.experts is not None:
             fields["experts"] = self.experts.value
         # What is only compared changes no bit.

@@ -255,7 +255,7 @@ class Learner:
             raise InvalidRoutingError(f"{len(sampled)} rollouts have the expert ids of {len(expert_ids)}")
         packed = pack(
             sampled,
-            settings.row_tokens,
+            0 if settings.batch_invariant else settings.row_tokens,
             vocab_size,
             share_prefixes=settings.share_prefixes,
             routing=settings.routing,

@@ -22,10 +22,11 @@ def run(
         chat: how conversations become tokens.
 
     Raises:
-        RuntimeError: vLLM is not installed, or was imported before its environment was set.
+        RuntimeError: vLLM is not installed, was imported before its environment was set, or cannot be
+            `batch_invariant` on this device.
         ValueError: vLLM does not take an argument of `vllm_args`.
     """
-    prepare_environment(replica.threads)
+    prepare_environment(replica.threads, replica.batch_invariant)
     # Imported here because vLLM reads its environment when it is imported.
     from tidemill.consumers.replica.role import serve
 

@@ -74,6 +74,7 @@ async def running_replica(
     Raises:
         ReplicaFault: the live tensors are not the joined version.
         RuntimeError: the engine did not start.
+        UnsupportedModelError: its answers depend on their company, and `batch_invariant` is set.
         ValueError: an argument of `vllm_args`, or the tokenizer, cannot be read.
     """
     arguments = server_arguments(str(joined.directory), settings)
@@ -85,6 +86,8 @@ async def running_replica(
         version, expert_ids = joined.manifest.version, settings.expert_ids
         engine = await ReplicaEngine.start(arguments, tensors, version, settings.kv_policy, expert_ids)
         stack.callback(engine.shutdown)
+        if settings.batch_invariant:
+            await engine.require_invariance()
         outside = surroundings()
         ledger = Ledger(identity, outside.say, now_us, lambda: state.head)
         staging = Staging(outside.shards, directory, settings.decode_threads)

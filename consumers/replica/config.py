@@ -88,6 +88,9 @@ class ReplicaSettings(Section):
     """Have each answer of `/v1/completions` say which experts of each layer its tokens were sent to, so that the
     trainer can route them the same (trainer.routing). For mixtures of experts. An answer that ended at a stop string,
     not at a stop token, says nothing."""
+    batch_invariant: bool = False
+    """Compute each token so that its logprobs, to the last bit, do not depend on the requests beside it. Also set by
+    `numerics.batch_invariant`."""
     threads: int = Field(default=1, ge=1)
     """Compute threads of each rank."""
     kv_policy: KvPolicy = KvPolicy.STALE

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Hashable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
@@ -37,6 +37,8 @@ from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
 
 _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.02
+_PROBED, _ANSWERED = 256, 4
+"""Tokens of the longest context by which `batch_invariant` is checked, and those of them that are sampled."""
 _TIMES = ("apply_ms", "pause_ms", "decode_step_ms", "stage_ms")
 
 
@@ -101,6 +103,31 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             await asyncio.sleep(wait_s)
             wait_s = min(1.5 * wait_s, _LONGEST_WAIT_S)
         return _accepted(answers)
+
+    async def require_invariance(self) -> None:
+        """Raise UnsupportedModelError where a prompt has other logprobs beside other prompts than by itself."""
+        words = self.model_config.get_vocab_size()
+        length = min(self.model_config.max_model_len, _PROBED) - _ANSWERED
+        prompt = [7 * place % min(words, 997) for place in range(length)]
+        alone = await self._logprobs("probe alone", prompt)
+        others = [self._logprobs(f"probe {place}", prompt[place:]) for place in range(1, length, 11)]
+        beside, *_ = await asyncio.gather(self._logprobs("probe beside", prompt), *others)
+        if beside != alone:
+            raise UnsupportedModelError(
+                "numerics.batch_invariant: this engine gives a prompt other logprobs beside other prompts than by "
+                "itself; set it to false"
+            )
+
+    async def _logprobs(self, request: str, prompt: list[int]) -> Hashable:
+        """Of every token of a prompt and of a short greedy answer."""
+        asked = SamplingParams(
+            temperature=0, max_tokens=_ANSWERED, ignore_eos=True, logprobs=0, prompt_logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        outputs = [output async for output in self.generate({"prompt_token_ids": prompt}, asked, request)]
+        (answer,) = outputs[-1].outputs
+        said = [*(outputs[-1].prompt_logprobs or [])[1:], *(answer.logprobs or [])]
+        return tuple(answer.token_ids), tuple(tuple(one.logprob for one in entry.values()) for entry in said)
 
     async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
         """Write the changed elements and serve `version` from the next engine step on.

@@ -13,6 +13,8 @@ import sys
 
 PARENT_VARIABLE = "TIDEMILL_ENGINE_PARENT"
 """Process id of the server, so that its engine core dies with it."""
+INVARIANT_VARIABLE = "TIDEMILL_BATCH_INVARIANT"
+"""1 where no token may depend on its company."""
 PLUGIN = "tidemill"
 """Name of the entry point of `plugin.register` in the group `vllm.general_plugins`."""
 
@@ -32,19 +34,21 @@ _ALWAYS = {
 _NEVER = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_BATCH_INVARIANT")
 
 
-def engine_environment(threads: int) -> dict[str, str]:
+def engine_environment(threads: int, batch_invariant: bool) -> dict[str, str]:
     """The variables that an engine with `threads` compute threads needs."""
     counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")}
-    return {**_ALWAYS, **counts, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+    own = {INVARIANT_VARIABLE: str(int(batch_invariant))}
+    return {**_ALWAYS, **counts, **own, "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
 
 
-def prepare_environment(threads: int) -> None:
+def prepare_environment(threads: int, batch_invariant: bool = False) -> None:
     """Set the engine's variables in this process.
 
     Raises:
-        RuntimeError: vLLM was imported already, so that it would not see them.
+        RuntimeError: vLLM was imported already, so that it would not see them; or its engine for this device has no way
+            to be `batch_invariant`.
     """
-    wanted = engine_environment(threads)
+    wanted = engine_environment(threads, batch_invariant)
     settled = all(os.environ.get(name) == value for name, value in wanted.items())
     if "vllm" in sys.modules and not settled:
         raise RuntimeError("vLLM was imported before the replica's environment was set: call prepare_environment first")
@@ -52,3 +56,15 @@ def prepare_environment(threads: int) -> None:
         os.environ.pop(name, None)
     os.environ.update(wanted)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+    if not batch_invariant:
+        return
+    # Read when kernels are imported, which the platform does not do yet. A CPU engine with it on dies at the first
+    # forward pass (vLLM 0.32): there the plugin does it.
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cuda_alike():
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    elif not current_platform.is_cpu():
+        raise RuntimeError(
+            f"numerics.batch_invariant: vLLM has no such engine for {current_platform.device_name}; set it to false"
+        )

@@ -26,8 +26,9 @@ from tidemill.consumers.replica.expert_capture import ExpertCapture
 from tidemill.consumers.replica.experts import orders_of_experts
 from tidemill.consumers.replica.hand_over import taken_over
 from tidemill.consumers.replica.holdings import HeldBoxes
+from tidemill.consumers.replica.invariant import require_tokenwise
 from tidemill.consumers.replica.live_weights import LiveWeights, WeightWrite, WholeWrite
-from tidemill.consumers.replica.plugin import Answer, register
+from tidemill.consumers.replica.plugin import Answer, fixed_shapes, register
 from tidemill.consumers.replica.weight_map import record_map
 from tidemill.kernels.backend import backend_for
 from tidemill.kernels.fingerprint import ZERO, TensorKey
@@ -118,6 +119,8 @@ class ReplicaExtension:
     def tidemill_map(self, tensors: list[tuple[str, list[int], str]]) -> Answer:
         """Record the map for checkpoint tensors (name, shape, dtype); says which `boxes` of them lie here."""
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
+        if fixed_shapes():
+            require_tokenwise(model)
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
         live = LiveWeights(model, record_map(model, specs, orders_of_experts(model)), specs)
         live.warm()

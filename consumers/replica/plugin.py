@@ -7,6 +7,8 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
 - adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
   has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
   scheduler. It needs an engine without asynchronous scheduling, which it checks;
+- with `replica.batch_invariant`, computes linear layers and attention on a CPU in shapes that do not depend on how many
+  tokens there are;
 - has each answer that a step ended say which experts its tokens were sent to, where that is asked for;
 - updates in two phases: every rank stages, and answers, before any of them stores. Where a rank fails to store, all
   take the update back.
@@ -27,12 +29,14 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import vllm.model_executor.layers.utils as linear_layers
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 
-from tidemill.consumers.replica.environment import PARENT_VARIABLE
+from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
-from tidemill.consumers.replica.linear import unpacked_linear
+from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 from tidemill.consumers.replica.step_clock import StepClock
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.fingerprint import ZERO
@@ -222,9 +226,15 @@ def _die_with_parent() -> None:
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's linear layers
-    layer.cpu_linear = unpacked_linear
+    layer.cpu_linear = tiled_linear if fixed_shapes() else unpacked_linear
 
 
+def fixed_shapes() -> bool:
+    """Whether this process's engine computes in shapes that do not depend on the number of tokens."""
+    return os.environ.get(INVARIANT_VARIABLE) == "1" and bool(current_platform.is_cpu())
+
+
+_INVARIANT = "tidemill.consumers.replica.invariant"
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """How answers end that were not given up."""
 _vllm_step, _vllm_init = EngineCore.step, EngineCore.__init__
@@ -245,3 +255,5 @@ def register() -> None:
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
         for name, method in _METHODS.items():
             setattr(EngineCore, name, method)
+        if fixed_shapes():
+            register_backend(AttentionBackendEnum.CPU_ATTN, f"{_INVARIANT}.TokenwiseAttention")

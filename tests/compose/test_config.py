@@ -64,6 +64,14 @@ def test_merging_keeps_every_key_and_the_later_value(first: dict[str, int], seco
     assert merge({"s": dict(first)}, {"s": second}) == {"s": {**first, **second}}
 
 
+def test_batch_invariance_is_set_for_replicas_and_trainer_at_once_or_for_one():
+    both = load_settings(flags={"numerics": {"batch_invariant": True}})
+    assert both.trainer.batch_invariant and both.replica.batch_invariant
+    one = load_settings(flags={"replica": {"batch_invariant": True}})
+    assert one.replica.batch_invariant and not one.trainer.batch_invariant
+    assert both.trainer.arithmetic_hash() != one.trainer.arithmetic_hash()
+
+
 def sections() -> list[type[BaseModel]]:
     return [type(value) for value in load_settings().__dict__.values()]
 

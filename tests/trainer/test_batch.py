@@ -1,6 +1,7 @@
 """Packing: rows hold every rollout once, logprobs do not depend on packing, malformed rollouts are refused."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from tidemill.schemas.records import Segment, VersionSpan
 from tidemill.trainer.batch import InvalidRolloutError, check, pack, sampled_versions
+from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
+from tidemill.trainer.step import Learner
 
 VOCAB = 64
 TENSORS = ("input_ids", "position_ids", "predicting", "predictors", "targets", "sampler_logprobs", "sequence")
@@ -178,3 +181,27 @@ def test_malformed_rollout_is_refused_with_the_reason(make_rollout, make_segment
     bad = make_rollout("g", 0, 1.0, segments=[broken(made, **change(made))])
     with pytest.raises(InvalidRolloutError, match=message):
         check(bad, VOCAB)
+
+
+def forked(rollout, at: int):
+    """Another rollout with the same tokens before `at`."""
+    (segment,) = rollout.segments
+    ids = segment.ids().copy()
+    ids[at:] = (ids[at:] + 1) % VOCAB
+    return replace(rollout, segments=[replace(segment, token_ids=ids.tobytes())])
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_rollout_has_the_same_logprobs_in_any_company(on, tiny_model, make_trainable, make_segment) -> None:
+    """To the last bit; without the setting they depend on it."""
+    group = make_trainable("a", (1.0, 0.0))
+    long = [replace(each, segments=[make_segment(seed, 150)]) for seed, each in enumerate(group.rollouts)]
+    group = replace(group, rollouts=tuple(long))
+    own = sum(int(segment.mask().sum()) for rollout in long for segment in rollout.segments)
+    others = [replace(group, rollouts=tuple(forked(each, at) for each in long)) for at in (30, 80, 120)]
+    seen = set()
+    for beside, row_tokens in product(([], others[:1], others[1:], others), (32, 4096)):
+        settings = TrainerSettings(kl=KlSettings(coefficient=0), row_tokens=row_tokens, batch_invariant=on)
+        trained = Learner(tiny_model(), settings, None).train([*beside, group], 1, 0, seed=1).trained
+        seen.add(tuple(trained.trainer_logprobs[-own:].tolist()))
+    assert (len(seen) == 1) is on

@@ -1,0 +1,155 @@
+"""Different answers to one prompt in changing company, and logprobs of one group, with and without: JSON lines.
+
+    python tests/bench/bench_invariance.py [--runs 80] [--length 128] [--tokens 32] [--rounds 2] [--shapes 8x54+20]
+
+`invariance.answers`: a vLLM engine, in float32 and in bfloat16, answers one prompt `runs` times, greedily, among other
+prompts that change in number, length and place. `distinct` are its different answers, logprobs compared bit for bit,
+`distinct_tokens` those with different tokens, `max` the largest difference of logprobs in nats; `tokens_per_second` are
+sampled tokens of all requests, the best of `rounds`. `invariance.logprobs`: the trainer takes a step on one group among
+others that change in number and fork from it; `distinct` are the different logprobs of the group. `invariance.step`:
+sampled tokens of a step for each second of processor time, of rollouts with shared prompts. Each line with
+`batch_invariant` false is the control of the next one, measured in turn with it; `speed` is the ratio to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+
+from bench_prefix import groups_of, model_of, say, sizes  # noqa: E402
+
+WAYS = (False, True)
+
+
+def make_model(directory: Path, options: argparse.Namespace) -> int:
+    """A random Qwen3; the words of its vocabulary."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=options.hidden, intermediate_size=3 * options.hidden, bos_token_id=None,
+        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64, eos_token_id=1, pad_token_id=0,
+        num_key_value_heads=options.hidden // 128, head_dim=64, max_position_embeddings=4096,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(directory)
+    return 4096
+
+
+def engine(directory: Path, dtype: str, words: int, options: argparse.Namespace) -> None:
+    """Lines about an engine; in a process of its own."""
+    import invariance_driver as driver
+
+    driver.engines.prepare_environment(1)
+    found: dict[bool, dict[str, Any]] = {}
+    for _ in range(options.rounds):
+        for on in WAYS:
+            made = driver.compare(
+                directory, dtype, on, words=words, length=options.length, tokens=options.tokens, runs=options.runs,
+                kv_cache_memory_bytes=256 << 20,
+            )  # fmt: skip
+            best = max(found.get(on, made)["tokens_per_second"], made["tokens_per_second"])
+            found[on] = {**made, "tokens_per_second": best}
+    tell("invariance.answers", found, "tokens_per_second", engine=dtype, length=options.length)
+
+
+def tell(figure: str, found: dict[bool, dict[str, Any]], speed: str, **facts: Any) -> None:
+    """A line for each way, the control first."""
+    for on, made in found.items():
+        say(figure, **facts, batch_invariant=on, **made, speed=made[speed] / found[False][speed])
+
+
+def learner_of(on: bool, options: argparse.Namespace, row_tokens: int = 1024) -> Any:
+    from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+    from tidemill.trainer.step import Learner
+
+    settings = TrainerSettings(
+        kl=KlSettings(coefficient=0.0), optimizer=OptimizerSettings(learning_rate=1e-6), row_tokens=row_tokens,
+        batch_invariant=on,
+    )  # fmt: skip
+    return Learner(model_of(options.model), settings, None)
+
+
+def forks(group: Any, places: Iterable[int]) -> list[Any]:
+    """Groups whose rollouts are those of `group` up to a place."""
+
+    def forked(rollout: Any, at: int) -> Any:
+        (segment,) = rollout.segments
+        ids = segment.ids().copy()
+        ids[at:] = ids[at:][::-1]
+        return replace(rollout, segments=[replace(segment, token_ids=ids.tobytes())])
+
+    return [replace(group, rollouts=tuple(forked(each, at) for each in group.rollouts)) for at in places]
+
+
+def logprobs(options: argparse.Namespace) -> None:
+    """Lines about the logprobs of a group in changing company."""
+    rollouts, prompt, answer = sizes(options.shapes[0])
+    for on in WAYS:
+        seen = set()
+        for beside in ((), (prompt // 2,), (prompt // 3, prompt - 5, 10)):
+            learner = learner_of(on, options)
+            (group,) = groups_of(1, rollouts, prompt, answer, vocab=int(learner.model.config.vocab_size))
+            trained = learner.train([*forks(group, beside), group], 1, 0, seed=1).trained
+            seen.add(tuple(trained.trainer_logprobs[-rollouts * answer :].tolist()))
+        say("invariance.logprobs", shape=options.shapes[0], batch_invariant=on, companies=3, distinct=len(seen))
+
+
+def steps(shape: str, options: argparse.Namespace) -> None:
+    """Lines about the speed of a step."""
+    learners = {on: learner_of(on, options) for on in WAYS}
+    spent: dict[bool, list[float]] = {on: [] for on in WAYS}
+    tokens = 0
+    for number in range(1, options.rounds + 2):
+        for on, learner in learners.items():
+            groups = groups_of(1, *sizes(shape), vocab=int(learner.model.config.vocab_size))
+            begun = time.process_time()
+            tokens = learner.train(groups, number, 0, seed=number).tokens
+            spent[on].append(time.process_time() - begun)
+    found = {on: {"tokens_per_cpu_second": tokens / min(seconds[1:])} for on, seconds in spent.items()}
+    tell("invariance.step", found, "tokens_per_cpu_second", shape=shape)
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=80, help="answers to the one prompt")
+    parser.add_argument("--length", type=int, default=128, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each way is measured; the best one counts")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the engine's model")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the engine's model")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="types that engines compute in")
+    parser.add_argument("--shapes", nargs="*", default=["8x54+20", "8x200+100"], help="rollouts of a step's group")
+    parser.add_argument("--model", type=Path, help="checkpoint of the trainer; without it one of SmolLM2-135M's shape")
+    parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        directory, dtype, words = options.engine
+        engine(Path(directory), dtype, int(words), options)
+        return
+    with tempfile.TemporaryDirectory() as root:
+        words = make_model(Path(root), options)
+        for dtype in options.dtypes:
+            command = [sys.executable, __file__, "--engine", root, dtype, str(words), *sys.argv[1:]]
+            made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+            print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+    if options.shapes:
+        logprobs(options)
+    for shape in options.shapes:
+        steps(shape, options)
+
+
+if __name__ == "__main__":
+    main()

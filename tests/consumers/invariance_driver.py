@@ -1,0 +1,153 @@
+"""One prompt in different company, with and without `batch_invariant`: what its answers are, and how fast.
+
+    python invariance_driver.py DIR [KIND...]     prints what is compared as one JSON line
+
+A process of its own because vLLM reads its environment at import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_SPEC = importlib.util.spec_from_file_location("engine_driver", Path(__file__).with_name("engine_driver.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+engines: Any = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = engines
+_SPEC.loader.exec_module(engines)
+
+RUNS = 80
+"""Answers to the one prompt."""
+AT_ONCE, OTHERS = (1, 3, 5, 11), (0, 1, 2, 16, 7, 30, 3)
+"""How many of them are asked for at once, in turn, and among how many others."""
+WAYS = {"without": False, "with": True}
+Answer = tuple[tuple[int, float], ...]
+"""Tokens and their logprobs."""
+
+
+def switch(on: bool) -> None:
+    """Have the engines that are started from now on be invariant, or not."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    from tidemill.consumers.replica.environment import INVARIANT_VARIABLE
+    from tidemill.consumers.replica.plugin import register
+
+    os.environ[INVARIANT_VARIABLE] = str(int(on))
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    _cached_get_attn_backend.cache_clear()
+    register()
+
+
+def waves(words: int, length: int, runs: int, tokens: int) -> Iterator[dict[str, tuple[list[int], int, str]]]:
+    """Requests that are asked for at once: by name a prompt, the length of its answer and a salt.
+
+    Some have the one prompt, named with the number of their run. Their company differs in number, length and place.
+    In the second half their salt is that of an earlier run, so that a part of the prompt is found in the cache.
+    """
+    random = np.random.default_rng(1)
+    prompt = random.integers(2, words, length).tolist()
+    first = 0
+    for wave in count():
+        if first == runs:
+            return
+        last = min(first + AT_ONCE[wave % len(AT_ONCE)], runs)
+        asked = {f"run {n}": (prompt, tokens, f"salt {n % (runs // 2)}") for n in range(first, last)}
+        first = last
+        for place in range(OTHERS[wave % len(OTHERS)]):
+            other = random.integers(2, words, int(random.integers(2, 2 * length))).tolist()
+            asked[f"other {place}"] = (other, int(random.integers(1, 2 * tokens)), f"salt {wave}")
+        names = random.permutation(list(asked))
+        yield {name: asked[name] for name in names}
+
+
+def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[str, Answer]:
+    """Greedy answers to requests that are asked for at once."""
+    from vllm import SamplingParams
+
+    for name, (prompt, tokens, salt) in wanted.items():
+        asked = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+        engine.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": salt}, asked)
+    done: dict[str, Answer] = {}
+    while engine.engine.has_unfinished_requests():
+        for output in engine.engine.step():
+            if output.finished:
+                (chosen,) = output.outputs
+                pairs = zip(chosen.token_ids, chosen.logprobs, strict=True)
+                done[output.request_id] = tuple((token, entry[token].logprob) for token, entry in pairs)
+    return done
+
+
+def compare(
+    directory: Path, dtype: str, on: bool, *, words: int, length: int, tokens: int, runs: int = RUNS, **options: Any
+) -> dict[str, Any]:
+    """What `runs` answers to the one prompt are, and the engine's tokens per second."""
+    switch(on)
+    # Prompts are computed in pieces whose borders depend on the company.
+    engine = engines.InProcess(
+        directory, dtype, max_model_len=4 * length, max_num_batched_tokens=4 * length, max_num_seqs=48,
+        enable_chunked_prefill=True, **options,
+    )  # fmt: skip
+    answers(engine, next(waves(words, length, 2, tokens)))
+    engine.engine.reset_prefix_cache()
+    seen, total, begun = [], 0, time.monotonic()
+    for wanted in waves(words, length, runs, tokens):
+        done = answers(engine, wanted)
+        total += sum(map(len, done.values()))
+        seen += [answer for name, answer in done.items() if name.startswith("run")]
+    seconds = time.monotonic() - begun
+    assert len(seen) == runs
+    apart = max(abs(a[1] - b[1]) for answer in seen for a, b in zip(answer, seen[0], strict=True))
+    return {
+        "runs": runs, "distinct": len(set(seen)), "distinct_tokens": len({tuple(t for t, _ in one) for one in seen}),
+        "max": apart, "tokens_per_second": total / seconds,
+    }  # fmt: skip
+
+
+async def refusal(directory: Path, on: bool) -> str:
+    """What a replica says at its start of being invariant with such an engine; empty if it starts."""
+    from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
+    from tidemill.consumers.replica.engine import ReplicaEngine
+    from tidemill.consumers.replica.server import server_arguments
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    switch(on)
+    settings = ReplicaSettings(max_model_len=128, kv_cache_mb=16)
+    specs = engines.specs_of(engines.map_checkpoint(directory))
+    engine = await ReplicaEngine.start(server_arguments(str(directory), settings), specs, 0, KvPolicy.STALE)
+    try:
+        await engine.require_invariance()
+    except UnsupportedModelError as error:
+        return str(error)
+    finally:
+        engine.shutdown()
+    return ""
+
+
+def main() -> None:
+    """See the module's docstring."""
+    engines.prepare_environment(1)
+    root, found = Path(sys.argv[1]), {}
+    kinds = {"dense": engines.KINDS["dense tied float32"], "experts": engines.Kind("float32", intermediate=64)}
+    made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
+    # First: a server forks its engine, which it can do before this process has computed anything.
+    found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
+    for name, directory in made.items():
+        found[name] = {
+            way: compare(directory, "float32", on, words=190, length=40, tokens=8) for way, on in WAYS.items()
+        }
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

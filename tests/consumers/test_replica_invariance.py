@@ -1,0 +1,58 @@
+"""80 answers to one prompt in different company: one with `batch_invariant`, several without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
+
+DRIVER = Path(__file__).with_name("invariance_driver.py")
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory, vllm):
+    """What the driver saw of engines with and without it."""
+    command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("invariance"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_one_prompt_has_one_answer_in_any_company(seen, model):
+    assert seen[model]["with"]["runs"] == 80
+    assert seen[model]["with"]["distinct"] == 1
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_it_has_several_without_the_setting(seen, model):
+    assert seen[model]["without"]["distinct"] > 1
+    assert 0 < seen[model]["without"]["max"] < 1e-4
+
+
+def test_a_replica_whose_engine_is_not_invariant_does_not_start(seen):
+    assert seen["refusal"]["with"] == ""
+    assert "numerics.batch_invariant: this engine gives a prompt other logprobs" in seen["refusal"]["without"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(dtype):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(50, 96).to(dtype), torch.randn(40, 96).to(dtype), torch.randn(40).to(dtype)
+    whole = tiled_linear(x, weight, bias)
+    for rows in (1, 2, 7, 16, 17, 33):
+        assert torch.equal(tiled_linear(x[50 - rows :], weight, bias), whole[50 - rows :])
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
+    assert tiled_linear(x.view(5, 10, 96), weight).shape == (5, 10, 40)
+
+
+def test_a_row_of_a_plain_product_does():
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 576), torch.randn(512, 576)
+    whole = unpacked_linear(x, weight)
+    assert not torch.equal(unpacked_linear(x[:1], weight), whole[:1])
