@@ -134,6 +134,19 @@ async def refusal(directory: Path, on: bool) -> str:
     return ""
 
 
+def unfit(directory: Path) -> str:
+    """What is said of a model whose attention is vLLM's own."""
+    from tidemill.consumers.replica.invariant import require_tokenwise
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    switch(False)
+    try:
+        require_tokenwise(engines.InProcess(directory, "float32").model)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """See the module's docstring."""
     engines.prepare_environment(1)
@@ -142,6 +155,7 @@ def main() -> None:
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
     # First: a server forks its engine, which it can do before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
+    found["layers"] = unfit(made["dense"])
     for name, directory in made.items():
         found[name] = {
             way: compare(directory, "float32", on, words=190, length=40, tokens=8) for way, on in WAYS.items()

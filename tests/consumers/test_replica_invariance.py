@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 
 DRIVER = Path(__file__).with_name("invariance_driver.py")
@@ -38,6 +40,30 @@ def test_it_has_several_without_the_setting(seen, model):
 def test_a_replica_whose_engine_is_not_invariant_does_not_start(seen):
     assert seen["refusal"]["with"] == ""
     assert "numerics.batch_invariant: this engine gives a prompt other logprobs" in seen["refusal"]["without"]
+
+
+def test_a_layer_without_such_a_form_is_named(seen):
+    assert seen["layers"].startswith("numerics.batch_invariant: layer model.layers.0.self_attn.attn (Attention) has no")
+
+
+@pytest.mark.parametrize(
+    ("device", "switch"), [("cpu", None), ("cuda", "1"), ("tpu", "numerics.batch_invariant: vLLM has no such engine")]
+)
+def test_vllms_own_switch_is_set_on_a_gpu_and_other_devices_are_refused(monkeypatch, device, switch):
+    platform = SimpleNamespace(
+        is_cpu=lambda: device == "cpu", is_cuda_alike=lambda: device == "cuda", device_name=device
+    )
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(os, "environ", {"VLLM_BATCH_INVARIANT": "1"})
+    if device == "tpu":
+        with pytest.raises(RuntimeError, match=f"{switch} for tpu"):
+            prepare_environment(1, batch_invariant=True)
+        return
+    prepare_environment(1, batch_invariant=True)
+    assert (os.environ.get("VLLM_BATCH_INVARIANT"), os.environ["TIDEMILL_BATCH_INVARIANT"]) == (switch, "1")
+    prepare_environment(1)
+    assert "VLLM_BATCH_INVARIANT" not in os.environ and os.environ["TIDEMILL_BATCH_INVARIANT"] == "0"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
