@@ -683,6 +683,11 @@ class WorstToken:
     """At the weights that the step started from."""
     weight: float
     """That the correction gave it."""
+    sampler_experts: str = ""
+    """The experts that the sampler sent the token before it to, which predicted it: of each layer with experts, layers
+    divided by spaces, as in "0,3 2,7". Empty where they are not known."""
+    trainer_experts: str = ""
+    """The experts that the trainer's own routers chose for the same token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,10 @@ class TokenTrace:
     reference_logprobs: Tensor | None = None
     """Of the reference, where `logprobs` are those from before the step."""
     routed: Tensor | None = None
-    """i8[3], as `RoutingReplay.seen`; None where no token's routing is looked at."""
+    """i8[5], as `RoutingReplay.seen`; None where no token's routing is looked at."""
+    experts: tuple[Tensor, Tensor] | None = None
+    """i8[n], the tokens of the T on which sampler and trainer are farthest apart, and i4[n, 2, layers, top_k], as
+    `RoutingReplay.experts`: of the tokens that predicted them. None where there are no expert ids."""
 
 
 def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
@@ -120,7 +123,7 @@ def routing_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     seen = [trace.routed for trace in traces if trace.routed is not None]
     if not seen:
         return {}
-    otherwise, replaced, pairs = torch.stack(seen).sum(0).tolist()
+    otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
     return {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
 
 

@@ -13,7 +13,7 @@ scored them at these weights too (`older_weights`), each is known.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -47,8 +47,9 @@ WORST_TOKENS = 16
 """Tokens of a step that are kept by themselves."""
 ALARMS = {"k3": 1e-2, "beyond_2": 0.1}
 """Bounds of numbers of a whole part. At a KL divergence of 0.013 between engines nearly half of the tokens were clipped
-and the reward collapsed within 20 steps (Fireworks, "Frontier RL infrastructure", 2026); a share of 0.1 of ratios
-beyond 2 precedes the collapse of mixture-of-experts training (arXiv 2510.11370)."""
+and the reward collapsed within 20 steps; a share of 0.1 of ratios beyond 2 precedes the collapse of mixture-of-experts
+training. Both as others quote them, the first from Fireworks, "Frontier-lab Training Infrastructure" (June 2026), the
+second from arXiv 2510.11370: neither figure was read in its source."""
 
 
 class MismatchPart(StrEnum):
@@ -83,6 +84,11 @@ class TrainedTokens:
     """The weights of `older_logprobs`; -1 without any."""
     older_logprobs: Tensor
     """f4[T]: the trainer's at older weights; not a number for tokens that were not scored there."""
+    routed: Tensor | None = None
+    """i8[5], as `RoutingReplay.seen`, of all rows; None where no token's routing is looked at."""
+    experts: Mapping[int, Tensor] = field(default_factory=dict)
+    """i4[2, layers, top_k], as `RoutingReplay.experts`, of the tokens that predicted some of the T: for each row those
+    on which sampler and trainer are farthest apart."""
 
 
 def trained_tokens(
@@ -103,6 +109,7 @@ def trained_tokens(
     # Rows hold the tokens of a record in order, and records in any.
     order = torch.cat(list(sequences)).argsort(stable=True)
     scored = torch.full((len(order),), torch.nan)
+    routed = [trace.routed for trace in traces if trace.routed is not None]
     if older is not None:
         scored[: len(older.logprobs)] = older.logprobs
     return TrainedTokens(
@@ -114,6 +121,8 @@ def trained_tokens(
         advantages=advantages,
         older_version=-1 if older is None else older.version,
         older_logprobs=scored[order],
+        routed=torch.stack(routed).sum(0) if routed else None,
+        experts=_experts(traces, order),
     )
 
 
@@ -134,8 +143,21 @@ def measure(tokens: TrainedTokens, version: int) -> tuple[list[MismatchSlice], l
     for part, (of, which) in parts.items():
         own = [(name, codes[which], values) for name, codes, values in dimensions]
         slices += _slices(part, of[which], tokens.cut[which], own)
-    worst = np.argsort(-difference.abs().numpy(), kind="stable")[:WORST_TOKENS]
-    return slices, [found.token(int(place), tokens) for place in worst]
+    return slices, [found.token(place, tokens) for place in farthest(difference).tolist()]
+
+
+def farthest(difference: Tensor) -> Tensor:
+    """Where the `WORST_TOKENS` largest of |difference| (f4[T]) are, the largest first."""
+    return difference.abs().argsort(descending=True, stable=True)[:WORST_TOKENS]
+
+
+def routed_otherwise(tokens: TrainedTokens) -> tuple[float | None, float | None]:
+    """Shares of the tokens, and of the pairs of token and layer, for which the trainer chose other experts than the
+    sampler; None where the sampler's are not known."""
+    if tokens.routed is None:
+        return None, None
+    pairs_otherwise, _, pairs, otherwise, seen = tokens.routed.tolist()
+    return (otherwise / seen, pairs_otherwise / pairs) if seen else (None, None)
 
 
 def alarms(slices: Sequence[MismatchSlice]) -> dict[str, float]:
@@ -192,6 +214,8 @@ class _TokenPlaces:
         trajectory = self.trajectories[self.record[place]]
         is_rollout = isinstance(trajectory, Rollout)
         segment, position = int(self.segment[place]), int(self.position[place])
+        experts = tokens.experts.get(place)
+        asked, own = ("", "") if experts is None else map(_told, experts.tolist())
         return WorstToken(
             record_id=trajectory.rollout_id if is_rollout else trajectory.interaction_id,
             environment=_environment(trajectory),
@@ -205,11 +229,27 @@ class _TokenPlaces:
             sampler_logprob=float(tokens.sampler_logprobs[place]),
             trainer_logprob=float(tokens.trainer_logprobs[place]),
             weight=float(tokens.weights[place]),
+            sampler_experts=asked,
+            trainer_experts=own,
         )
 
     def _named(self, names: Sequence[str]) -> tuple[Ints, list[str]]:
         values, codes = np.unique(names, return_inverse=True)
         return codes[self.record], values.tolist()
+
+
+def _experts(traces: Sequence[TokenTrace], order: Tensor) -> dict[int, Tensor]:
+    """`TrainedTokens.experts` from the rows, whose tokens are sorted by `order`."""
+    places, found, begin = order.argsort().tolist(), {}, 0
+    for trace in traces:
+        for place, experts in zip(*(trace.experts or ((), ())), strict=True):
+            found[places[begin + int(place)]] = experts
+        begin += len(trace.logprobs)
+    return found
+
+
+def _told(experts: Sequence[Sequence[int]]) -> str:
+    return " ".join(",".join(map(str, layer)) for layer in experts)
 
 
 def _environment(trajectory: Trajectory) -> str:

@@ -61,7 +61,10 @@ class RoutingReplay:
         self._ids: Tensor | None = None
         routers = _routers(model)
         self.shape = _shape(model, routers)
-        self._seen = {layer: torch.zeros(2, dtype=torch.int64) for layer, _ in routers}
+        self._layers = [layer for layer, _ in routers]
+        self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        """Of each layer with experts: bool[L], the tokens that its router itself sends elsewhere than the ids say; how
+        many had ids replaced, i8[]; and i2[L, top_k], what it itself chose."""
         for layer, router in routers:
             _require_same_scores(router)
             router.register_forward_hook(partial(self._route, layer))
@@ -70,22 +73,36 @@ class RoutingReplay:
     def lay(self, row: PackedRow) -> None:
         """Route by the ids of `row`, also when its layers are computed again for their gradients."""
         self._ids = row.expert_ids
+        self._seen = {}
 
     def seen(self) -> Tensor:
-        """i8[3] of the row computed last: (token, layer) pairs that the router itself sends elsewhere than the ids
-        say; those whose ids were replaced as implausible; all pairs."""
-        pairs = 0 if self._ids is None else len(self._ids) * len(self._seen)
-        return torch.cat([torch.stack(list(self._seen.values())).sum(0).cpu(), torch.tensor([pairs])])
+        """i8[5] of the row computed last: (token, layer) pairs that the router itself sends elsewhere than the ids
+        say; those whose ids were replaced as implausible; all pairs; tokens with a pair of the first kind; all tokens.
+        """
+        if self._ids is None:
+            return torch.zeros(5, dtype=torch.int64)
+        elsewhere = torch.stack([self._seen[layer][0] for layer in self._layers])
+        replaced = torch.stack([self._seen[layer][1] for layer in self._layers]).sum()
+        found = torch.stack([elsewhere.sum(), replaced, elsewhere.any(0).sum()]).tolist()
+        return torch.tensor([found[0], found[1], elsewhere.numel(), found[2], len(self._ids)])
+
+    def experts(self, places: Tensor) -> Tensor | None:
+        """i4[n, 2, layers, top_k] of n tokens of the row computed last: the experts that the ids say, and those that
+        the routers themselves chose, ascending; of the layers with experts. None for a row without ids."""
+        if self._ids is None:
+            return None
+        asked = self._ids[places][:, self._layers]
+        own = torch.stack([self._seen[layer][2][places] for layer in self._layers], 1)
+        return torch.stack([asked.int(), own.int()], 1).sort(-1).values.cpu()
 
     def _route(self, layer: int, router: nn.Module, _inputs: object, answer: Routed) -> Routed | None:
         if self._ids is None:
-            self._seen[layer] = torch.zeros(2, dtype=torch.int64)
             return None
         logits, _, own = answer
         asked = self._ids[:, layer].long()
-        elsewhere = (own.sort(-1).values != asked.sort(-1).values).any(-1).sum()
+        elsewhere = (own.sort(-1).values != asked.sort(-1).values).any(-1)
         used, replaced = _plausible_ids(logits.detach(), own, asked, self._plausible)
-        self._seen[layer] = torch.stack([elsewhere, replaced])
+        self._seen[layer] = elsewhere, replaced, own.short()
         if self._routing is Routing.OWN:
             return None
         scores = ADAPTERS[type(router).__name__](router, logits, used)

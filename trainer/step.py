@@ -35,7 +35,7 @@ from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of, 
 from tidemill.trainer.expert_ids import InvalidRoutingError
 from tidemill.trainer.machine import StepMachine
 from tidemill.trainer.master import MasterWeights
-from tidemill.trainer.mismatch import TrainedTokens, trained_tokens
+from tidemill.trainer.mismatch import TrainedTokens, farthest, trained_tokens
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
     OBJECTIVES,
@@ -311,8 +311,12 @@ class Learner:
     def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
         row, reference = anchored.row, anchored.reference
         logprobs, entropy = sampled_logprobs(self.model, row)
-        routed = None if self.replay is None else self.replay.seen()
         tokens = self._tokens(anchored, logprobs, part)
+        routed, experts = None, None
+        if self.replay is not None:
+            routed, looked = self.replay.seen(), farthest(tokens.old_logprobs - tokens.sampler_logprobs)
+            chosen = self.replay.experts(row.predicting[row.predictors[looked]])
+            experts = None if chosen is None else (looked.cpu(), chosen)
         value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
         (value if anchored.counts else 0.0 * value).backward()  # type: ignore[no-untyped-call]
         return float(value.detach()), metrics.TokenTrace(
@@ -324,6 +328,7 @@ class Learner:
             cut=self._cut(tokens, part).cpu(),
             reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
             routed=routed,
+            experts=experts,
         )
 
     def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:

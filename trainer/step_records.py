@@ -15,7 +15,7 @@ from tidemill.trainer.batch import Trajectory
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.choices import ObjectiveName
 from tidemill.trainer.metrics import lag_counts
-from tidemill.trainer.mismatch import TrainedTokens, alarms, measure
+from tidemill.trainer.mismatch import TrainedTokens, alarms, measure, routed_otherwise
 from tidemill.trainer.step import StepOutcome
 
 STAGE = "train"
@@ -122,6 +122,7 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
     """How far apart sampler and trainer were on the tokens of a step."""
     begun = time.perf_counter()
     slices, worst = measure(trained, record.parent_version)
+    tokens_otherwise, layers_otherwise = routed_otherwise(trained)
     return Mismatch(
         run_id=record.run_id,
         step=record.step,
@@ -130,8 +131,8 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
         slices=slices,
         worst=worst,
         alarms=sorted(alarms(slices)),
-        tokens_routed_otherwise=None,
-        layers_routed_otherwise=None,
+        tokens_routed_otherwise=tokens_otherwise,
+        layers_routed_otherwise=layers_otherwise,
         seconds=time.perf_counter() - begun,
         at=record.finished_at,
         incarnation=record.incarnation,

@@ -229,7 +229,8 @@ def mismatch(step: int, engines: bool, k3: float) -> Mismatch:
     own = [part("engines", 10, 0.001), part("engines", 10, 0.001, "lag", "0")] if engines else []
     lagged = [part("lagged", 20, k3), part("lagged", 20, k3, "lag", "1")]
     worst = [build(WorstToken, record_id=f"g-{step}-{n}", segment=1, position=9, version=step - 2, lag=1,
-                   sampler_logprob=-1.0, trainer_logprob=-1.0 - n * k3) for n in (2, 1)]  # fmt: skip
+                   sampler_logprob=-1.0, trainer_logprob=-1.0 - n * k3, sampler_experts=f"0,{n} 2,3")
+             for n in (2, 1)]  # fmt: skip
     return build(Mismatch, step=step, version=step - 1, tokens=30, slices=[part("all", 30, k3), *own, *lagged],
                  worst=worst, alarms=["lagged/k3"] if k3 > 0.01 else [], seconds=0.1, at=START_US)  # fmt: skip
 
@@ -258,6 +259,7 @@ def test_a_mismatch_is_told_by_step_and_part_and_by_kind_of_token(tmp_path: Path
         ("g-1-1", pytest.approx(0.004)),
     ]
     assert (worst[0]["segment"], worst[0]["position"], worst[0]["version"], worst[0]["policy_lag"]) == (1, 9, 0, 1)
+    assert (worst[0]["sampler_experts"], worst[0]["trainer_experts"]) == ("0,2 2,3", "")
 
 
 def test_overlap_is_half_of_a_step_that_outlasts_the_rollouts_by_half(answers):

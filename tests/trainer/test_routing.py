@@ -18,6 +18,7 @@ from tidemill.trainer.batch import PackedRow, pack, routed_tokens
 from tidemill.trainer.choices import Routing
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape
+from tidemill.trainer.mismatch import WORST_TOKENS, measure, routed_otherwise
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.rollout_log import expert_ids_of
@@ -94,8 +95,8 @@ def test_replaying_the_routers_own_choice_changes_no_bit(row: PackedRow) -> None
     for expert_ids in (None, chosen):
         after, again = computed(model, replace(row, expert_ids=expert_ids))
         assert torch.equal(after, before) and equal(gradients, again)
-        pairs = 0 if expert_ids is None else row.tree.length * len(SHAPE.routed)
-        assert replay.seen().tolist() == [0, 0, pairs]
+        length = 0 if expert_ids is None else row.tree.length
+        assert replay.seen().tolist() == [0, 0, length * len(SHAPE.routed), 0, length]
     after, _ = computed(model, replace(row, expert_ids=chosen.flip(-1)))
     torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
     assert replay.seen()[0] == 0, "in another order they are the same experts"
@@ -114,7 +115,7 @@ def test_replayed_experts_alone_have_a_gradient_and_the_gate_keeps_its_own(row: 
         moved = gradients[f"{mlp}.experts.gate_up_proj"].abs().sum((1, 2)).nonzero()[:, 0]
         assert moved.tolist() == experts
         assert gradients[f"{mlp}.gate.weight"].abs().max() > 0
-    otherwise, replaced, pairs = replay.seen().tolist()
+    otherwise, replaced, pairs, *_ = replay.seen().tolist()
     assert 0.5 * pairs < otherwise <= pairs == row.tree.length * 2 and not replaced
 
 
@@ -126,7 +127,10 @@ def test_comparing_changes_no_bit_and_counts_what_goes_elsewhere(row: PackedRow)
     asked[:5, 2] = torch.tensor([[(n + 1) % EXPERTS for n in pair] for pair in asked[:5, 2].tolist()])
     replay = RoutingReplay(model, Routing.OWN, 0.0)
     assert torch.equal(frozen_logprobs(model, replace(row, expert_ids=asked)), before)
-    assert replay.seen().tolist() == [5, 0, 2 * row.tree.length]
+    assert replay.seen().tolist() == [5, 0, 2 * row.tree.length, 5, row.tree.length]
+    asked[3:7, 0] = torch.tensor([[(n + 1) % EXPERTS for n in pair] for pair in asked[3:7, 0].tolist()])
+    frozen_logprobs(model, replace(row, expert_ids=asked))
+    assert replay.seen().tolist() == [9, 0, 2 * row.tree.length, 7, row.tree.length], "two tokens in both layers"
 
 
 def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: PackedRow) -> None:
@@ -136,7 +140,7 @@ def test_the_plausibility_filter_keeps_what_the_router_might_have_chosen(row: Pa
     replay = RoutingReplay(model, Routing.REPLAYED, 0.999)
     other = torch.tensor(ids_of(trainable_group("a"), 1)[0][:1].astype(np.int32)).expand(row.tree.length, -1, -1)
     filtered = frozen_logprobs(model, replace(row, expert_ids=other))
-    otherwise, replaced, _ = replay.seen().tolist()
+    otherwise, replaced, *_ = replay.seen().tolist()
     assert 0 < replaced == otherwise
     torch.testing.assert_close(filtered, before, rtol=0, atol=1e-5)
     kept = frozen_logprobs(model, replace(row, expert_ids=own))
@@ -193,6 +197,34 @@ def test_a_step_routes_as_the_settings_say_and_repeats_itself() -> None:
     assert "routing/otherwise" not in off[1]
     assert own[1]["routing/otherwise"] > 0.5 and replayed[1]["routing/otherwise"] > 0.5
     assert replayed[1]["mismatch/k3"] != own[1]["mismatch/k3"]
+
+
+@pytest.mark.parametrize("routing", [Routing.OWN, Routing.REPLAYED])
+@pytest.mark.parametrize("row_tokens", [40, 1000])
+def test_the_mismatch_of_a_step_tells_experts(routing: Routing, row_tokens: int) -> None:
+    groups = [routed_group("a"), routed_group("b", 1)]
+    learner = Learner(experts_model(), settings_of(routing=routing, row_tokens=row_tokens), None)
+    trained = learner.train(groups, 1, 0, seed=1).trained
+    _, worst = measure(trained, 0)
+    ids = {r.rollout_id: ids for group in groups for r, ids in zip(group.rollouts, group.expert_ids, strict=True)}
+    assert len(worst) == WORST_TOKENS
+    for token in worst:
+        # A rollout here has one segment; the token before the sampled one predicted it.
+        sent = ids[token.record_id][token.position - 1]
+        assert token.sampler_experts == " ".join(f"{a},{b}" for a, b in np.sort(sent[list(SHAPE.routed)]))
+    if routing is Routing.OWN:
+        fresh = experts_model()
+        use_packed_attention(fresh)
+        rollouts = {r.rollout_id: r for group in groups for r in group.rollouts}
+        for token in worst:
+            (row,) = pack([rollouts[token.record_id]], 1000, 64)
+            own = own_choice(fresh, row)[token.position - 1, list(SHAPE.routed)].sort(-1).values
+            assert token.trainer_experts == " ".join(f"{a},{b}" for a, b in own.tolist())
+    tokens, layers = routed_otherwise(trained)
+    assert 0.5 < layers < tokens <= 1.0
+    off = Learner(experts_model(), settings_of(), None).train(groups, 1, 0, seed=1).trained
+    assert routed_otherwise(off) == (None, None)
+    assert {(token.sampler_experts, token.trainer_experts) for token in measure(off, 0)[1]} == {("", "")}
 
 
 def test_activations_that_are_computed_again_are_routed_the_same() -> None:

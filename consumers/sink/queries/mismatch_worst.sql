@@ -1,4 +1,4 @@
--- On which tokens were sampler and trainer farthest apart: both logprobs, version, replica, and where the token lies?
+-- On which tokens were sampler and trainer farthest apart: both logprobs, version, replica, experts, and where the token lies?
 -- title: Tokens of the largest mismatch
 SELECT
     run_id,
@@ -15,7 +15,9 @@ SELECT
     worst.version AS version,
     worst.lag AS policy_lag,
     worst.replica_id AS replica_id,
-    worst.environment AS environment
+    worst.environment AS environment,
+    worst.sampler_experts AS sampler_experts,
+    worst.trainer_experts AS trainer_experts
 FROM (SELECT * FROM train_mismatch ORDER BY _offset LIMIT 1 BY run_id, step)
 ARRAY JOIN worst
 ORDER BY run_id, abs_dlogp DESC, step, record_id, segment, position
