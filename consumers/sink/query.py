@@ -90,6 +90,19 @@ def ask(sink: SinkSettings, sql_or_name: str, parameters: Mapping[str, str] | No
     if sql != sql_or_name:
         given = {name: "" for name in taken} | dict(given)
     values = {name: escaped(value) for name, value in given.items()}
+    try:
+        return _answer(sink, sql, values)
+    except QueryFailed as error:
+        if sql == sql_or_name or not re.search(r"\((UNKNOWN_TABLE|UNKNOWN_IDENTIFIER)\)", str(error)):
+            raise
+        raise QueryFailed(
+            f"the tables of database {sink.database!r} lack something that the query {sql_or_name.strip()} reads: an "
+            "older release made them, or no sink did. `tidemill sink` and `tidemill view DIRECTORY` add it. The engine "
+            f"says: {error}"
+        ) from error
+
+
+def _answer(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> QueryResult:
     if not sink.embedded:
         scheme = "https" if sink.secure else "http"
         # A server is told not to write; the sink's own endpoint cannot.

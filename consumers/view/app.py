@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -43,6 +45,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         Route("/enter", site.enter, methods=["GET", "POST"]),
         Route("/runs", site.runs),
         Route("/panel/{name}", site.panel),
+        Route("/rows/{name}", site.panel),
         *ask.routes(site),
         *log.routes(site),
         *details.routes(site),
@@ -51,4 +54,5 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         Mount("/static", StaticFiles(directory=HERE / "static")),
         *map(shell, PAGES),
     ]
-    return Guarded(Starlette(routes=routes, lifespan=lifespan), settings)
+    packed = Middleware(GZipMiddleware, compresslevel=4)
+    return Guarded(Starlette(routes=routes, lifespan=lifespan, middleware=[packed]), settings)

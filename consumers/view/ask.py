@@ -13,8 +13,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.view.cells import PARAMETER
 from tidemill.consumers.view.panels import PAGES, Panel, panels
-from tidemill.consumers.view.site import MOST_VALUE, PARAMETER, Site, rows_as
+from tidemill.consumers.view.site import MOST_VALUE, Site, rows_as
 
 MOST_BYTES = 2**18
 """Of a posted question."""

@@ -52,7 +52,7 @@ class ViewSettings(Section):
     """Most memory that a query of the page may take."""
 
     result_rows: int = Field(default=5_000, ge=1)
-    """Rows of a result that are shown at most."""
+    """Rows of an answer in Ask that are shown at most."""
 
     http: HttpSettings = HttpSettings()
     """What the server bears from its clients' connections."""

@@ -10,7 +10,7 @@ from tidemill.consumers.view.panels import Page, panels
 from tidemill.consumers.view.site import Site
 
 OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
-OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions")
+OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions", "version_tensors")
 
 
 def routes(site: Site) -> list[BaseRoute]:
@@ -27,4 +27,5 @@ def routes(site: Site) -> list[BaseRoute]:
 
 def _page(site: Site, request: Request, page: Page) -> Response:
     values = {**request.query_params, **{name: str(value) for name, value in request.path_params.items()}}
-    return site.html("page.html", page=page, panels=[panels()[name] for name in page.panels], values=values)
+    shown = [panels()[name] for name in page.panels]
+    return site.html("page.html", page=page, panels=shown, values=values, path=request.url.path)

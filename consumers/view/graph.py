@@ -49,6 +49,8 @@ class Graph:
     """Each branch's name, and the height at which it begins."""
     width: int = 0
     height: int = 0
+    first: int = 0
+    """The oldest version that is shown."""
 
 
 def graphs(result: TableRows) -> list[Graph]:
@@ -63,7 +65,7 @@ def graphs(result: TableRows) -> list[Graph]:
 def _graph(run: str, rows: list[Named]) -> Graph:
     versions = [row for row in rows if row["kind"] == "version"]
     places = {version: n for n, version in enumerate(sorted({row["version"] for row in versions}))}
-    graph = Graph(run, width=EDGE * 2 + STEP * len(places))
+    graph = Graph(run, width=EDGE * 2 + STEP * len(places), first=min(places, default=0))
     found: dict[tuple[str, str, int], GraphNode] = {}
     lane, branch, tip = -1, None, None
     for row in versions:

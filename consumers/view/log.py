@@ -16,8 +16,9 @@ from tidemill.consumers.sink.columns import Column
 from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.consumers.sink.tables import Table, tables
+from tidemill.consumers.view.cells import link
 from tidemill.consumers.view.panels import PAGES, panels
-from tidemill.consumers.view.site import MOST_VALUE, Site, link
+from tidemill.consumers.view.site import MOST_VALUE, Site
 from tidemill.consumers.view.tables import TableRows
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 

@@ -12,6 +12,7 @@ A line `-- key: value` below the question of a `.sql` file is for the page, and 
 | unit | unit of `y`; with commas, one for each column of `y`, which then has a plot of its own |
 | total | of a flow: column of the whole of each value of `by`, to which its rows' `y` add up |
 | records | named query that lists the records under a row; it takes that row's columns as parameters |
+| width | `full`: as wide as the page; without it as the plot needs |
 | part | of a flow: address of the list of what a part counts; it takes `x` and `by`, `run_id` as `run` |
 """
 
@@ -24,7 +25,7 @@ from itertools import takewhile
 
 from tidemill.consumers.sink.query import named_sql, parameters_of
 
-KEYS = frozenset({"title", "plot", "x", "y", "by", "low", "high", "unit", "total", "part", "records"})
+KEYS = frozenset({"title", "plot", "x", "y", "by", "low", "high", "unit", "total", "part", "records", "width"})
 PLOTS = frozenset({"line", "steps", "bars", "heat", "flow", "graph", "record", "table"})
 
 
@@ -37,6 +38,8 @@ class Panel:
     sql: str
     drawn: dict[str, str] = field(default_factory=dict)
     """The values of the keys of the module's table."""
+    fault: str = ""
+    """Why its comments cannot be read; empty when they can."""
 
     @property
     def title(self) -> str:
@@ -121,5 +124,11 @@ def parse(name: str, text: str) -> Panel:
 
 @lru_cache(maxsize=1)
 def panels() -> dict[str, Panel]:
-    """Every named query as a panel, by name."""
-    return {name: parse(name, text) for name, text in named_sql().items()}
+    """Every named query as a panel, by name. One whose comments cannot be read has a fault, and the others go on."""
+    found = {}
+    for name, text in named_sql().items():
+        try:
+            found[name] = parse(name, text)
+        except ValueError as error:
+            found[name] = Panel(name, name, text, fault=str(error))
+    return found

@@ -40,6 +40,9 @@ def routes(site: Site) -> list[BaseRoute]:
         panel = panels()[name]
         return panel, await site.tables.ask(panel.sql, arguments(panel, values))
 
+    async def kept(name: str, values: dict[str, str]) -> TableRows:
+        return await site.tables.kept(panels()[name].sql, arguments(panels()[name], values))
+
     async def search(request: Request) -> Response:
         values = dict(request.query_params)
         if "" in values.values():
@@ -54,7 +57,7 @@ def routes(site: Site) -> list[BaseRoute]:
             known = await asyncio.to_thread(tokens)
             ways = known.ways(values["text"][:MOST_VALUE]) if known and "text" in values else []
             own = {**values, "tokens": json.dumps(ways)}
-            (_, result), (_, choices) = await asyncio.gather(ask("rollout_list", own), ask("rollout_choices", {}))
+            result, choices = await asyncio.gather(kept("rollout_list", own), kept("rollout_choices", {}))
         except (QueryFailed, ValueError) as error:
             return site.html("failed.html", panel=panel, message=str(error))
         next_place = result.rows[-1][-1] if result.rows else ""

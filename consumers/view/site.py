@@ -1,4 +1,4 @@
-"""What every view of the page is answered from: templates, panels, and how values and rows are shown."""
+"""What every view of the page is answered from: templates and panels."""
 
 from __future__ import annotations
 
@@ -6,39 +6,32 @@ import csv
 import hashlib
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from tidemill.consumers.sink.query import QueryFailed
+from tidemill.consumers.view.cells import asked_at, cell, cell_text, link, numeric, shown_text, table_body
 from tidemill.consumers.view.config import ViewSettings
+from tidemill.consumers.view.drawn import PLOTTED, plotted
 from tidemill.consumers.view.flow import flows
 from tidemill.consumers.view.graph import MARKS, graphs
 from tidemill.consumers.view.panels import PAGES, Page, Panel, panels
 from tidemill.consumers.view.security import COOKIE, same
 from tidemill.consumers.view.tables import TableRows, Tables
-from tidemill.consumers.view.text import clipped, visible
+from tidemill.consumers.view.text import clipped
 
 HERE = Path(__file__).parent
-LINKS: dict[str, str] = {
-    "interaction_id": "/users/",
-    "rollout_id": "/rollouts/",
-    "group_id": "/groups/",
-    "step": "/run/step/",
-    **dict.fromkeys(("version", "parent", "parent_version", "base", "serving"), "/weights/"),
-}
-"""The beginning of the address of a value's own page, by column."""
-PARAMETER = "param_"
-"""What the name of a query's parameter begins with in the address of a question, as in ClickHouse's."""
-POSITIONS = tuple((f"{of}topic", f"{of}partition", f"{of}offset") for of in ("_", "", "source_"))
-"""Columns that together name a record."""
 MOST_VALUE = 2000
 """Characters of a parameter's value."""
+ROWS = 200
+"""Rows of a panel's table that are shown at a time."""
+READ_ROWS = 50_000
+"""Rows of a panel's query that are read at most: a plot is of all of them."""
 
 
 class Site:
@@ -54,8 +47,8 @@ class Site:
             lstrip_blocks=True,
         )
         self._templates.globals |= {"pages": PAGES, "refresh_ms": round(settings.refresh_s * 1000), "query": urlencode}
-        self._templates.globals |= {"link": link, "records": records, "asked_at": asked_at, "flows": flows}
-        self._templates.globals |= {"graphs": graphs, "marks": MARKS}
+        self._templates.globals |= {"link": link, "asked_at": asked_at, "flows": flows, "most_rows": ROWS}
+        self._templates.globals |= {"graphs": graphs, "marks": MARKS, "table_body": table_body, "cell_of": cell}
         self._templates.filters |= {"cell": shown_text, "numeric": numeric, "clipped": clipped}
 
     def html(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:  # noqa: ANN401 - a template's values
@@ -71,7 +64,7 @@ class Site:
         """The runs of the tables, to choose from."""
         values = request.query_params
         try:
-            result = await self.tables.ask(panels()["runs"].sql)
+            result = await self.tables.kept(panels()["runs"].sql)
         except QueryFailed:
             # Each panel says why by itself.
             return HTMLResponse("")
@@ -86,16 +79,25 @@ class Site:
             return PlainTextResponse(f"no panel {request.path_params['name']!r}\n", 404)
         values = dict(request.query_params)
         try:
-            result = await self.tables.ask(panel.sql, arguments(panel, values))
+            if panel.fault:
+                raise QueryFailed(panel.fault)
+            result = await self.tables.kept(panel.sql, arguments(panel, values), READ_ROWS)
         except QueryFailed as error:
             if ending:
                 return PlainTextResponse(f"{error}\n", 502)
             return self.html("failed.html", 200, panel=panel, message=str(error))
         if "run" not in panel.parameters:  # A query that takes it has chosen, and some records name no run.
             result = chosen_run(result, values.get("run", ""))
+        if ending and result.cut:
+            return PlainTextResponse(f"more than {READ_ROWS} rows: take them with `tidemill query {name}`\n", 413)
         if ending:
             return rows_as(result, ending, name)
-        answer = self.html("panel.html", panel=panel, result=result, values=values)
+        whole = not request.url.path.startswith("/rows/")
+        answer = self.html(
+            "panel.html" if whole else "rows.html", panel=panel, result=result, begin=first_row(values), values=values,
+            plot=plotted(panel, result) if whole and panel.plot in PLOTTED else None,
+            here=request.url.path, own={key: value for key, value in values.items() if key != "from"},
+        )  # fmt: skip
         return unless_same(request, answer)
 
     async def enter(self, request: Request) -> Response:
@@ -118,6 +120,12 @@ def arguments(panel: Panel, values: dict[str, str]) -> dict[str, str]:
     return {name: values.get(name, "")[:MOST_VALUE] for name in panel.parameters}
 
 
+def first_row(values: dict[str, str]) -> int:
+    """The row from which a table is shown, counted from 0: `from` of the address."""
+    given = values.get("from", "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 9 else 0
+
+
 def chosen_run(result: TableRows, run: str) -> TableRows:
     """The rows of one run, where a run is chosen and the rows name theirs."""
     if not run or "run_id" not in result.columns:
@@ -125,39 +133,6 @@ def chosen_run(result: TableRows, run: str) -> TableRows:
     place = result.columns.index("run_id")
     rows = [row for row in result.rows if row[place] == run]
     return TableRows(result.columns, result.types, rows, result.cut, result.seconds)
-
-
-def cell_text(value: object) -> str:
-    """A value as `tidemill query` prints it."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, dict)) else str(value)
-
-
-def shown_text(value: object) -> str:
-    """A value as the page shows it: control, directional and invisible characters are seen."""
-    return visible(cell_text(value))
-
-
-def numeric(kind: str) -> bool:
-    """Whether a ClickHouse type is a number's, to be aligned by its last digit."""
-    return re.match(r"(Nullable\(|LowCardinality\()*(U?Int|Float|Decimal)", kind) is not None
-
-
-def link(column: str, row: list[Any], columns: tuple[str, ...]) -> str:
-    """The address of the page of a value in a table; empty without one. An offset leads to its record."""
-    value = row[columns.index(column)]
-    for topic, partition, offset in POSITIONS:
-        if column == offset and topic in columns and partition in columns and value is not None:
-            place = (row[columns.index(topic)], row[columns.index(partition)], value)
-            return f"/log/record?{urlencode(dict(zip(('topic', 'partition', 'offset'), place, strict=True)))}"
-    if value in (None, "") or column not in LINKS:
-        return ""
-    beside = {name: row[columns.index(of)] for name, of in (("run", "run_id"), ("branch", "branch")) if of in columns}
-    beside = {name: each for name, each in beside.items() if each}
-    return f"{LINKS[column]}{quote(str(value), safe='')}" + (f"?{urlencode(beside)}" if beside else "")
 
 
 def rows_as(result: TableRows, ending: str, name: str) -> Response:
@@ -169,21 +144,6 @@ def rows_as(result: TableRows, ending: str, name: str) -> Response:
     text = io.StringIO()
     csv.writer(text).writerows([result.columns, *([cell_text(value) for value in row] for row in result.rows)])
     return Response(text.getvalue(), media_type="text/csv", headers=headers)
-
-
-def records(panel: Panel, row: list[Any], columns: tuple[str, ...]) -> str:
-    """The address of the records under a row; empty where its panel names no query for them."""
-    name = panel.drawn.get("records", "")
-    if not name:
-        return ""
-    values = {column: cell_text(value) for column, value in zip(columns, row, strict=True)}
-    return asked_at(panels()[name], values)
-
-
-def asked_at(panel: Panel, values: dict[str, str]) -> str:
-    """The address at which a panel's query is asked with some values."""
-    own = {f"{PARAMETER}{name}": values[name] for name in panel.parameters if values.get(name)}
-    return f"/ask?{urlencode({'name': panel.name, **own})}"
 
 
 def unless_same(request: Request, answer: Response) -> Response:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -17,6 +19,15 @@ from tidemill.consumers.view.config import ViewSettings
 
 EXTRA_S = 2.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
+REST = 50
+"""A panel's query that took t seconds is not asked again for so many t: it takes 2 % of one core's time at most."""
+LONGEST_S = 60.0
+"""Age up to which an answer stands while the tables read no further."""
+STATE_S = 0.5
+"""Age up to which it is known how far the tables have read."""
+MOST_KEPT = 128
+"""Answers that are kept at once."""
+STATE = "SELECT sum(next) FROM (SELECT max(next_offset) AS next FROM sink_watermarks GROUP BY _topic, _partition)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +42,22 @@ class TableRows:
     """Whether the engine had more rows than are shown."""
     seconds: float
 
+    def part(self, begin: int, rows: int) -> TableRows:
+        """Some of the rows."""
+        return replace(self, rows=self.rows[begin : begin + rows])
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The newest answer to a query; the lock is held by who asks it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    rows: TableRows | None = None
+    at: float = 0.0
+    """When it was asked, on the monotonic clock."""
+    state: Any = None
+    """How far the tables had read before."""
+
 
 class Tables:
     """Bounded, read-only queries.
@@ -42,6 +69,7 @@ class Tables:
     def __init__(self, sink: SinkSettings, view: ViewSettings) -> None:
         self._sink, self._view = sink, view
         self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
+        self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
         self._url: Callable[[], str] = self._sink_url if sink.embedded else self._server_url
 
     async def close(self) -> None:
@@ -57,17 +85,48 @@ class Tables:
             raise QueryFailed(f"no sink has the tables in {self._sink.directory} open: start `tidemill sink`")
         return state.url
 
-    async def ask(self, sql: str, parameters: Mapping[str, str] | None = None) -> TableRows:
+    async def kept(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
+        """As `ask`, for all who look at once: one of them asks, and a kept answer stands for a while.
+
+        It stands as long as the tables read no further, and in any case for `REST` times the time that it took.
+        """
+        given = parameters or {}
+        one = self._answer_of((sql, str(most), *(f"{name}={given[name]}" for name in sorted(given))))
+        async with one.lock:
+            age = time.monotonic() - one.at
+            if one.rows is not None and age < REST * one.rows.seconds:
+                return one.rows
+            state = await self._state()
+            if one.rows is None or age > LONGEST_S or state != one.state:
+                one.at, one.state, one.rows = time.monotonic(), state, await self.ask(sql, given, most)
+            return one.rows
+
+    def _answer_of(self, key: tuple[str, ...]) -> _Kept:
+        one = self._kept.setdefault(key, _Kept())
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return one
+
+    async def _state(self) -> object:
+        one = self._answer_of((STATE,))
+        async with one.lock:
+            if one.rows is None or time.monotonic() - one.at > STATE_S:
+                one.at, one.rows = time.monotonic(), await self.ask(STATE)
+            return one.rows.rows[0][0]
+
+    async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """The rows of one reading statement.
 
         Args:
             sql: without a FORMAT clause.
             parameters: values of `{name:Type}`, by name.
+            most: rows that are read at most; 0: `view.result_rows`.
 
         Raises:
             QueryFailed: refused, not understood, past a limit, or nobody answers.
         """
-        most = self._view.result_rows
+        most = most or self._view.result_rows
         bounds = {
             "max_execution_time": str(self._view.query_seconds),
             "max_memory_usage": str(self._view.query_memory_bytes),

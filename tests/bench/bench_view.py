@@ -5,8 +5,9 @@
 
 One JSON line a figure. `views`: tables of so many rollouts, filled by INSERT SELECT; each view from a browser without a
 cache (`first`) and by a click (`click`), from the request until every panel in sight is drawn, and the first row that
-leads on (`follow`), with the bytes of a first load. `cost`: rows a second and CPU a row of the sink's write path, in
-periods with and without a browser on the view Run, by turns.
+leads on (`follow`), with the bytes of a first load. `cold` is the first load of all, when no answer is kept.
+`cost`: rows a second and CPU a row of the sink's write path, in periods with and without a browser on the view Run, by
+turns.
 """
 
 from __future__ import annotations
@@ -266,6 +267,7 @@ def measure_views(rollouts: int, times: int, folder: Path) -> None:
                 rollouts=rollouts,
                 view=page.path,
                 first=shares(first),
+                cold_ms=round(first[0]),
                 click=shares(click),
                 follow=shares(follow) if follow else "no row leads on",
                 bytes=max(sizes),

@@ -4,6 +4,7 @@
 -- x: version
 -- y: delta_bytes, density, learning_rate
 -- unit: bytes, share of elements, learning rate
+-- records: version
 SELECT
     run_id,
     branch,

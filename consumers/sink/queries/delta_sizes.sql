@@ -1,5 +1,6 @@
 -- How large was each delta beside the bytes of its positions alone, of plain index and value, and of the whole version?
 -- title: Delta bytes beside bounds
+-- width: full
 -- plot: line
 -- x: version
 -- y: delta_bytes, positions_bytes, plain_bytes

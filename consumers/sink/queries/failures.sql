@@ -1,5 +1,6 @@
 -- What went wrong: failed rollouts, refused weight versions and dead letters, each with its reason?
 -- title: Failures
+-- records: failure_records
 SELECT *
 FROM
 (

@@ -1,5 +1,6 @@
 -- How did the evidence of each comparison grow: the mean reward of each arm's interactions up to each moment?
 -- title: Evidence as it grew
+-- width: full
 -- plot: line
 -- x: at
 -- y: mean_reward

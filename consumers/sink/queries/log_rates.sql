@@ -1,5 +1,6 @@
 -- How many records a second came into each topic, over time?
 -- title: Rates
+-- width: full
 -- plot: heat
 -- x: minutes
 -- y: per_second

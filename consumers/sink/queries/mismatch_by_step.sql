@@ -4,6 +4,7 @@
 -- x: step
 -- y: k3, mean_abs_dlogp, effective_sample_size
 -- unit: k3 (nats), mean |d| (nats), share that counts
+-- records: step
 SELECT
     run_id,
     step,

@@ -4,6 +4,7 @@
 -- x: step
 -- y: overlap
 -- unit: share of the step's time
+-- records: step
 WITH
     steps AS
     (

@@ -7,6 +7,7 @@
 -- high: reward_high
 -- by: environment
 -- unit: mean reward
+-- records: step_inputs
 SELECT
     s.run_id AS run_id,
     s.step AS step,

@@ -38,8 +38,12 @@ function show(panel, html, tag) {
   const scrolled = panel.querySelector(".scroll")?.scrollTop ?? 0;
   const focused = panel.contains(document.activeElement);
   if (focused && panel.dataset.tag) return; // A reader's place in a table is not taken away; the next reading shows it.
+  const inner = panel.querySelector("[data-panel]");
   panel.innerHTML = html; // The server has escaped every value.
   panel.dataset.tag = tag;
+  const slot = panel.querySelector("[data-panel]");
+  if (slot && inner) slot.replaceWith(inner); // It is read again by itself.
+  else if (slot) watcher.observe(slot);
   if (open) panel.querySelector("details").open = true;
   const scroll = panel.querySelector(".scroll");
   if (scroll) scroll.scrollTop = scrolled;
@@ -135,7 +139,7 @@ function plot(holder, data, ys, unit, plotted) {
         return short(value) + (low == null || high == null ? "" : ` (${short(low)} to ${short(high)})`);
       },
       paths: bars ? uPlot.paths.bars({ size: [0.7, 40] }) : drawn.plot === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
-      fill: bars ? stroke : undefined, points: { show: !end && drawn.plot === "line", size: 5 },
+      fill: bars ? stroke : undefined, points: { show: !end && (drawn.plot === "line" || (drawn.plot === "steps" && xs.length < 60)), size: 5 },
     });
     if (end === "high") bands.push({ series: [n + 1, n], fill: stroke.replace("rgb(", "rgba(").replace(")", ", 0.18)") });
   });
@@ -148,7 +152,7 @@ function plot(holder, data, ys, unit, plotted) {
       y: from === undefined ? {} : { range: (u, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] },
     },
     axes: [
-      { ...axis, label: words(drawn.x), ...(timed ? {} : { values: shown, ...(integers(xs) ? { incrs: whole } : {}) }) },
+      { ...axis, label: words(drawn.x), ...(timed ? { space: 100 } : { values: shown, ...(integers(xs) ? { incrs: whole } : {}) }) },
       { ...axis, size: 64, space: 24, label: unit, values: shown, ...(integers(all) ? { incrs: whole } : {}) },
     ],
     series: [{ label: words(drawn.x), ...(timed ? {} : { value: (u, value) => value ?? "" }) }, ...inked],
@@ -189,11 +193,11 @@ function heat(holder, { drawn, columns, rows }) {
   down.forEach((place, n) => text(left - 6, (n + 0.5) * height + 4, place, "end"));
   const every = Math.ceil(across / Math.max(2, Math.floor((width * across) / 48)));
   for (let n = 0; n < across; n += every) text(left + (n + 0.5) * width, height * down.length + 14, places[n * each], "middle");
-  text(left, height * down.length + 32, `across: ${words(drawn.x)}${each > 1 ? `, ${each} to a column` : ""}; down: ${words(drawn.by)}`, "start");
+  text(4, height * down.length + 32, `across: ${words(drawn.x)}${each > 1 ? `, ${each} to a column` : ""}; down: ${words(drawn.by)}`, "start");
   for (let n = 0; n < MOST_SHADES; n++) {
-    svg.append(node("rect", { x: left + n * 18, y: height * down.length + 44, width: 17, height: 12, class: "cell", "fill-opacity": 0.1 + (0.9 * n) / (MOST_SHADES - 1) }));
+    svg.append(node("rect", { x: 4 + n * 18, y: height * down.length + 44, width: 17, height: 12, class: "cell", "fill-opacity": 0.1 + (0.9 * n) / (MOST_SHADES - 1) }));
   }
-  text(left + MOST_SHADES * 18 + 6, height * down.length + 54, `0 to ${Number(most.toPrecision(3))}: ${drawn.unit ?? words(drawn.y)}`, "start");
+  text(MOST_SHADES * 18 + 10, height * down.length + 54, `0 to ${Number(most.toPrecision(3))}: ${drawn.unit ?? words(drawn.y)}`, "start");
   holder.replaceChildren(svg);
 }
 
@@ -210,12 +214,22 @@ const watcher = new IntersectionObserver((entries) => {
     else if (!seen.has(target)) { seen.add(target); read(target); }
   }
 }, { rootMargin: "200px" });
+// A link to other rows of a table is followed within its panel.
+document.addEventListener("click", (event) => {
+  const turn = event.target.closest("a[data-turn]");
+  const panel = turn?.closest("[data-panel]");
+  if (!panel || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  panel.dataset.panel = turn.getAttribute("href");
+  panel.dataset.tag = "";
+  read(panel).then(() => panel.querySelector(".scroll")?.focus());
+});
 const panels = [...document.querySelectorAll("[data-panel]")];
 panels.forEach((panel) => watcher.observe(panel));
 localTimes(document);
 
 async function again() {
-  if (document.visibilityState === "visible") await Promise.all([...seen].filter((p) => !p.dataset.still).map(read));
+  if (document.visibilityState === "visible") await Promise.all([...seen].filter((p) => p.isConnected && !p.dataset.still).map(read));
   setTimeout(again, refreshMs);
 }
 if (panels.length) setTimeout(again, refreshMs);

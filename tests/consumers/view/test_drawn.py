@@ -1,0 +1,140 @@
+"""Which rows of a panel are read, drawn and shown: as many as the engine, the wire and an eye can bear."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from starlette.testclient import TestClient
+
+from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.view import tables as module
+from tidemill.consumers.view.app import application
+from tidemill.consumers.view.cells import link, table_body
+from tidemill.consumers.view.config import ViewSettings
+from tidemill.consumers.view.drawn import PLACES, plotted
+from tidemill.consumers.view.panels import Panel, panels
+from tidemill.consumers.view.tables import STATE, TableRows, Tables
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+COLUMNS = ("run_id", "step", "environment", "groups", "reward", "reward_low", "reward_high")
+TYPES = ("String", "Int64", "String", "UInt64", "Float64", "Float64", "Float64")
+
+
+def rewards(steps: int, seconds: float = 0.0) -> TableRows:
+    """Rows of `reward_by_environment`, two a step."""
+    rows = [["r", step, kind, 3, 0.5, 0.4, 0.6] for step in range(steps) for kind in ("<a>", "b")]
+    return TableRows(COLUMNS, TYPES, rows, False, seconds)
+
+
+class Counted(Tables):
+    """Tables that count the questions; `position` is how far they have read."""
+
+    def __init__(self, rows: TableRows) -> None:
+        super().__init__(SinkSettings(), ViewSettings())
+        self.rows, self.position, self.asked = rows, 0, 0
+
+    async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
+        """The rows."""
+        if sql == STATE:
+            return TableRows(("n",), ("UInt64",), [[self.position]], False, 0.0)
+        self.asked += 1
+        await asyncio.sleep(0)
+        return self.rows
+
+
+def test_a_plot_is_of_a_part_of_many_steps_and_of_the_last():
+    panel = panels()["reward_by_environment"]
+    few, many = plotted(panel, rewards(PLACES)), plotted(panel, rewards(10 * PLACES + 1))
+    assert (few.every, len(few.rows)) == (1, 2 * PLACES)
+    steps = [row[few.columns.index("step")] for row in many.rows]
+    assert (many.every, steps[-1], len(set(steps)) <= PLACES) == (11, 10 * PLACES, True)
+    assert few.columns == ["run_id", "step", "reward", "environment", "reward_low", "reward_high"]
+
+
+def test_a_long_table_comes_in_parts_and_a_plot_says_what_it_leaves_out():
+    client = TestClient(application(Counted(rewards(1000)), ViewSettings()), base_url="http://127.0.0.1")
+    panel = client.get("/panel/reward_by_environment").text
+    assert "One in 3 values of step is drawn" in panel and "<td" not in panel
+    steps, address = list[str](), "/rows/reward_by_environment"
+    while address:
+        part = client.get(address).text
+        steps += re.findall(r'href="/run/step/(\d+)', part)
+        later = re.search(r'href="([^"]*)" data-turn>later', part)
+        address = html.unescape(later[1]) if later else ""
+    assert steps == [str(n) for n in range(1000) for _ in range(2)]
+    assert "&lt;a&gt;" in part and "<a>" not in part
+
+
+def test_who_looks_at_once_asks_once():
+    tables = Counted(rewards(1))
+
+    async def look() -> None:
+        await asyncio.gather(*(tables.kept("SELECT 1") for _ in range(5)))
+        await tables.kept("SELECT 2")
+
+    asyncio.run(look())
+    assert tables.asked == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "moved", "asked"), [(0.0, False, 1), (0.0, True, 2), (9.0, True, 1)], ids=["same", "moved", "costly"]
+)
+def test_an_answer_stands_until_the_tables_read_on_and_longer_if_it_was_costly(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, moved: bool, asked: int
+):
+    monkeypatch.setattr(module, "STATE_S", -1.0)
+    tables = Counted(rewards(1, seconds))
+
+    async def look() -> None:
+        await tables.kept("SELECT 1")
+        tables.position += moved
+        await tables.kept("SELECT 1")
+
+    asyncio.run(look())
+    assert tables.asked == asked
+
+
+def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LONGEST_S", -1.0)
+    tables = Counted(rewards(1))
+    asyncio.run(tables.kept("SELECT 1"))
+    asyncio.run(tables.kept("SELECT 1"))
+    assert tables.asked == 2
+
+
+def test_a_header_that_cannot_be_read_is_the_fault_of_its_panel_alone(monkeypatch: pytest.MonkeyPatch):
+    texts = {"good": "-- Good?\n-- title: Good\nSELECT 1", "bad": "-- Bad?\n-- colour: red\nSELECT 1"}
+    monkeypatch.setattr("tidemill.consumers.view.panels.named_sql", lambda: texts)
+    panels.cache_clear()
+    try:
+        client = TestClient(application(Counted(rewards(1)), ViewSettings()), base_url="http://127.0.0.1")
+        assert "bad.sql: no key &#39;colour&#39;" in client.get("/panel/bad").text
+        assert 'role="alert"' not in client.get("/panel/good").text
+    finally:
+        panels.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("topic", "address"),
+    [("groups", "/groups/x"), ("tidemill.online-batches", ""), ("interactions", "/users/x")],
+)
+def test_an_input_of_a_step_leads_to_its_kind(topic: str, address: str):
+    assert link("group_id", ["x", topic], ("group_id", "topic")) == address
+
+
+def test_a_row_leads_to_the_records_under_it():
+    rows = TableRows(("run_id", "step"), ("String", "Int64"), [["a&b", 3]], False, 0.0)
+    assert 'href="/ask?name=step_inputs&amp;param_step=3&amp;param_run=a%26b"' in table_body(rows, "step_inputs")
+    assert "records" not in table_body(rows, "")
+
+
+def test_every_query_of_records_is_there():
+    named = {panel.name: panel.drawn["records"] for panel in panels().values() if "records" in panel.drawn}
+    assert len(named) > 6 and set(named.values()) <= set(panels())
+    assert not [panel.name for panel in panels().values() if isinstance(panel, Panel) and panel.fault]
