@@ -39,6 +39,7 @@ WITH
                 cityHash64(group_id, toInt64(_partition), _offset) AS mark,
                 arrayMap(rollout_id -> cityHash64(run_id, rollout_id), members.rollout_id) AS ids
             FROM `groups`
+            WHERE {run:String} = '' OR run_id = {run:String}
         ) AS g
         LEFT JOIN read AS r ON r.mark = g.mark
     ),
@@ -65,6 +66,7 @@ WITH
                 0 AS was_held_out,
                 0 AS in_group
             FROM rollouts
+            WHERE {run:String} = '' OR run_id = {run:String}
             UNION ALL
             SELECT id, toUInt64(0), 0, trained, ended, reason, held_out, 1
             FROM members
@@ -102,6 +104,7 @@ INNER JOIN
 (
     SELECT run_id, mode, cityHash64(run_id, mode) AS kind, uniqExact(cityHash64(run_id, rollout_id)) AS total
     FROM rollouts
+    WHERE {run:String} = '' OR run_id = {run:String}
     GROUP BY run_id, mode
 ) AS k ON k.kind = c.kind
 LEFT JOIN (SELECT DISTINCT ending, cityHash64(ending) AS why FROM read) AS n ON n.why = c.why

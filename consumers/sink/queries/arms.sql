@@ -16,6 +16,6 @@ SELECT
     round(avgOrNullIf(observed['edit_made'], mapContains(observed, 'edit_made')), 4) AS edit_rate,
     round(avgOrNullIf(observed['question_asked'], mapContains(observed, 'question_asked')), 4) AS question_rate,
     round(avgOrNullIf(observed['tool_error'], mapContains(observed, 'tool_error')), 4) AS tool_error_rate
-FROM (SELECT * FROM outcomes ORDER BY revision DESC, _offset LIMIT 1 BY run_id, interaction_id) AS e
+FROM (SELECT * FROM outcomes WHERE {run:String} = '' OR run_id = {run:String} ORDER BY revision DESC, _offset LIMIT 1 BY run_id, interaction_id) AS e
 GROUP BY run_id, branch, arm, version
 ORDER BY run_id, branch, version, arm

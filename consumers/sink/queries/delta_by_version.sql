@@ -17,6 +17,7 @@ FROM
 (
     SELECT run_id, branch, incarnation, version, step, parent, delta_bytes, n_changed, n_elements, learning_rate
     FROM weights_manifests
+    WHERE {run:String} = '' OR run_id = {run:String}
     ORDER BY _offset DESC
     LIMIT 1 BY run_id, branch, version
 )

@@ -3,7 +3,7 @@
 -- plot: line
 -- x: version
 -- y: seconds_p50, seconds_p95
--- unit: s
+-- unit: seconds
 WITH
     steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
     batches AS (SELECT * FROM online_batches ORDER BY _offset LIMIT 1 BY run_id, branch, batch_id),

@@ -25,4 +25,5 @@ SELECT
     _partition,
     _offset
 FROM gate_decisions
+WHERE {run:String} = '' OR run_id = {run:String}
 ORDER BY run_id, branch, at, _offset

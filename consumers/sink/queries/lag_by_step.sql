@@ -7,7 +7,14 @@
 -- unit: share of the step's tokens
 -- records: step
 WITH
-    steps AS (SELECT run_id, step, tokens, lag.lag, lag.tokens FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step),
+    steps AS
+    (
+        SELECT run_id, step, tokens, lag.lag, lag.tokens
+        FROM train_steps
+        WHERE {run:String} = '' OR run_id = {run:String}
+        ORDER BY _offset
+        LIMIT 1 BY run_id, step
+    ),
     most AS (SELECT run_id, arrayMax(arrayFlatten(groupArray(lag.lag))) AS most FROM steps GROUP BY run_id)
 SELECT
     s.run_id AS run_id,

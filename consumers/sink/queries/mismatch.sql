@@ -22,7 +22,7 @@ WITH
             slices.ess AS ess,
             slices.cut AS cut,
             arrayFilter(alarm -> startsWith(alarm, concat(slices.part, '/')), alarms) AS alarms
-        FROM (SELECT * FROM train_mismatch ORDER BY _offset LIMIT 1 BY run_id, step)
+        FROM (SELECT * FROM train_mismatch WHERE {run:String} = '' OR run_id = {run:String} ORDER BY _offset LIMIT 1 BY run_id, step)
         ARRAY JOIN slices
         WHERE slices.dimension = 'all'
     ),

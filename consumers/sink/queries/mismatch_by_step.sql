@@ -14,6 +14,6 @@ SELECT
     metrics['mismatch/max_abs_dlogp'] AS max_abs_dlogp,
     metrics['mismatch/ess'] AS effective_sample_size,
     metrics['mismatch/beyond_2'] AS beyond_2
-FROM (SELECT run_id, step, metrics FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step)
+FROM (SELECT run_id, step, metrics FROM train_steps WHERE {run:String} = '' OR run_id = {run:String} ORDER BY _offset LIMIT 1 BY run_id, step)
 WHERE mapContains(metrics, 'mismatch/k3')
 ORDER BY run_id, step

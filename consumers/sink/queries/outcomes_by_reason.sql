@@ -8,7 +8,7 @@
 -- total: total
 -- part: /users
 WITH
-    answers AS (SELECT * FROM interactions ORDER BY _offset LIMIT 1 BY run_id, interaction_id),
+    answers AS (SELECT * FROM interactions WHERE {run:String} = '' OR run_id = {run:String} ORDER BY _offset LIMIT 1 BY run_id, interaction_id),
     ends AS
     (
         SELECT
@@ -19,6 +19,7 @@ WITH
             max(revision) AS revisions,
             any(arm) AS in_arm
         FROM outcomes
+        WHERE {run:String} = '' OR run_id = {run:String}
         GROUP BY run_id, interaction_id
     )
 SELECT

@@ -10,6 +10,7 @@ WITH
     (
         SELECT run_id, step, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
         FROM train_steps
+        WHERE {run:String} = '' OR run_id = {run:String}
         ORDER BY _offset
         LIMIT 1 BY run_id, step
     ),
@@ -17,6 +18,7 @@ WITH
     (
         SELECT run_id, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
         FROM rollouts
+        WHERE {run:String} = '' OR run_id = {run:String}
     ),
     marked AS
     (

@@ -14,5 +14,6 @@ SELECT
     _partition AS partition,
     _offset AS offset
 FROM weights_acks
+WHERE {run:String} = '' OR run_id = {run:String}
 ORDER BY run_id, version DESC, at DESC, replica_id
 LIMIT 500 BY run_id

@@ -15,5 +15,6 @@ SELECT
     round(quantileIf(0.95)(pause_ms, status = 'proved'), 2) AS pause_ms_p95,
     max(at) AS last_seen
 FROM weights_acks
+WHERE {run:String} = '' OR run_id = {run:String}
 GROUP BY replica_id
 ORDER BY replica_id

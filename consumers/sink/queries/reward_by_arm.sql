@@ -24,6 +24,7 @@ FROM
 (
     SELECT run_id, branch, arm, version_max, reward
     FROM outcomes
+    WHERE {run:String} = '' OR run_id = {run:String}
     ORDER BY revision DESC, _offset
     LIMIT 1 BY run_id, interaction_id
 ) AS e

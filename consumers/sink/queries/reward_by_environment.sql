@@ -22,7 +22,14 @@ SELECT
 FROM
 (
     SELECT run_id, step, inputs.partition AS part, inputs.offset AS place
-    FROM (SELECT run_id, step, inputs.partition, inputs.offset FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step)
+    FROM
+    (
+        SELECT run_id, step, inputs.partition, inputs.offset
+        FROM train_steps
+        WHERE {run:String} = '' OR run_id = {run:String}
+        ORDER BY _offset
+        LIMIT 1 BY run_id, step
+    )
     ARRAY JOIN inputs
 ) AS s
 INNER JOIN
@@ -37,6 +44,7 @@ INNER JOIN
         arraySum(reward -> ifNull(reward * reward, 0), members.reward) AS squares,
         arrayCount(success -> ifNull(success, 0), members.success) AS solved
     FROM `groups`
+    WHERE {run:String} = '' OR run_id = {run:String}
 ) AS g ON g.run_id = s.run_id AND g.part = s.part AND g.place = s.place
 GROUP BY run_id, step, environment
 ORDER BY run_id, step, environment

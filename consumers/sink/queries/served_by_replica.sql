@@ -18,5 +18,5 @@ SELECT
     _topic AS topic,
     _partition AS partition,
     _offset AS offset
-FROM (SELECT * FROM weights_acks ORDER BY at DESC LIMIT 2000 BY run_id)
+FROM (SELECT * FROM weights_acks WHERE {run:String} = '' OR run_id = {run:String} ORDER BY at DESC LIMIT 2000 BY run_id)
 ORDER BY run_id, at, replica_id

@@ -75,6 +75,14 @@ def test_a_panel_shows_the_rows_of_its_query(view: View, answer_of: Callable[[st
     assert shown == [[visible(text) for text in row] for row in texts]
 
 
+def test_a_chosen_run_is_chosen_in_the_query(view: View, answer_of: Callable[[str], QueryResult]):
+    chosen = [panel.name for panel in USED if "run" in panel.parameters and "run_id" in answer_of(panel.name).columns]
+    assert len(chosen) > 15
+    for name in chosen:
+        own, other = (view.get(f"/panel/{name}.json?run={run}").json() for run in ("run", "other"))
+        assert (len(own), other) == (len(answer_of(name).rows), []), name
+
+
 def test_most_panels_have_rows_to_compare(answer_of: Callable[[str], QueryResult]):
     empty = [panel.name for panel in USED if not answer_of(panel.name).rows]
     assert len(empty) <= len(USED) // 4, empty
