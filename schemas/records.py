@@ -461,6 +461,9 @@ class Manifest:
     incarnation: str = ""
     """Names this life of the run's version numbers: made anew with version 0, carried by every later version.
     Versions of different incarnations cannot be compared. Empty in records from before there was one."""
+    serving_format: str = ""
+    """Format whose codes and scales the linear weights' values stand for, such as mxfp8; the values travel as `tensors`
+    says, so without codes. Empty where the values are rounded to the type of the tensor alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class TrainerSettings(Section):
     forward: Forward = Forward.MATCHED
     """Weights that the trainer computes with: `matched`, those that are served, in `serving_format`, whose gradients
     go to the master weights as they are (straight-through); `masters`, to compare, the master weights in bf16: then
-    trainer and sampler differ by what the format lost."""
+    trainer and sampler differ by what the format lost. The KL reference is held as the policy is."""
 
     threads: int = Field(default=1, ge=1)
     """Threads of the tensor library; results are reproducible for a fixed number."""

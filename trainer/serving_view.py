@@ -14,13 +14,16 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
+from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
+from tidemill.trainer.choices import ServingFormat
 
 __all__ = [
     "SERVING_DTYPE",
     "ServingView",
     "bf16_bits",
     "fingerprint_of",
+    "hold_in_format",
     "quantised_weights",
     "serving_view",
     "tensor_infos",
@@ -65,6 +68,16 @@ def quantised_weights(model: torch.nn.Module) -> frozenset[str]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no linear weights: set trainer.serving_format to bf16")
     return frozenset(found)
+
+
+@torch.no_grad()
+def hold_in_format(model: torch.nn.Module, serving_format: ServingFormat) -> None:
+    """Let the linear weights of a whole model be what a format's codes and scales of them stand for, in place."""
+    form = BLOCK_FORMATS.get(serving_format.value)
+    if form is not None:
+        for name in quantised_weights(model):
+            weight = model.get_parameter(name)
+            weight.copy_(dequantise(quantise(weight, form)))
 
 
 def fingerprint_of(view: ServingView) -> str:

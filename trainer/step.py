@@ -28,7 +28,7 @@ from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
 from tidemill.trainer.advantages import ADVANTAGES, batch_advantages, penalise
 from tidemill.trainer.batch import PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind, Routing
+from tidemill.trainer.choices import AdvantageKind, Forward, Routing
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of, keep_freed_memory, make_deterministic
@@ -53,6 +53,7 @@ from tidemill.trainer.older_weights import OlderScores, OlderWeights
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
 from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.routing import RoutingReplay
+from tidemill.trainer.serving_view import hold_in_format
 from tidemill.trainer.sharding import recompute_activations, shard
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
@@ -146,6 +147,9 @@ class Learner:
         self.replay = RoutingReplay(model, settings.routing, settings.routing_plausible) if routed else None
         if settings.checkpoint_activations:
             recompute_activations(model)
+        if reference is not None and settings.forward is Forward.MATCHED:
+            # Else the policy would be far from its reference by what the format loses, before any step.
+            hold_in_format(reference, settings.serving_format)
         for network in (model, reference):
             if network is not None:
                 use_packed_attention(network)

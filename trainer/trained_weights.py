@@ -14,6 +14,7 @@ from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+from tidemill.trainer.choices import ServingFormat
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.job import SINGLE, Job
@@ -139,8 +140,15 @@ class TrainedWeights:
     ) -> None:
         """Publish the snapshot as `version`; as `WeightPublisher.publish`."""
         if self._publisher is not None:
+            form = self._settings.serving_format
             self._publisher.publish(
-                version, self._parts, learning_rate=learning_rate, step=step, parent=parent, trained_at=trained_at
+                version,
+                self._parts,
+                learning_rate=learning_rate,
+                step=step,
+                parent=parent,
+                trained_at=trained_at,
+                serving_format="" if form is ServingFormat.BF16 else form.value,
             )
 
     @_on_every_rank

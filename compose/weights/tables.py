@@ -31,7 +31,7 @@ def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
 
 def _remarks(row: VersionRow, head: int) -> list[str]:
     refused = [f"refused by {replica}: {reason}" for replica, reason in row.refused_by.items()]
-    told = ["head" if row.version == head else "", row.fork, "delta expired" if row.expired else ""]
+    told = ["head" if row.version == head else "", row.serving_format, row.fork, "delta expired" if row.expired else ""]
     return [*filter(None, told), *row.decisions, *refused]
 
 

@@ -107,6 +107,7 @@ def _status(ledger: Ledger, state: ReplicaState, pool: Pool, started_at: int) ->
         started_at=started_at,
         version=ledger.version,
         fingerprint=ledger.fingerprint,
+        serving_format=ledger.serving_format,
         head=state.head,
         applied=ledger.applied,
         refused=ledger.refused,

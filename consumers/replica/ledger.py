@@ -56,6 +56,7 @@ class Ledger:
         self.last_reason = ""
         self.version = -1
         self.fingerprint = ""
+        self.serving_format = ""
 
     def since_us(self, moment_us: int) -> float:
         """Milliseconds from a recorded time to now."""
@@ -64,6 +65,7 @@ class Ledger:
     def served(self, status: AckStatus, manifest: Manifest, applied: Applied, times: Timings, reason: str = "") -> None:
         """`manifest`'s version was proved from the live tensors and is served."""
         self.version, self.fingerprint = manifest.version, manifest.fingerprint
+        self.serving_format = manifest.serving_format
         self.applied += 1
         self.last_pause_ms = applied.pause_ms
         self._say(manifest, self._ack(status, manifest, applied, times, reason, manifest.fingerprint))

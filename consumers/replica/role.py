@@ -82,7 +82,9 @@ class Replica:
                 producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
                 records = stack.enter_context(self._reader(FOLLOWED, joined.offsets))
                 host, port = listener.getsockname()[:2]
-                logger.warning("serving version %d on http://%s:%d", joined.manifest.version, host, port)
+                form = joined.manifest.serving_format
+                values = f" (values of {form}, dequantised)" if form else ""
+                logger.warning("serving version %d%s on http://%s:%d", joined.manifest.version, values, host, port)
                 following = self._follow(running, records, self._bury(producer))
                 await self._until_stopped(running, listener, following)
 

@@ -21,6 +21,8 @@ class ReplicaStatus:
     version: int
     """The version served, proved from the live tensors."""
     fingerprint: str
+    serving_format: str
+    """Format of few bits whose values its weights are, dequantised; empty where they are of none."""
     head: int
     """Newest version seen in the log."""
     applied: int

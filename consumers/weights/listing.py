@@ -40,6 +40,8 @@ class VersionRow:
     """How it was published twice; empty when it was not."""
     fingerprint: str
     published_at: int
+    serving_format: str
+    """Format of few bits whose values the weights are; empty where they are of none."""
 
 
 def rows(chain: Chain, newest: int | None = None) -> list[VersionRow]:
@@ -76,4 +78,5 @@ def _row(chain: Chain, manifest: Manifest) -> VersionRow:
         fork=chain.forks.get(version, ""),
         fingerprint=manifest.fingerprint,
         published_at=manifest.published_at,
+        serving_format=manifest.serving_format,
     )

@@ -37,6 +37,8 @@ class VersionMark:
     learning_rate: float
     trained_at: int
     """When the optimizer step ended, microseconds since the epoch."""
+    serving_format: str = ""
+    """As `Manifest.serving_format`."""
 
 
 def read_versions(kafka: KafkaSettings, run: RunSettings) -> VersionGraph:
@@ -173,6 +175,7 @@ class VersionLog:
             trained_at=mark.trained_at,
             published_at=published_at,
             incarnation=self.graph.incarnation if begun else self._first_incarnation(fingerprint, published_at),
+            serving_format=mark.serving_format,
         )
 
     def _first_incarnation(self, fingerprint: str, published_at: int) -> str:

@@ -166,6 +166,7 @@ class WeightPublisher:
         step: int | None = None,
         parent: int | None = None,
         trained_at: int | None = None,
+        serving_format: str = "",
     ) -> Manifest:
         """Publish weights as `version`; returns its manifest when the log has acknowledged all of it.
 
@@ -183,6 +184,7 @@ class WeightPublisher:
             step: the optimizer step that made the version; `version` where it is not given.
             parent: raise VersionError unless this is the version that is continued; not compared where it is not given.
             trained_at: when that step ended, microseconds since the epoch; now where it is not given.
+            serving_format: format of few bits whose values the weights are; empty where they are of none.
 
         What is said beside the weights is taken from the first rank.
 
@@ -193,7 +195,9 @@ class WeightPublisher:
         """
         if self._in_doubt:
             self._read_again()
-        mark = self._ranks.from_first(lambda: self._mark(version, step, learning_rate, parent, trained_at))
+        mark = self._ranks.from_first(
+            lambda: self._mark(version, step, learning_rate, parent, trained_at, serving_format)
+        )
         given = self._given(mark.version, version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
@@ -224,7 +228,13 @@ class WeightPublisher:
         self._producer.flush()
 
     def _mark(
-        self, version: int, step: int | None, learning_rate: float, parent: int | None, trained_at: int | None
+        self,
+        version: int,
+        step: int | None,
+        learning_rate: float,
+        parent: int | None,
+        trained_at: int | None,
+        serving_format: str,
     ) -> VersionMark:
         """What is said of a version beside its weights. Raises VersionError when it is not there and not the next."""
         mark = VersionMark(
@@ -233,6 +243,7 @@ class WeightPublisher:
             step=version if step is None else step,
             learning_rate=learning_rate,
             trained_at=now_us() if trained_at is None else trained_at,
+            serving_format=serving_format,
         )
         if version not in self._log.graph.manifests:
             self._log.require_next(version, mark.parent)

@@ -1,4 +1,5 @@
-"""Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, policy lag, overlap.
+"""Figures of the whole loop, from real runs of `tidemill demo --act one`: learning, its control, policy lag, overlap,
+learning with each serving format.
 
 Each run is one process tree with its own Kafka, vLLM and data directory; runs follow one another. One JSON line a
 figure, with everything needed beside it: seeds, learning rate, control, rollouts behind a rate.
@@ -7,6 +8,7 @@ figure, with everything needed beside it: seeds, learning rate, control, rollout
     python tests/bench/bench_loop.py control --seeds 0
     python tests/bench/bench_loop.py overlap --steps 16
     python tests/bench/bench_loop.py lag --steps 12
+    python tests/bench/bench_loop.py formats --seeds 0 --model DIR
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.query import ask
+from tidemill.trainer.choices import ServingFormat
 
 Summary = dict[str, Any]
 
@@ -77,6 +80,14 @@ def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> S
     return demo(options.data_dir, name, "--seed", str(seed), *steps, *model, *arguments)
 
 
+def formats(options: argparse.Namespace) -> None:
+    """Learning with the serving weights in each format: the reward and the mismatch (k3) of every step."""
+    for form in ServingFormat:
+        for seed in options.seeds:
+            summary = run(options, f"{form}-{seed}", seed, "--set", f"trainer.serving_format={form}")
+            figure("reward_curve", serving_format=form, **kept(summary), **query(summary, CURVE))
+
+
 def overlap(options: argparse.Namespace) -> None:
     """Trainer-busy time with samplers busy, and samples per second, asynchronous against synchronous."""
     rates = {}
@@ -98,6 +109,14 @@ PROCESSES = """
 SELECT countDistinct(replica_id) AS replicas, countDistinct(replica_id, pid, incarnation) AS replica_processes,
     countIf(status = 'proved') AS proofs, countIf(fingerprint != expected_fingerprint) AS unequal
 FROM weights_acks
+"""
+
+CURVE = """
+WITH steps AS (SELECT * FROM train_steps ORDER BY _offset LIMIT 1 BY run_id, step)
+SELECT
+    arrayMap(x -> round(x.2, 4), arraySort(groupArray((step, metrics['reward'])))) AS rewards,
+    arrayMap(x -> round(x.2, 6), arraySort(groupArray((step, metrics['mismatch/k3'])))) AS k3
+FROM steps
 """
 
 TRAINING_SECONDS = """
@@ -127,7 +146,7 @@ def lag(options: argparse.Namespace) -> None:
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {"learning": learning, "control": control, "overlap": overlap, "lag": lag}
+    what = {"learning": learning, "control": control, "overlap": overlap, "lag": lag, "formats": formats}
     parser.add_argument("figure", choices=what)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)

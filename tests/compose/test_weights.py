@@ -85,6 +85,13 @@ def test_the_chain_is_listed(log):
     assert [row["anchor"] for row in listed] == ["true", "false", "false", "true", "false", "false"]
 
 
+def test_a_format_of_few_bits_is_listed(log):
+    log.grow(1)
+    log.publish(1, nudged(log.views[0], 1), 0, lies={"serving_format": "mxfp8"})
+    assert [row["serving_format"] for row in answer(ask(log, "log", "--json"))["versions"]] == ["", "mxfp8"]
+    assert ask(log, "log").stdout.splitlines()[-1].endswith("head; mxfp8")
+
+
 def test_an_empty_branch_is_said_to_be_empty(log):
     result = ask(log, "log", "--branch", "nobody")
     assert isinstance(result.exception, UnknownVersion)

@@ -96,10 +96,10 @@ class ArrayReplica:
         self.state = ReplicaState(first.run_id, first.branch, pool)
         self.state.observe(first)
         identity = Identity("replica-t", "here", first.run_id, first.branch, "i", 1)
-        ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)
+        self.ledger = Ledger(identity, self._say, lambda: 0, lambda: self.state.head)
         self.fetcher = ChunkFetcher(chunks, timeout_s)
         staging = Staging(self.fetcher, directory)
-        self.subscriber = Subscriber(self.engine, self.state, mirror, staging, ledger)
+        self.subscriber = Subscriber(self.engine, self.state, mirror, staging, self.ledger)
         asyncio.run(self.subscriber.begin(first, reason))
 
     def _say(self, record):

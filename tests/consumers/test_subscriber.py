@@ -60,6 +60,12 @@ def test_every_version_is_applied_proved_and_acknowledged(harness):
     assert harness.engine.holds(harness.view)
 
 
+def test_the_format_of_the_values_that_are_served_is_known(harness):
+    for version, form in enumerate(["", "mxfp8", ""], 1):
+        harness.observe(replace(harness.next(), serving_format=form))
+        assert (harness.ledger.version, harness.ledger.serving_format) == (version, form)
+
+
 def test_a_version_that_changes_nothing_is_proved_too(harness):
     same = driver.publish(harness.log, 1, harness.view, harness.view)
     assert harness.observe(same) == [(PROVED, 1, 1)] and harness.engine.holds(harness.view)

@@ -130,12 +130,37 @@ def test_a_trainer_that_computes_with_other_weights_than_are_served_is_further_f
     assert apart["masters"] > 100 * apart["matched"]
 
 
+class NotedPublisher:
+    """Notes what is said of a version beside its weights."""
+
+    def publish(self, version: int, parts: object, **said: object) -> None:
+        self.said = said
+
+
+@pytest.mark.parametrize(("form", "said"), [("nvfp4", "nvfp4"), ("bf16", "")])
+def test_a_manifest_says_the_format(form, said, tmp_path):
+    publisher, store = NotedPublisher(), CheckpointStore(str(tmp_path), "run", "main", 1)
+    weights = TrainedWeights(settings_of(form), learner_of(form), store, publisher)
+    weights.snapshot()
+    weights.publish(0)
+    assert publisher.said["serving_format"] == said
+
+
 def test_a_checkpoint_leads_to_the_same_view(make_trainable, tmp_path):
     straight = learner_of("mxfp8")
     straight.train([make_trainable("a")], 1, 0, seed=1)
     resumed = Learner(tiny_model(seed=9), settings_of("mxfp8"), None)
     resumed.masters.load({name: value.clone() for name, value in straight.masters.state().items()})
     assert same(published(resumed, tmp_path), published(straight, tmp_path))
+
+
+@pytest.mark.parametrize(("form", "forward"), [("nvfp4", "matched"), ("nvfp4", "masters"), ("bf16", "matched")])
+def test_a_policy_begins_at_its_reference_in_every_format(form, forward, make_trainable):
+    settings = settings_of(form, forward=forward, kl=KlSettings(coefficient=0.1))
+    learner = Learner(tiny_model().bfloat16().float(), settings, tiny_model().bfloat16().float())
+    metrics = learner.train([make_trainable("a")], 1, 0, seed=1).metrics
+    assert metrics["reference/k1"] == 0.0
+    assert learner.train([make_trainable("a")], 2, 1, seed=2).metrics["reference/k1"] != 0.0
 
 
 def test_older_weights_come_back_as_they_were(make_trainable):

@@ -1,0 +1,226 @@
+"""Serving formats: how far the trainer is from the engine, matched and not, and the bytes of a version. JSON lines.
+
+    python tests/bench/bench_precision.py [--model data/models/smollm2] [--seeds 0] [--engines bfloat16] [--steps 3]
+
+`precision.mismatch`: a vLLM engine serves the model in the format `served` and samples; the trainer computes the
+logprobs of the same tokens in float32 with the weights of `trainer`, each format in turn; `matched` where both are one
+format. `k3` is the mean of r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of
+logprobs| in nats.
+
+`precision.bytes`: the delta of a version, from optimizer steps on what the bf16 engine sampled, with the same masters
+in each format. `changed` is the share of bf16 values that differ; `bytes` is the delta of them, which travels; `bound`
+is its bound by exponent class (`kernels.bounds`). `code_bytes` is what the codes and scales themselves would take in
+the same codec, with `code_bound`. The first step is left out: in it AdamW moves every weight by a whole learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+
+FORMATS = ("bf16", "fp8_blocks", "mxfp8", "nvfp4")
+PROMPTS = 4
+"""Questions, each answered equally often: a group of rollouts."""
+
+
+def say(figure: str, **values: Any) -> None:
+    """Print one JSON line; numbers with four significant digits."""
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"figure": figure, **rounded}), flush=True)
+
+
+def held_in(directory: Path, form: str) -> Any:
+    """The model of a checkpoint as the trainer holds it in a format."""
+    from tidemill.trainer.choices import ServingFormat
+    from tidemill.trainer.config import OptimizerSettings
+    from tidemill.trainer.master import MasterWeights
+    from tidemill.trainer.model import load_model
+
+    model = load_model(str(directory)).eval()
+    MasterWeights(model, OptimizerSettings(), ServingFormat(form))
+    return model
+
+
+def prompts_of(directory: Path, seed: int) -> list[list[int]]:
+    """Questions of two numbers, as token ids."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    numbers = np.random.default_rng(seed).integers(100, 1000, (PROMPTS, 2)).tolist()
+    asked = (f"A shop sold {a} apples on Monday and {b} on Tuesday. Tell the story of" for a, b in numbers)
+    return [tokenizer.encode(text).ids for text in asked]
+
+
+def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) -> None:
+    """Sample from an engine; in a process of its own."""
+    import engine_driver
+
+    engine_driver.prepare_environment(1)
+    from vllm import SamplingParams
+
+    room = {"max_model_len": 512, "max_num_batched_tokens": 2048, "kv_cache_memory_bytes": 128 << 20}
+    driven = engine_driver.InProcess(directory, dtype, skip_tokenizer_init=True, **room)
+    asked = SamplingParams(temperature=1.0, max_tokens=options.tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    prompts = prompts_of(options.model, options.seed)
+    for number in range(options.sequences):
+        driven.engine.add_request(str(number), {"prompt_token_ids": prompts[number % PROMPTS]}, asked)
+    made = {}
+    while driven.engine.has_unfinished_requests():
+        for output in (output for output in driven.engine.step() if output.finished):
+            (answer,) = output.outputs
+            ids = list(answer.token_ids)
+            found = [entry[token].logprob for token, entry in zip(ids, answer.logprobs, strict=True)]
+            made[int(output.request_id)] = [list(output.prompt_token_ids), ids, found]
+    out.write_text(json.dumps([made[number] for number in range(options.sequences)]))
+
+
+def sampled(directory: Path, dtype: str, options: argparse.Namespace, seed: int, out: Path) -> list[Any]:
+    """Prompt, answer and logprobs of each sequence of an engine."""
+    command = [sys.executable, __file__, "--sample", str(directory), dtype, str(out), "--seed", str(seed)]
+    sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens), "--model", str(options.model)]
+    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+    made: list[Any] = json.loads(out.read_text())
+    return made
+
+
+def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
+    """Every format served, against every format of the trainer; what the first engine sampled in bf16."""
+    import torch
+    from families import OneSegment, segment_of
+
+    from tidemill.trainer.batch import pack
+    from tidemill.trainer.policy import frozen_logprobs
+    from tidemill.trainer.probe import use_packed_attention
+
+    found: dict[tuple[str, str], list[Any]] = {}
+    for served in FORMATS:
+        held_in(options.model, served).bfloat16().save_pretrained(root / served)
+        for engine in options.engines:
+            found[served, engine] = sampled(root / served, engine, options, seed, root / "sampled.json")
+    for trainer in FORMATS:
+        model = held_in(options.model, trainer)
+        use_packed_attention(model)
+        for (served, engine), sequences in found.items():
+            rollouts = [OneSegment(segment_of(*sequence)) for sequence in sequences]
+            rows = pack(rollouts, 1024, model.config.vocab_size)
+            apart = torch.cat([frozen_logprobs(model, row) - row.sampler_logprobs for row in rows]).double().numpy()
+            size = np.abs(apart)
+            say("precision.mismatch", seed=seed, served=served, engine=engine, trainer=trainer,
+                matched=served == trainer, k3=float((np.expm1(apart) - apart).mean()), max=float(size.max()),
+                p99=float(np.quantile(size, 0.99)), tokens=len(size))  # fmt: skip
+    return found["bf16", options.engines[0]]
+
+
+def versions(learner: Any) -> Iterator[tuple[str, str, str, np.ndarray, str]]:
+    """Of every format and weight: format, weight, type of the patterns, patterns, and whether `values` or `codes`."""
+    import torch
+
+    from tidemill.kernels.quantise import BLOCK_FORMATS, E2M1, dequantise, quantise
+    from tidemill.trainer.serving_view import quantised_weights
+
+    chosen = quantised_weights(learner.model)
+    for key, master in learner.masters.state().items():
+        kind, name = key.split("/", 1)
+        if kind != "master":
+            continue
+        plain = master.bfloat16().view(torch.uint16).numpy()
+        yield "bf16", name, "bfloat16", plain.copy(), "values"
+        for form in BLOCK_FORMATS.values():
+            if name not in chosen:
+                yield form.name, name, "bfloat16", plain.copy(), "values"
+                yield form.name, name, "bfloat16", plain.copy(), "codes"
+                continue
+            held = quantise(master, form)
+            yield form.name, name, "bfloat16", dequantise(held).bfloat16().view(torch.uint16).numpy(), "values"
+            codes = held.codes.flatten()
+            if form.codes is E2M1:
+                yield form.name, name, "int4", (codes[::2] | codes[1::2] << 4).numpy(), "codes"
+            else:
+                yield form.name, name, "float8_e4m3fn", codes.numpy(), "codes"
+            yield form.name, f"{name}_scale", "uint8", held.scales.flatten().numpy(), "codes"
+            if held.outer is not None:
+                yield form.name, f"{name}_outer", "float32", held.outer.flatten().view(torch.uint32).numpy(), "codes"
+
+
+def version_bytes(options: argparse.Namespace, seed: int, sequences: list[Any]) -> None:
+    """The deltas of some steps in every format."""
+    from conftest import trainable_group
+    from families import segment_of
+
+    from tidemill.kernels.comparison import compare
+    from tidemill.kernels.delta import TensorChange
+    from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+    from tidemill.trainer.model import load_model
+    from tidemill.trainer.step import Learner
+
+    settings = TrainerSettings(kl=KlSettings(coefficient=0.0), optimizer=OptimizerSettings(learning_rate=options.rate))
+    learner = Learner(load_model(str(options.model)), settings, None)
+    random = np.random.default_rng(seed)
+    groups = []
+    for prompt in range(PROMPTS):
+        own = sequences[prompt::PROMPTS]
+        made = trainable_group(f"g{prompt}", (1.0, *random.integers(0, 2, len(own) - 2).astype(float), 0.0))
+        pairs = zip(made.rollouts, own, strict=True)
+        groups.append(replace(made, rollouts=tuple(replace(r, segments=[segment_of(*one)]) for r, one in pairs)))
+    before: dict[tuple[str, str, str], tuple[str, np.ndarray]] = {}
+    for step in range(1, options.steps + 2):
+        learner.train(groups, step, step - 1, seed=step)
+        changes: dict[tuple[str, str], list[TensorChange]] = {}
+        for form, name, dtype, bits, what in versions(learner):
+            old = before.get((form, name, what))
+            if old is not None:
+                changes.setdefault((form, what), []).append(TensorChange(name, dtype, old[1], bits))
+            before[form, name, what] = dtype, bits
+        if step == 1:
+            continue
+        for form in FORMATS:
+            values = compare(changes[form, "values"]).total
+            line = {"changed": values.changed / values.elements, "bytes": values.wire_bytes,
+                    "bound": values.exponent_class_bound_bytes,
+                    "bytes_per_changed": values.wire_bytes / max(values.changed, 1)}  # fmt: skip
+            if (form, "codes") in changes:
+                codes = compare(changes[form, "codes"]).total
+                line |= {"code_bytes": codes.wire_bytes, "code_bound": codes.exponent_class_bound_bytes}
+            say("precision.bytes", seed=seed, step=step, rate=options.rate, format=form,
+                parameters=values.elements, **line)  # fmt: skip
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=TESTS.parent / "data/models/smollm2", help="checkpoint directory")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the questions")
+    parser.add_argument("--engines", nargs="+", default=["bfloat16"], help="types that engines compute in")
+    parser.add_argument("--sequences", type=int, default=16, help="answers sampled from each engine")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--steps", type=int, default=3, help="versions whose bytes are counted; 0: none")
+    parser.add_argument("--rate", type=float, default=1e-6, help="learning rate of the steps")
+    parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sample:
+        directory, dtype, out = options.sample
+        sample(Path(directory), dtype, options, Path(out))
+        return
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory() as root:
+            sequences = mismatch(options, seed, Path(root))
+        if options.steps:
+            version_bytes(options, seed, sequences)
+
+
+if __name__ == "__main__":
+    main()
