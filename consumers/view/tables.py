@@ -20,7 +20,9 @@ from tidemill.consumers.view.config import ViewSettings
 EXTRA_S = 2.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
 REST = 50
-"""A panel's query that took t seconds is not asked again for so many t: it takes 2 % of one core's time at most."""
+"""A panel's query that took t seconds is not asked again for so many t, so that it takes 2 % of the engine's time."""
+REST_S = 30.0
+"""Age up to which an answer stands for that reason."""
 LONGEST_S = 60.0
 """Age up to which an answer stands while the tables read no further."""
 STATE_S = 0.5
@@ -88,13 +90,13 @@ class Tables:
     async def kept(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """As `ask`, for all who look at once: one of them asks, and a kept answer stands for a while.
 
-        It stands as long as the tables read no further, and in any case for `REST` times the time that it took.
+        It stands for `REST` times the time that it took, and for longer while the tables read no further.
         """
         given = parameters or {}
         one = self._answer_of((sql, str(most), *(f"{name}={given[name]}" for name in sorted(given))))
         async with one.lock:
             age = time.monotonic() - one.at
-            if one.rows is not None and age < REST * one.rows.seconds:
+            if one.rows is not None and age < min(REST * one.rows.seconds, REST_S):
                 return one.rows
             state = await self._state()
             if one.rows is None or age > LONGEST_S or state != one.state:

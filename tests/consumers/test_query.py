@@ -502,3 +502,16 @@ def test_missing_tables_and_unknown_names_say_what_to_do(tmp_path: Path):
     assert not (tmp_path / "absent").exists()
     with pytest.raises(QueryFailed, match="did you mean accounting"):
         sql_of("acounting")
+
+
+def test_tables_of_an_older_release_are_told(tmp_path: Path):
+    sink = SinkSettings(path=str(tmp_path / "old"))
+    with closing(connect(sink)) as client:
+        client.command("CREATE DATABASE tidemill")
+        client.command("CREATE TABLE tidemill.train_steps (step Int64) ENGINE = MergeTree ORDER BY step")
+        for name in ("step", "runs"):
+            with pytest.raises(QueryFailed, match=f"lack something that the query {name} reads: an older release"):
+                ask(sink, name)
+        with pytest.raises(QueryFailed, match="UNKNOWN_TABLE") as own:
+            ask(sink, "SELECT * FROM rollouts")
+        assert "older release" not in str(own.value)

@@ -100,9 +100,11 @@ def test_an_answer_stands_until_the_tables_read_on_and_longer_if_it_was_costly(
     assert tables.asked == asked
 
 
-def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("seconds", [0.0, 9.0], ids=["same", "costly"])
+def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch, seconds: float):
     monkeypatch.setattr(module, "LONGEST_S", -1.0)
-    tables = Counted(rewards(1))
+    monkeypatch.setattr(module, "REST_S", 0.0)
+    tables = Counted(rewards(1, seconds))
     asyncio.run(tables.kept("SELECT 1"))
     asyncio.run(tables.kept("SELECT 1"))
     assert tables.asked == 2
