@@ -1,20 +1,22 @@
 """Different answers to one prompt in changing company, and logprobs of one group, with and without: JSON lines.
 
-    python tests/bench/bench_invariance.py [--runs 80] [--length 128] [--tokens 32] [--rounds 2] [--shapes 8x54+20]
+    python tests/bench/bench_invariance.py [--runs 80] [--length 128] [--tokens 32] [--rounds 3] [--shapes 8x54+20]
 
 `invariance.answers`: a vLLM engine, in float32 and in bfloat16, answers one prompt `runs` times, greedily, among other
 prompts that change in number, length and place. `distinct` are its different answers, logprobs compared bit for bit,
-`distinct_tokens` those with different tokens, `max` the largest difference of logprobs in nats; `tokens_per_second` are
-sampled tokens of all requests, the best of `rounds`. `invariance.logprobs`: the trainer takes a step on one group among
-others that change in number and fork from it; `distinct` are the different logprobs of the group. `invariance.step`:
-sampled tokens of a step for each second of processor time, of rollouts with shared prompts. Each line with
-`batch_invariant` false is the control of the next one, measured in turn with it; `speed` is the ratio to it.
+`distinct_tokens` those with different tokens, `max` the largest difference of logprobs in nats; `tokens_per_cpu_second`
+are sampled tokens of all requests for each second of processor time (one thread computes). `invariance.logprobs`: the
+trainer takes a step on one group among others that change in number and fork from it; `distinct` are the different
+logprobs of the group. `invariance.step`: sampled tokens of a step for each second of processor time, of rollouts with a
+shared prompt; the best of `rounds`. Each line with `batch_invariant` false is the control of the next one, measured in
+turn with it; `speed` is the median ratio to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,22 +54,13 @@ def engine(directory: Path, dtype: str, words: int, options: argparse.Namespace)
     import invariance_driver as driver
 
     driver.engines.prepare_environment(1)
-    found: dict[bool, dict[str, Any]] = {}
-    for _ in range(options.rounds):
-        for on in WAYS:
-            made = driver.compare(
-                directory, dtype, on, words=words, length=options.length, tokens=options.tokens, runs=options.runs,
-                kv_cache_memory_bytes=256 << 20,
-            )  # fmt: skip
-            best = max(found.get(on, made)["tokens_per_second"], made["tokens_per_second"])
-            found[on] = {**made, "tokens_per_second": best}
-    tell("invariance.answers", found, "tokens_per_second", engine=dtype, length=options.length)
-
-
-def tell(figure: str, found: dict[bool, dict[str, Any]], speed: str, **facts: Any) -> None:
-    """A line for each way, the control first."""
-    for on, made in found.items():
-        say(figure, **facts, batch_invariant=on, **made, speed=made[speed] / found[False][speed])
+    made = driver.compare(
+        directory, dtype, words=words, length=options.length, tokens=options.tokens, runs=options.runs,
+        kv_cache_memory_bytes=256 << 20,
+    )  # fmt: skip
+    for way, found in made.items():
+        found.pop("unfit")
+        say("invariance.answers", engine=dtype, length=options.length, batch_invariant=driver.WAYS[way], **found)
 
 
 def learner_of(on: bool, options: argparse.Namespace, row_tokens: int = 1024) -> Any:
@@ -117,8 +110,10 @@ def steps(shape: str, options: argparse.Namespace) -> None:
             begun = time.process_time()
             tokens = learner.train(groups, number, 0, seed=number).tokens
             spent[on].append(time.process_time() - begun)
-    found = {on: {"tokens_per_cpu_second": tokens / min(seconds[1:])} for on, seconds in spent.items()}
-    tell("invariance.step", found, "tokens_per_cpu_second", shape=shape)
+    for on, seconds in spent.items():
+        ratios = [plain / own for plain, own in zip(spent[False][1:], seconds[1:], strict=True)]
+        say("invariance.step", shape=shape, batch_invariant=on, tokens_per_cpu_second=tokens / min(seconds[1:]),
+            speed=statistics.median(ratios))  # fmt: skip
 
 
 def main() -> None:
@@ -127,7 +122,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=80, help="answers to the one prompt")
     parser.add_argument("--length", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--rounds", type=int, default=2, help="times that each way is measured; the best one counts")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of the trainer that are measured")
     parser.add_argument("--hidden", type=int, default=256, help="width of the engine's model")
     parser.add_argument("--layers", type=int, default=4, help="layers of the engine's model")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="types that engines compute in")

@@ -88,30 +88,58 @@ def answers(engine: Any, wanted: dict[str, tuple[list[int], int, str]]) -> dict[
     return done
 
 
+def unfit(engine: Any) -> str:
+    """What is said of an engine's layers as invariant ones; empty for layers that are."""
+    from tidemill.consumers.replica.invariant import require_tokenwise
+    from tidemill.consumers.replica.weight_map import UnsupportedModelError
+
+    try:
+        require_tokenwise(engine.model)
+    except UnsupportedModelError as error:
+        return str(error)
+    return ""
+
+
 def compare(
-    directory: Path, dtype: str, on: bool, *, words: int, length: int, tokens: int, runs: int = RUNS, **options: Any
-) -> dict[str, Any]:
-    """What `runs` answers to the one prompt are, and the engine's tokens per second."""
-    switch(on)
-    # Prompts are computed in pieces whose borders depend on the company.
-    engine = engines.InProcess(
-        directory, dtype, max_model_len=4 * length, max_num_batched_tokens=4 * length, max_num_seqs=48,
-        enable_chunked_prefill=True, **options,
-    )  # fmt: skip
-    answers(engine, next(waves(words, length, 2, tokens)))
-    engine.engine.reset_prefix_cache()
-    seen, total, begun = [], 0, time.monotonic()
+    directory: Path, dtype: str, *, words: int, length: int, tokens: int, runs: int = RUNS, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """What `runs` answers to the one prompt are, by way; and tokens sampled in a second of processor time.
+
+    The engines answer in turn, so that whatever else the machine does meets both: `speed` is the median over waves.
+    """
+    made = {}
+    for way, on in WAYS.items():
+        switch(on)
+        # Prompts are computed in pieces whose borders depend on the company.
+        made[way] = engines.InProcess(
+            directory, dtype, max_model_len=4 * length, max_num_batched_tokens=4 * length, max_num_seqs=48,
+            enable_chunked_prefill=True, **options,
+        )  # fmt: skip
+        answers(made[way], next(waves(words, length, 2, tokens)))
+        made[way].engine.reset_prefix_cache()
+    seen: dict[str, list[Answer]] = {way: [] for way in WAYS}
+    spent: dict[str, list[float]] = {way: [] for way in WAYS}
+    total = 0
     for wanted in waves(words, length, runs, tokens):
-        done = answers(engine, wanted)
+        for way, engine in made.items():
+            begun = time.process_time()
+            done = answers(engine, wanted)
+            spent[way].append(time.process_time() - begun)
+            seen[way] += [answer for name, answer in done.items() if name.startswith("run")]
         total += sum(map(len, done.values()))
-        seen += [answer for name, answer in done.items() if name.startswith("run")]
-    seconds = time.monotonic() - begun
-    assert len(seen) == runs
-    apart = max(abs(a[1] - b[1]) for answer in seen for a, b in zip(answer, seen[0], strict=True))
+    assert [len(found) for found in seen.values()] == [runs] * len(WAYS)
     return {
-        "runs": runs, "distinct": len(set(seen)), "distinct_tokens": len({tuple(t for t, _ in one) for one in seen}),
-        "max": apart, "tokens_per_second": total / seconds,
-    }  # fmt: skip
+        way: {
+            "runs": runs,
+            "distinct": len(set(found)),
+            "distinct_tokens": len({tuple(token for token, _ in one) for one in found}),
+            "max": max(abs(a[1] - b[1]) for one in found for a, b in zip(one, found[0], strict=True)),
+            "tokens_per_cpu_second": total / sum(spent[way]),
+            "unfit": unfit(made[way]),
+            "speed": float(np.median(np.array(spent["without"]) / np.array(spent[way]))),
+        }
+        for way, found in seen.items()
+    }
 
 
 async def refusal(directory: Path, on: bool) -> str:
@@ -134,19 +162,6 @@ async def refusal(directory: Path, on: bool) -> str:
     return ""
 
 
-def unfit(directory: Path) -> str:
-    """What is said of a model whose attention is vLLM's own."""
-    from tidemill.consumers.replica.invariant import require_tokenwise
-    from tidemill.consumers.replica.weight_map import UnsupportedModelError
-
-    switch(False)
-    try:
-        require_tokenwise(engines.InProcess(directory, "float32").model)
-    except UnsupportedModelError as error:
-        return str(error)
-    return ""
-
-
 def main() -> None:
     """See the module's docstring."""
     engines.prepare_environment(1)
@@ -155,11 +170,8 @@ def main() -> None:
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}
     # First: a server forks its engine, which it can do before this process has computed anything.
     found["refusal"] = {way: asyncio.run(refusal(made["dense"], on)) for way, on in WAYS.items()}
-    found["layers"] = unfit(made["dense"])
-    for name, directory in made.items():
-        found[name] = {
-            way: compare(directory, "float32", on, words=190, length=40, tokens=8) for way, on in WAYS.items()
-        }
+    for name, runs in {"dense": RUNS, "experts": RUNS // 4}.items():
+        found[name] = compare(made[name], "float32", words=190, length=40, tokens=8, runs=runs)
     print(json.dumps(found), flush=True)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tidemill.consumers.replica import linear
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 
@@ -25,9 +26,9 @@ def seen(tmp_path_factory, vllm):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", ["dense", "experts"])
-def test_one_prompt_has_one_answer_in_any_company(seen, model):
-    assert seen[model]["with"]["runs"] == 80
+@pytest.mark.parametrize(("model", "runs"), [("dense", 80), ("experts", 20)])
+def test_one_prompt_has_one_answer_in_any_company(seen, model, runs):
+    assert seen[model]["with"]["runs"] == runs
     assert seen[model]["with"]["distinct"] == 1
 
 
@@ -43,7 +44,9 @@ def test_a_replica_whose_engine_is_not_invariant_does_not_start(seen):
 
 
 def test_a_layer_without_such_a_form_is_named(seen):
-    assert seen["layers"].startswith("numerics.batch_invariant: layer model.layers.0.self_attn.attn (Attention) has no")
+    told = "numerics.batch_invariant: layer model.layers.0.self_attn.attn (Attention) has no form on a CPU"
+    assert seen["dense"]["without"]["unfit"].startswith(told)
+    assert seen["dense"]["with"]["unfit"] == seen["experts"]["with"]["unfit"] == ""
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,29 @@ def test_vllms_own_switch_is_set_on_a_gpu_and_other_devices_are_refused(monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_tiled_product_does_not_depend_on_the_others(dtype):
     torch.manual_seed(0)
-    x, weight, bias = torch.randn(50, 96).to(dtype), torch.randn(40, 96).to(dtype), torch.randn(40).to(dtype)
+    x, weight, bias = torch.randn(700, 96).to(dtype), torch.randn(40, 96).to(dtype), torch.randn(40).to(dtype)
     whole = tiled_linear(x, weight, bias)
-    for rows in (1, 2, 7, 16, 17, 33):
-        assert torch.equal(tiled_linear(x[50 - rows :], weight, bias), whole[50 - rows :])
+    for rows in (1, 2, 7, 16, 17, 33, 100, 530):
+        assert torch.equal(tiled_linear(x[700 - rows :], weight, bias), whole[700 - rows :])
     torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias))
-    assert tiled_linear(x.view(5, 10, 96), weight).shape == (5, 10, 40)
+    assert tiled_linear(x.view(7, 100, 96), weight).shape == (7, 100, 40)
+
+
+def test_tiles_are_multiplied_together_only_where_that_changes_no_bit(monkeypatch):
+    """A library whose products of more than 64 rows are summed up in another order."""
+    plain, seen = linear.unpacked_linear, []
+
+    def product(x, weight, bias=None):
+        seen.append(len(x))
+        return plain(x, weight, bias) if len(x) <= 64 else plain(x, weight, bias) * (1 + 2**-20)
+
+    monkeypatch.setattr(linear, "unpacked_linear", product)
+    monkeypatch.setattr(linear, "_TOGETHER", {})
+    x, weight = torch.randn(250, 32), torch.randn(24, 32)
+    whole = tiled_linear(x, weight)
+    seen.clear()
+    assert torch.equal(tiled_linear(x, weight), whole) and seen == [64, 64, 64, 64]
+    assert torch.equal(tiled_linear(x[:50], weight), whole[:50])
 
 
 def test_a_row_of_a_plain_product_does():
