@@ -8,7 +8,9 @@ trainer's routers choose; `replayed`, the sampler's experts are taken; `shuffled
 `engine twice` is the engine against itself, which computes the sampled sequences again as prompts. `k3` is the mean of
 r - log r - 1 with r the ratio of probabilities, `max` and `p99` are of |difference of logprobs| in nats; `otherwise` is
 the share of (token, layer) pairs for which the routers' own choice is another than the sampler's. `routing.bytes` are
-the bytes of expert ids a token, beside those of the rollout's own arrays.
+the bytes of expert ids a token, beside those of the rollout's own arrays. `routing.capture`: tokens that an engine
+samples in a second of processor time, by itself and keeping expert ids, in turn; the best of `--rounds`, and the
+median ratio.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,35 @@ def sample(directory: Path, dtype: str, options: argparse.Namespace, out: Path) 
         made["logprobs again"].append([entry[token].logprob for token, entry in scored])
         made["ids again"].append(again[name].outputs[0].routed_experts[: length - 1])
     np.savez(out, **{name: np.array(values) for name, values in made.items()})
+
+
+def capture(directory: Path, dtype: str, options: argparse.Namespace) -> None:
+    """Lines about the speed of an engine with and without expert ids; in a process of its own."""
+    import expert_driver
+
+    expert_driver.engines.prepare_environment(1)
+    from vllm import SamplingParams
+
+    kinds = {False: expert_driver.engines.InProcess, True: expert_driver.Routed}
+    length = PROMPT + options.tokens
+    engines = {on: kind(directory, dtype, max_model_len=length + 1, max_num_batched_tokens=4096)
+               for on, kind in kinds.items()}  # fmt: skip
+    random, spent = np.random.default_rng(options.seed), np.zeros((options.rounds + 1, len(kinds)))
+    for number in range(options.rounds + 1):
+        prompts = [random.integers(2, 150, PROMPT).tolist() for _ in range(options.sequences)]
+        for on, made in engines.items():
+            asked = SamplingParams(temperature=1.0, max_tokens=options.tokens, logprobs=0, ignore_eos=True)
+            begun = time.process_time()
+            for place, prompt in enumerate(prompts):
+                made.engine.add_request(str(place), {"prompt_token_ids": prompt}, asked)
+            while made.engine.has_unfinished_requests():
+                made.engine.step()
+            spent[number, int(on)] = time.process_time() - begun
+    # The first round warms up.
+    for on, seconds in zip(kinds, spent[1:].T, strict=True):
+        say("routing.capture", seed=options.seed, engine=dtype, expert_ids=on,
+            tokens_per_cpu_second=options.sequences * options.tokens / float(seconds.min()),
+            speed=float(np.median(spent[1:, 0] / seconds)))  # fmt: skip
 
 
 def figures(apart: np.ndarray, otherwise: float) -> dict[str, float]:
@@ -113,7 +145,11 @@ def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
         out = root / f"{engine}.npz"
         command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(out), "--seed", str(seed)]
         sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens)]
+        sizes += ["--rounds", str(options.rounds)]
         subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+        command = [sys.executable, __file__, "--capture", str(root / "model"), engine, "--seed", str(seed), *sizes]
+        made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+        print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
         sampled = dict(np.load(out))
         twice = (sampled["logprobs again"] - sampled["logprobs"]).reshape(-1)
         sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
@@ -136,12 +172,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model")
     parser.add_argument("--experts", type=int, default=8, help="experts of a layer, of which a token goes to two")
+    parser.add_argument("--rounds", type=int, default=8, help="times that the speed of each engine is measured")
     parser.add_argument("--sample", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--capture", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sample:
         directory, dtype, out = options.sample
         sample(Path(directory), dtype, options, Path(out))
+        return
+    if options.capture:
+        directory, dtype = options.capture
+        capture(Path(directory), dtype, options)
         return
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as root:

@@ -1,0 +1,194 @@
+"""Mismatch by part over a run at several policy lags; what it learns with and without routing replay: JSON lines.
+
+    python tests/bench/bench_lag.py [--models dense experts] [--lags 0 1 4] [--routings own replayed shuffled]
+                                    [--seeds 0 1 2] [--steps 16] [--noise 0 0.05]
+
+The loop without a log: a vLLM engine samples answers to random prompts, the trainer takes a step on them, and the
+engine gets the weights of `lag` steps ago. A reward is the share of an answer's tokens that are in the first eighth of
+the vocabulary. With `noise` the engine's routers are not the trainer's: to each weight is added a random number of that
+many times the deviation of the weights, another one for each version. `lag.step`: the mismatch of one step, by part
+(`all`, `engines`, `staleness`, `lagged`: k3 and the largest difference of logprobs in nats), the shares of tokens and
+of layers routed otherwise, tokens that the correction cut, the mean reward. `lag.run`: the reward of each step, the
+mean of the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense model has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "consumers"), str(TESTS / "trainer"), str(TESTS.parent)]
+
+PROMPT, VOCABULARY = 12, 160
+View = dict[str, np.ndarray]
+
+
+def say(figure: str, **values: Any) -> None:
+    """Print one JSON line; numbers with three significant digits."""
+    rounded = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in values.items()}
+    print(json.dumps({"figure": figure, **rounded}), flush=True)
+
+
+def noisy(view: View, share: float, seed: int) -> View:
+    """The view with noise of `share` of their deviation on the routers' weights."""
+    import torch
+
+    if not share:
+        return view
+    changed, random = dict(view), np.random.default_rng(seed)
+    for name in (name for name in view if name.endswith("mlp.gate.weight")):
+        values = (view[name].astype(np.uint32) << 16).view(np.float32)
+        moved = torch.from_numpy(values + share * values.std() * random.standard_normal(values.shape, np.float32))
+        changed[name] = moved.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return changed
+
+
+class Sampler:
+    """A vLLM engine that samples groups of answers."""
+
+    def __init__(self, directory: Path, view: View, options: argparse.Namespace) -> None:
+        import expert_driver
+
+        from tidemill.kernels.weights.bits import TensorSpec
+
+        kind = expert_driver.Routed if options.model == "experts" else expert_driver.engines.InProcess
+        self.engine = kind(directory, options.dtype, max_num_batched_tokens=4096)
+        self.engine.install([TensorSpec(name, bits.shape, "bfloat16") for name, bits in view.items()])
+        self.options, self.held, self.random = options, view, np.random.default_rng(options.seed)
+
+    def hold(self, view: View, version: int) -> None:
+        """Serve these weights."""
+        self.engine.apply(self.held, view, version)
+        self.held = view
+
+    def groups(self, step: int, version: int) -> list[Any]:
+        """Groups of answers, with expert ids where the model has them."""
+        from vllm import SamplingParams
+
+        options, prompts = self.options, {}
+        for number in range(options.groups * options.rollouts):
+            if number % options.rollouts == 0:
+                prompt = self.random.integers(2, VOCABULARY, PROMPT).tolist()
+            prompts[str(number)] = prompt
+        asked = SamplingParams(temperature=1.0, max_tokens=options.tokens, logprobs=0, ignore_eos=True)
+        for name, prompt in prompts.items():
+            self.engine.engine.add_request(name, {"prompt_token_ids": prompt, "cache_salt": f"{step}"}, asked)
+        done = {}
+        while self.engine.engine.has_unfinished_requests():
+            done |= {int(output.request_id): output for output in self.engine.engine.step() if output.finished}
+        outputs = [done[number] for number in sorted(done)]
+        return [
+            group_of(f"g{step}-{first}", outputs[first : first + options.rollouts], version)
+            for first in range(0, len(outputs), options.rollouts)
+        ]
+
+
+def group_of(name: str, outputs: list[Any], version: int) -> Any:
+    """A group that can be trained on."""
+    from conftest import trainable_group
+    from families import segment_of
+
+    segments = []
+    for output in outputs:
+        (answer,) = output.outputs
+        chosen = zip(answer.token_ids, answer.logprobs, strict=True)
+        # Scores are rounded: a certain token may have a logprob just above 0.
+        logprobs = [min(entry[token].logprob, 0.0) for token, entry in chosen]
+        made = segment_of(list(output.prompt_token_ids), list(answer.token_ids), logprobs)
+        segments.append(replace(made, spans=[replace(made.spans[0], version=version)]))
+    rewards = tuple(float((one.ids()[one.mask() == 1] < VOCABULARY // 8).mean()) for one in segments)
+    group = trainable_group(name, rewards, version=version)
+    pairs = zip(group.rollouts, segments, strict=True)
+    ids = [output.outputs[0].routed_experts for output in outputs]
+    return replace(
+        group,
+        rollouts=tuple(replace(rollout, segments=[segment]) for rollout, segment in pairs),
+        expert_ids=() if ids[0] is None else tuple(ids),
+    )
+
+
+def run(options: argparse.Namespace, directory: Path) -> None:
+    """One run; in a process of its own."""
+    import expert_driver
+
+    expert_driver.engines.prepare_environment(1)
+    from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+    from tidemill.trainer.mismatch import measure, routed_otherwise
+    from tidemill.trainer.model import load_model
+    from tidemill.trainer.serving_view import serving_view
+    from tidemill.trainer.step import Learner
+
+    settings = TrainerSettings(
+        kl=KlSettings(coefficient=0.0), optimizer=OptimizerSettings(learning_rate=options.learning_rate),
+        routing=options.routing if options.model == "experts" else "off", score_older_every=2, length_divisor=32.0,
+    )  # fmt: skip
+    learner = Learner(load_model(str(directory)), settings, None)
+    views = [serving_view(learner.model)]
+    sampler = Sampler(directory, views[0], options)
+    facts = {name: getattr(options, name) for name in ("model", "lag", "routing", "noise", "seed")}
+    rewards, k3 = [], []
+    for step in range(1, options.steps + 1):
+        version = max(0, step - 1 - options.lag)
+        sampler.hold(noisy(views[version], options.noise, version), version)
+        outcome = learner.train(sampler.groups(step, version), step, step - 1, seed=1000 * options.seed + step)
+        views.append(serving_view(learner.model))
+        slices, _ = measure(outcome.trained, step - 1)
+        parts = {each.part: each for each in slices if each.dimension == "all"}
+        tokens, layers = routed_otherwise(outcome.trained)
+        rewards.append(outcome.metrics["reward"])
+        k3.append(parts["all"].k3)
+        told = {f"{part}/{number}": getattr(each, number) for part, each in parts.items() for number in ("k3", "max")}
+        say("lag.step", **facts, step=step, **told, tokens_otherwise=tokens, layers_otherwise=layers,
+            cut=parts["all"].cut / parts["all"].tokens, reward=rewards[-1])  # fmt: skip
+    last = float(np.mean(rewards[-max(1, options.steps // 4) :]))
+    say("lag.run", **facts, rewards=[round(reward, 3) for reward in rewards], last_quarter=last, k3=float(np.mean(k3)))
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["dense", "experts"], choices=["dense", "experts"])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4], help="policy lags, in steps")
+    parser.add_argument("--routings", nargs="+", default=["own"], help="for experts: own, replayed, shuffled")
+    parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="on the engine's routers")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of model, prompts and sampling")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--groups", type=int, default=6, help="of a step")
+    parser.add_argument("--rollouts", type=int, default=6, help="of a group")
+    parser.add_argument("--tokens", type=int, default=24, help="of an answer")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--dtype", default="float32", help="that the engine computes in")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        told = json.loads(options.run)
+        run(argparse.Namespace(**{**vars(options), **told}), Path(told["directory"]))
+        return
+    from families import make_model
+
+    for seed, model in product(options.seeds, options.models):
+        with tempfile.TemporaryDirectory() as directory:
+            family, changes = ("Qwen3", {}) if model == "dense" else ("Qwen3Moe", {"num_experts": 8})
+            made = make_model(family, seed, **changes, tie_word_embeddings=False)
+            made.bfloat16().save_pretrained(directory)
+            ways = product(options.lags, options.routings if model == "experts" else ["off"], options.noise)
+            for lag, routing, noise in ways:
+                one = {"model": model, "lag": lag, "routing": routing, "noise": noise, "seed": seed}
+                command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps(one | {"directory": directory})]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+                print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+
+
+if __name__ == "__main__":
+    main()
