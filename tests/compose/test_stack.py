@@ -60,6 +60,8 @@ def brokers_of(data_dir: Path) -> list[int]:
 def create(bootstrap: str, topic: str, replicas: int) -> None:
     """A topic of one partition."""
     admin = AdminClient({"bootstrap.servers": bootstrap})
+    # A request on the connection by which the client found the brokers is lost when it closes that one.
+    admin.list_topics(timeout=DEADLINE_S)
     for future in admin.create_topics([NewTopic(topic, 1, replicas)]).values():
         future.result(DEADLINE_S)
 

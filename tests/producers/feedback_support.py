@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from tests.streams.stream_support import wait_until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.product.pseudonym import Pseudonyms
@@ -57,10 +58,19 @@ class StallingLog:
     settings: KafkaSettings
     pid: int
 
+    def _stands_still(self) -> bool:
+        try:
+            states = [stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        except OSError:  # A thread ended meanwhile.
+            return False
+        return set(states) == {"T"}
+
     @contextmanager
     def stalled(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGSTOP)
         try:
+            # Its threads stop one by one, and one that still runs may answer.
+            wait_until(self._stands_still, DEADLINE_S, "the broker has stopped")
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)

@@ -173,7 +173,7 @@ def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSetti
             return False
         return True
 
-    wait_until(led, 20, "leaders of the new topics")
+    wait_until(led, 60, "leaders of the new topics")
     return kafka
 
 
