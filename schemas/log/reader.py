@@ -25,7 +25,7 @@ from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.client_settings import groupless_settings
 from tidemill.schemas.log.consumed import ConsumedRecord, Partition, Position, consumed_record
 from tidemill.schemas.log.guard import ReadingGuard
-from tidemill.schemas.log.watermarks import end_offsets, offset_since, partitions_of, watermarks
+from tidemill.schemas.log.watermarks import offset_since, partitions_of, watermarks
 
 READ_WAIT_S = 0.1
 SILENCE_S = 60.0
@@ -79,8 +79,8 @@ class PartitionReader:
         self._gaps, self._held_back = gaps, frozenset()
         self._anywhere = {partition for partition, offset in start.items() if gaps or offset == OFFSET_BEGINNING}
         self._next = {}
-        for partition, (low, high) in watermarks(self.client, start).items():
-            offset = start[partition]
+        for partition, offset in start.items():
+            low, high = watermarks(self.client, partition)
             if offset in (OFFSET_BEGINNING, OFFSET_END):
                 self._next[partition] = low if offset == OFFSET_BEGINNING else high
             elif gaps:
@@ -140,7 +140,7 @@ class PartitionReader:
 
     def ends(self) -> dict[Partition, int]:
         """The offset that the next record of each partition will have."""
-        return end_offsets(self.client, self._next)
+        return {partition: watermarks(self.client, partition)[1] for partition in self._next}
 
     def read_until(
         self, ends: Mapping[Partition, int], silence_s: float = SILENCE_S, at_once: int = 500
@@ -285,7 +285,7 @@ class LogReader:
         full = self._full(topic, partition)
         first = offset_since(self._log.client, full, max(timestamp_ms, 0))
         if first is not None:
-            end = end_offsets(self._log.client, [full])[full]
+            end = watermarks(self._log.client, full)[1]
             for messages in self._log.read_ranges({full: (first, end)}):
                 yield from self._consumed(messages)
 
@@ -300,8 +300,9 @@ class LogReader:
             if place.partition in self.partitions(Topic(place.topic)):
                 wanted.setdefault(self._full(Topic(place.topic), place.partition), []).append(place.offset)
         ranges = {}
-        for partition, (low, high) in watermarks(self._log.client, wanted).items():
-            kept = [offset for offset in wanted[partition] if low <= offset < high]
+        for partition, offsets in wanted.items():
+            low, high = watermarks(self._log.client, partition)
+            kept = [offset for offset in offsets if low <= offset < high]
             if kept:
                 ranges[partition] = min(kept), max(kept) + 1
         read = (record for found in self._log.read_ranges(ranges, silence_s) for record in self._consumed(found))
@@ -319,7 +320,7 @@ class LogReader:
         partition, offset = self._full(Topic(position.topic), position.partition), position.offset
         where = f"{position.topic}[{position.partition}]"
         following = self._log.next_offsets().get(partition)
-        if following is None or offset >= end_offsets(self._log.client, [partition])[partition]:
+        if following is None or offset >= watermarks(self._log.client, partition)[1]:
             raise MissingRecordError(f"{where} ends before offset {offset}")
         if offset < following or (passed is None and offset > following):
             self._log.seek(partition, offset)

@@ -7,13 +7,16 @@ until it answers, for as long as one answer may take.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S, RETRY_S, TRANSIENT, groupless_settings
 from tidemill.schemas.log.consumed import Partition
+
+Asked = TypeVar("Asked")
 
 NOT_YET_THERE = TRANSIENT | {KafkaError._UNKNOWN_PARTITION, KafkaError.UNKNOWN_TOPIC_OR_PART}
 
@@ -26,48 +29,39 @@ def partitions_of(consumer: Consumer, topic: str) -> list[int]:
     return sorted(metadata.partitions)
 
 
-def watermarks(
-    consumer: Consumer, partitions: Iterable[Partition], timeout_s: float = METADATA_TIMEOUT_S
-) -> dict[Partition, tuple[int, int]]:
-    """First offset that each partition keeps, and its end. Raises KafkaException when the log does not answer in time.
+def watermarks(consumer: Consumer, partition: Partition, timeout_s: float = METADATA_TIMEOUT_S) -> tuple[int, int]:
+    """First offset that a partition keeps, and its end. Raises KafkaException when the log does not answer in time."""
 
-    Each is one request for all partitions: a request waits behind a fetch of the same consumer, up to
-    `fetch.wait.max.ms`.
-    """
-    # The protocol takes this mark, and that of the end, in place of a time.
-    firsts = _offsets_for_times(consumer, dict.fromkeys(partitions, OFFSET_BEGINNING), timeout_s)
-    ends = end_offsets(consumer, firsts, timeout_s)
-    return {partition: (first, ends[partition]) for partition, first in firsts.items()}
+    def ask() -> tuple[int, int]:
+        low, high = consumer.get_watermark_offsets(TopicPartition(*partition), timeout=timeout_s)
+        return low, high
 
-
-def end_offsets(
-    consumer: Consumer, partitions: Iterable[Partition], timeout_s: float = METADATA_TIMEOUT_S
-) -> dict[Partition, int]:
-    """The offset that the next record of each partition will have. Raises as `watermarks`."""
-    return _offsets_for_times(consumer, dict.fromkeys(partitions, OFFSET_END), timeout_s)
+    return _answer(ask, timeout_s)
 
 
 def offset_since(consumer: Consumer, partition: Partition, timestamp_ms: int) -> int | None:
     """The first offset of a partition whose record is not older than a time (since the Unix epoch); None when there is
     none. Raises KafkaException when the log does not answer in time."""
-    offset = _offsets_for_times(consumer, {partition: timestamp_ms}, METADATA_TIMEOUT_S)[partition]
+
+    def ask() -> int:
+        (found,) = consumer.offsets_for_times([TopicPartition(*partition, timestamp_ms)], timeout=METADATA_TIMEOUT_S)
+        if found.error is not None:
+            raise KafkaException(found.error)
+        return int(found.offset)
+
+    offset = _answer(ask, METADATA_TIMEOUT_S)
     return offset if offset >= 0 else None
 
 
-def _offsets_for_times(consumer: Consumer, times: Mapping[Partition, int], timeout_s: float) -> dict[Partition, int]:
+def _answer(ask: Callable[[], Asked], timeout_s: float) -> Asked:
     deadline = time.monotonic() + timeout_s
-    asked = [TopicPartition(*partition, time_ms) for partition, time_ms in times.items()]
-    while asked:
+    while True:
         try:
-            found = consumer.offsets_for_times(asked, timeout=timeout_s)
-            for error in (one.error for one in found if one.error is not None):
-                raise KafkaException(error)
-            return {(one.topic, one.partition): one.offset for one in found}
+            return ask()
         except KafkaException as error:
             if error.args[0].code() not in NOT_YET_THERE or time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
-    return {}
 
 
 class EndsClient:
@@ -90,7 +84,7 @@ class EndsClient:
         nothing waits there, wherever a reader is.
 
         Args:
-            timeout_s: how long an answer may take.
+            timeout_s: how long the answer for one partition may take.
 
         Raises KafkaException when the log does not answer for all of them in time.
         """
@@ -98,7 +92,7 @@ class EndsClient:
             # The admin client's own request is not used: after a time-out it gives offsets that mean nothing, and after
             # a new election of the leader it asks with the old epoch for ever (librdkafka 2.16).
             self._client = Consumer(groupless_settings(self._kafka, self._client_id))
-        bounds = watermarks(self._client, partitions, timeout_s)
+        bounds = {partition: watermarks(self._client, partition, timeout_s) for partition in partitions}
         return {partition: high if high > low else 0 for partition, (low, high) in bounds.items()}
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ def refuse_transactional_state(kafka: KafkaSettings, topic: str) -> None:
     try:
         metadata = log.list_topics(timeout=METADATA_TIMEOUT_S).topics.get(topic)
         for partition in metadata.partitions if metadata else ():
-            low, end = watermarks(log, [(topic, partition)])[topic, partition]
+            low, end = watermarks(log, (topic, partition))
             if end == low:
                 continue
             log.assign([TopicPartition(topic, partition, end - 1)])

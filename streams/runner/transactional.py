@@ -267,7 +267,7 @@ class TransactionalRunner:
 
     def _kept(self, place: Partition, offset: int) -> int:
         """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
-        first, end = watermarks(self._log_ends, [place])[place]
+        first, end = watermarks(self._log_ends, place)
         check_position(*place, offset, end)
         if offset >= first:
             return offset
@@ -405,8 +405,7 @@ class TransactionalRunner:
     def _read_state(self, partitions: Iterable[int]) -> dict[int, dict[str, bytes]]:
         """Everything committed in the state topic, once all that was written there is committed or aborted."""
         found: dict[int, dict[str, bytes]] = {partition: {} for partition in partitions}
-        asked = watermarks(self._log_ends, [(self._changelog, p) for p in found])
-        bounds = {p: both for (_, p), both in asked.items()}
+        bounds = {p: watermarks(self._log_ends, (self._changelog, p)) for p in found}
         self._found = {(self._changelog, p): low for p, (low, _) in bounds.items()}
         left = {p: end for p, (low, end) in bounds.items() if end > low}
         self._state_reader.assign([TopicPartition(self._changelog, p, bounds[p][0]) for p in left])

@@ -54,8 +54,7 @@ class LogSource:
 
     def bounds(self, lane: Lane) -> Range:
         """What the log holds of a partition now: from its first offset to the one that the next record will have."""
-        full = self._full(lane)
-        return Range(*watermarks(self._log.client, [full])[full])
+        return Range(*watermarks(self._log.client, self._full(lane)))
 
     def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
         """The first offset whose record is not older than a time; None when there is none."""
