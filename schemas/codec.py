@@ -13,7 +13,6 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any, get_args
 
-import cattrs
 import fastavro
 import msgspec
 from fastavro.schema import fingerprint, to_parsing_canonical_form
@@ -23,8 +22,6 @@ from tidemill.schemas.records import Record
 SINGLE_OBJECT_MAGIC = b"\xc3\x01"
 CONFLUENT_MAGIC = b"\x00"
 RECORD_TYPES: dict[str, type[Record]] = {cls.__name__: cls for cls in get_args(Record)}
-
-_CONVERTER = cattrs.Converter()
 
 
 class DecodeError(ValueError):
@@ -84,7 +81,7 @@ def _by_fingerprint() -> dict[bytes, _Schema]:
 def _write(record: Record) -> bytes:
     buffer = io.BytesIO()
     schema = _recorded()[type(record)][-1]
-    fastavro.schemaless_writer(buffer, schema.parsed, _CONVERTER.unstructure(record))
+    fastavro.schemaless_writer(buffer, schema.parsed, msgspec.to_builtins(record, builtin_types=(bytes,)))
     return buffer.getvalue()
 
 

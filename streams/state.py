@@ -15,15 +15,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-import cattrs
 import fastavro
+import msgspec
 
 NEVER = 2**62
 """The time of an entry that no time calls up."""
 NO_IDENTIFIER = "\x00"
 """Keys that begin with it are Tidemill's own, and no entry's."""
-
-_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 
 
 class StateError(ValueError):
@@ -53,10 +51,10 @@ def record_schema(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - 
     return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
 
 
-def write_avro(schema: Any, body: Mapping[str, Any]) -> bytes:  # noqa: ANN401 - a parsed Avro schema
-    """The Avro bytes of a record, without its schema."""
+def write_avro(schema: Any, record: object) -> bytes:  # noqa: ANN401 - a parsed Avro schema
+    """The Avro bytes of a record (a dataclass, or a mapping of its fields), without its schema."""
     buffer = io.BytesIO()
-    fastavro.schemaless_writer(buffer, schema, body)
+    fastavro.schemaless_writer(buffer, schema, msgspec.to_builtins(record, builtin_types=(bytes,)))
     return buffer.getvalue()
 
 
@@ -71,8 +69,8 @@ def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a p
 
 def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
     try:
-        return _CONVERTER.structure(body, kind)
-    except Exception as error:  # cattrs raises groups of errors; callers get one
+        return msgspec.convert(body, kind)
+    except (msgspec.ValidationError, ValueError) as error:  # a `__post_init__` raises ValueError
         raise StateError(f"unreadable {kind.__name__}: {error}") from error
 
 
@@ -115,7 +113,7 @@ class EntryBytes(Generic[E, Head]):
     def encode(self, entry: E) -> bytes:
         """The bytes of an entry."""
         kind = self._kinds[type(entry)]
-        return kind + write_avro(self._entries[kind][1], _CONVERTER.unstructure(entry))
+        return kind + write_avro(self._entries[kind][1], entry)
 
     def decode(self, key: str, data: bytes) -> E:
         """The entry of `encode`d bytes that lay under `key`. Raises StateError."""
@@ -129,7 +127,7 @@ class EntryBytes(Generic[E, Head]):
 
     def encode_head(self, head: Head) -> bytes:
         """The bytes of a head."""
-        return write_avro(self._head[1], _CONVERTER.unstructure(head))
+        return write_avro(self._head[1], head)
 
     def decode_head(self, data: bytes) -> Head:
         """The head of `encode_head`'s bytes. Raises StateError."""
