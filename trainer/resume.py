@@ -71,11 +71,8 @@ class Rewinder:
 
     def _load(self, version: int, steps: dict[int, TrainStep]) -> None:
         self._session.go_back(version)
-        if version and self._session.place.fingerprint != steps[version].fingerprint:
-            raise TrainerCheckpointError(
-                f"the checkpoint of step {version} holds weights {self._session.place.fingerprint}, the log recorded "
-                f"{steps[version].fingerprint}: it is damaged or of another run; delete it, and an older one is used"
-            )
+        if version:
+            _require_recorded(self._session, steps[version])
 
 
 def _recorded_inputs(
@@ -199,11 +196,20 @@ def open_session(
 
 
 def _require_recorded(session: Session, record: TrainStep) -> None:
-    if session.place.fingerprint != record.fingerprint:
+    """Raises CheckpointError when the weights held are not those that a step made."""
+    if session.place.fingerprint == record.fingerprint:
+        return
+    found = (
+        f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
+        f"{record.fingerprint}"
+    )
+    if session.config_hash != record.config_hash:
+        # Other settings change the weights of a checkpoint only by the format in which they are served.
         raise TrainerCheckpointError(
-            f"the checkpoint of step {record.step} holds weights {session.place.fingerprint}, the log recorded "
-            f"{record.fingerprint}: it is damaged or of another run; delete it, and an older one is used"
+            f"{found}, trained {session.difference(record.config_hash)}: start with the trainer.serving_format of "
+            "then, which a run keeps; if it is the same, the checkpoint is damaged"
         )
+    raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
 
 
 def _repeat(

@@ -18,7 +18,8 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Manifest, Mismatch, Staleness, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
+from tidemill.trainer.choices import ServingFormat
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import HistoryError, NotRepeatableError
 from tidemill.trainer.log_input import LogInput
@@ -175,6 +176,18 @@ def test_what_cannot_be_repeated_is_refused_with_the_way_out(log, settings, stor
     producer.send_acked(Topic.STEPS, [("stopped", replace(recorded, step=3))])
     with pytest.raises(HistoryError, match=r"\[1, 3\].*start a new run"):
         train_until(log, settings, store, "stopped", 1)
+
+
+def test_a_run_keeps_its_serving_format(log, settings, store) -> None:
+    changed = settings.model_copy(update={"serving_format": ServingFormat.NVFP4})
+    train_until(log, settings, store, "stopped", 0)
+    with pytest.raises(VersionError, match="version 0 of run stopped, branch main, is in the log with fingerprint"):
+        train_until(log, changed, store, "stopped", 1)
+    train_until(log, settings, store, "stopped", 2)
+    with pytest.raises(TrainerCheckpointError, match=r"other settings.*start with the trainer\.serving_format of then"):
+        train_until(log, changed, store, "stopped", 1)
+    manifests = records(log, Topic.MANIFESTS, Manifest, "stopped")
+    assert [(m.version, m.serving_format) for m in manifests] == [(0, ""), (1, ""), (2, "")]
 
 
 def test_a_run_is_not_begun_again_from_another_checkpoint(log, settings, store, tiny_model, tmp_path) -> None:
