@@ -43,6 +43,8 @@ def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
     """Run one demonstration; its summary."""
     output = data_dir / f"{name}.json"
     command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
+    # A free port, so that another demonstration may run meanwhile.
+    command += ["--set", "sink.http_port=0"]
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace, name: str, seed: int, *arguments: str) -> S
 
 def formats(options: argparse.Namespace) -> None:
     """Learning with the serving weights in each format: the reward and the mismatch (k3) of every step."""
-    for form in ServingFormat:
+    for form in options.formats:
         for seed in options.seeds:
             summary = run(options, f"{form}-{seed}", seed, "--set", f"trainer.serving_format={form}")
             figure("reward_curve", serving_format=form, **kept(summary), **query(summary, CURVE))
@@ -150,6 +152,8 @@ def main() -> None:
     parser.add_argument("figure", choices=what)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--formats", type=ServingFormat, nargs="+", default=list(ServingFormat), metavar="FORMAT",
+                        help=f"serving formats of the figure formats: {', '.join(ServingFormat)}")  # fmt: skip
     parser.add_argument("--model", type=Path, help="start from this checkpoint instead of mid-training one")
     parser.add_argument("--data-dir", type=Path, default=Path(tempfile.gettempdir()) / "tidemill-bench")
     options = parser.parse_args()

@@ -1,6 +1,7 @@
 """How far the trainer is from the engine on a mixture of experts, by routing: JSON lines.
 
-    python tests/bench/bench_routing.py [--seeds 0 1 2] [--sequences 16] [--tokens 96] [--layers 4] [--experts 8]
+    python tests/bench/bench_routing.py [--figures mismatch capture] [--seeds 0 1 2] [--sequences 16] [--tokens 96]
+                                        [--layers 4] [--experts 8]
 
 A vLLM engine samples from a random Qwen3-MoE, in bfloat16 and in float32, and says which experts each token was sent
 to; the trainer computes the logprobs of the same tokens. `routing.mismatch` is the distance of the two: `own`, the
@@ -141,32 +142,39 @@ def compare(options: argparse.Namespace, seed: int, root: Path) -> None:
         num_attention_heads=4, num_key_value_heads=2, moe_intermediate_size=128, max_position_embeddings=1024,
     )  # fmt: skip
     model.bfloat16().save_pretrained(root / "model")
+    sizes = ["--seed", str(seed), "--sequences", str(options.sequences), "--tokens", str(options.tokens)]
+    sizes += ["--rounds", str(options.rounds)]
     for engine in ("bfloat16", "float32"):
-        out = root / f"{engine}.npz"
-        command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(out), "--seed", str(seed)]
-        sizes = ["--sequences", str(options.sequences), "--tokens", str(options.tokens)]
-        sizes += ["--rounds", str(options.rounds)]
-        subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
-        command = [sys.executable, __file__, "--capture", str(root / "model"), engine, "--seed", str(seed), *sizes]
-        made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-        print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
-        sampled = dict(np.load(out))
-        twice = (sampled["logprobs again"] - sampled["logprobs"]).reshape(-1)
-        sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
-        otherwise = float((sets[0] != sets[1]).any(-1).mean())
-        say("routing.mismatch", seed=seed, engine=engine, trainer=None, routing="engine twice",
-            **figures(twice, otherwise))  # fmt: skip
-        for trainer in ("float32", "bfloat16") if engine == "bfloat16" else ("float32",):
-            for routing in ("own", "replayed", "shuffled"):
-                found = trained(root / "model", trainer, routing, sampled)
-                say("routing.mismatch", seed=seed, engine=engine, trainer=trainer, routing=routing, **found)
-    ids = sampled["ids"]
-    say("routing.bytes", ids=int(ids[0, 0].nbytes), rollout=9, layers=options.layers, experts=options.experts)
+        if "capture" in options.figures:
+            command = [sys.executable, __file__, "--capture", str(root / "model"), engine, *sizes]
+            made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+            print("\n".join(line for line in made.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
+        if "mismatch" in options.figures:
+            command = [sys.executable, __file__, "--sample", str(root / "model"), engine, str(root / "sampled.npz")]
+            subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
+            mismatch(root / "model", engine, seed, dict(np.load(root / "sampled.npz")))
+    if "mismatch" in options.figures:
+        ids = np.load(root / "sampled.npz")["ids"]
+        say("routing.bytes", ids=int(ids[0, 0].nbytes), rollout=9, layers=options.layers, experts=options.experts)
+
+
+def mismatch(directory: Path, engine: str, seed: int, sampled: dict[str, np.ndarray]) -> None:
+    """All routings, against what an engine sampled."""
+    twice = (sampled["logprobs again"] - sampled["logprobs"]).reshape(-1)
+    sets = [np.sort(sampled[name], -1) for name in ("ids", "ids again")]
+    otherwise = float((sets[0] != sets[1]).any(-1).mean())
+    say("routing.mismatch", seed=seed, engine=engine, trainer=None, routing="engine twice",
+        **figures(twice, otherwise))  # fmt: skip
+    for trainer in ("float32", "bfloat16") if engine == "bfloat16" else ("float32",):
+        for routing in ("own", "replayed", "shuffled"):
+            found = trained(directory, trainer, routing, sampled)
+            say("routing.mismatch", seed=seed, engine=engine, trainer=trainer, routing=routing, **found)
 
 
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figures", nargs="+", default=["mismatch", "capture"], choices=["mismatch", "capture"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="models to make, and what they say")
     parser.add_argument("--sequences", type=int, default=16, help="answers sampled from each engine")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of an answer")
