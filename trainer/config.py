@@ -246,6 +246,13 @@ class TrainerSettings(Section):
     publish: PublishSettings = PublishSettings()
     """Publication of the weight versions."""
 
+    publish_beside: bool = True
+    """Publish a version beside the next step, in a thread of each rank: only the record of that step, a checkpoint and
+    going back to an older version wait for it. Weights and records are the same, bit for bit. It reads the copy of the
+    weights that was made for their fingerprint; what the encoder holds (`kernels/delta.py`: some blocks, and up to 64
+    MiB of output) is needed at the same time as the activations. Off: the trainer waits for every publication, and
+    needs the larger of both."""
+
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""
 

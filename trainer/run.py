@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -30,7 +31,7 @@ from tidemill.trainer.log_input import LogInput
 from tidemill.trainer.online_input import OnlineFeed, OnlineInput
 from tidemill.trainer.resume import OpenRun, open_session, take_begun
 from tidemill.trainer.rollout_log import CLIENT
-from tidemill.trainer.trained_weights import TrainedWeights, make_learner
+from tidemill.trainer.trained_weights import PUBLISH_LOOP_SECONDS, TrainedWeights, make_learner
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ REPORTED = (
     "mismatch/max_abs_dlogp",
     "routing/otherwise",
     "lag/max",
+    PUBLISH_LOOP_SECONDS,
 )
 """Metrics of the line that each step logs."""
 
@@ -73,18 +75,25 @@ def run(
     with ExitStack() as stack:
         job = stack.enter_context(open_job(trainer.ranks_timeout_s))
         job.require_same({"run": run, "store": store, "trainer": trainer})
+        # What a publication tells the other ranks runs beside what a step tells them.
+        ranks = job.ranks.sibling() if trainer.publish_beside else job.ranks
         open_publisher = partial(
-            WeightPublisher.open, kafka, run, store, trainer.publish, base_model=trainer.model, ranks=job.ranks
+            WeightPublisher.open, kafka, run, store, trainer.publish, base_model=trainer.model, ranks=ranks
         )
+
+        def open_weights(publisher: WeightPublisher) -> TrainedWeights:
+            # Left before the publisher: a publication under way is finished, whatever ended the loop.
+            beside = stack.enter_context(ThreadPoolExecutor(1, "tidemill-publish")) if trainer.publish_beside else None
+            return TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job, beside)
+
         if not job.ranks.is_first:
-            publisher = stack.enter_context(open_publisher())
-            TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job).follow()
+            open_weights(stack.enter_context(open_publisher())).follow()
             return
         producer = stack.enter_context(RecordProducer(kafka, CLIENT))
         # Before anything is read: what another trainer of the run may still write would not be seen.
         commits = FencedProducer(kafka, CLIENT, commit_name(kafka, run))
         publisher = stack.enter_context(open_publisher(manifests=commits))
-        weights = TrainedWeights(trainer, make_learner(trainer, job), checkpoints, publisher, job)
+        weights = open_weights(publisher)
         opened = open_session(kafka, run, trainer, producer, publisher, checkpoints, commits, weights)
         place, vocab_size, routed = opened.session.place, opened.session.vocab_size, opened.session.routed
         _log.info("trainer at step %d of %d, version %d", place.step, run.max_steps, place.version)
@@ -103,6 +112,7 @@ def run(
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
             loop.took(take_begun(opened.begun, opened, kafka, trainer, producer))
         loop.run(run.max_steps)
+        opened.session.wait_published()
         weights.let_go()
 
 
@@ -180,7 +190,9 @@ class _Loop:
     def _next_batch(self) -> StepBatch | None:
         """The next batch, or None when stopped before there is one."""
         while not self._stop.is_set():
-            self._beat("reading on for the next batch")
+            # A publication has the time of the step that it follows.
+            if not self._session.is_publishing():
+                self._beat("reading on for the next batch")
             self._feed.poll(POLL_S, self._session.place.version)
             if self._settings.online.enabled:
                 self._follow_gate()

@@ -5,6 +5,9 @@ optimizer step, its record acknowledged, then the version's chunks and its manif
 checkpoint. What is planned and not recorded is taken on the planned inputs; what is recorded and not yet published is
 made again from the recorded inputs, and checked against the recorded fingerprint.
 
+A version may be published beside the next step's plan and computation (`trainer.publish_beside`). The next record, a
+checkpoint and going back wait for its manifest: of the recorded steps only the newest can be without a version.
+
 Steps are numbered without a gap and each makes the version of its number. Its parent is the version before it, or an
 older one that the session was told to go back to.
 """
@@ -76,6 +79,7 @@ class Session:
         self._publisher = publisher
         self.config_hash = settings.arithmetic_hash(weights.machine)
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._incarnation = ""
         self.place = self._snapshot(step)
 
     @property
@@ -99,9 +103,24 @@ class Session:
         """
         if not self.place.step or self._publisher.has(self.place.version):
             self._weights.publish(self.place.version, step=self.place.step)
+            self.wait_published()
+        self._incarnation = self._publisher.incarnation
+
+    def is_publishing(self) -> bool:
+        """Whether a version is being published beside the caller. Raises what the publication raised."""
+        publication = self._weights.publication
+        if publication is not None and not publication.done():
+            return True
+        self.wait_published()
+        return False
+
+    def wait_published(self) -> None:
+        """Wait until the newest version is in the log. Raises what its publication raised."""
+        if self._weights.publication is not None:
+            self._weights.published()
 
     def train(self, batch: StepBatch, decisions: int | None = None) -> TrainStep:
-        """Train the next step on `batch`, record it and publish its version.
+        """Train the next step on `batch`, record it and publish its version, or begin to.
 
         `decisions` of the gate were known when it was begun; None where the gate is not followed.
         """
@@ -116,14 +135,17 @@ class Session:
             parent_version=self.place.version,
             decisions=decisions,
             config_hash=self.config_hash,
-            incarnation=self._publisher.incarnation,
+            incarnation=self._incarnation,
             trainer=self._trainer,
         )
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, plan)])
         return plan
 
     def take(self, plan: StepPlan, batch: StepBatch) -> TrainStep:
-        """Take a step that was begun, record it and publish its version; `batch` holds the inputs of its plan."""
+        """Take a step that was begun, record it and publish its version, or begin to; `batch` holds its plan's inputs.
+
+        Raises also what the publication of the version before raised; the step is not recorded then.
+        """
         before = self.place
         if (before.step + 1, before.version) != (plan.step, plan.parent_version):
             raise ValueError(
@@ -132,8 +154,13 @@ class Session:
             )
         started, clock = now_us(), time.monotonic()
         outcome = self._weights.train(batch.groups, plan.step, plan.parent_version, plan.seed, batch.online)
+        trained = time.monotonic()
+        self.wait_published()
+        waited = time.monotonic() - trained
         self.place = self._snapshot(plan.step)
-        taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, time.monotonic() - clock)
+        seconds = time.monotonic() - clock - waited
+        costs = self._weights.publish_costs
+        taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, seconds, costs)
         record = record_of(plan, batch, self._settings.objective, taken)
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch, outcome.trained)
@@ -145,6 +172,7 @@ class Session:
         Raises NotRepeatableError when the settings are others than then, or the weights come out different.
         """
         self._finish(record, batch, self.make_again(record, batch))
+        self.wait_published()
 
     def make_again(self, record: TrainStep, batch: StepBatch) -> TrainedTokens | None:
         """Like `repeat`, and publish nothing; the tokens that were trained."""
@@ -165,6 +193,7 @@ class Session:
     def go_back(self, version: int) -> None:
         """Hold the weights and moments of an older version from now on, as its checkpoint has them; for version 0 those
         that the run started from. Raises CheckpointError."""
+        self.wait_published()
         self._weights.restore(version)
         self.place = self._snapshot(version)
 
@@ -179,7 +208,12 @@ class Session:
     def checkpoint(
         self, progress: TopicProgress, online: TopicProgress | None = None, keep: Collection[int] = ()
     ) -> None:
-        """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped."""
+        """Store the weights with how far the log is used up; the checkpoints of the steps in `keep` are not dropped.
+
+        Raises also what the publication of the newest version raised; there is no checkpoint then.
+        """
+        # A run that is resumed from a checkpoint does not publish the version that it holds.
+        self.wait_published()
         state = CheckpointState(
             run_id=self._run.run_id,
             branch=self._run.branch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -33,6 +34,9 @@ class TakenStep:
     parent_fingerprint: str
     started_at: int
     seconds: float
+    """Without those in which it waited for the version before."""
+    publish_costs: Mapping[str, float]
+    """Metrics of the publication of that version."""
 
 
 def step_seed(run_seed: int, step: int) -> int:
@@ -87,7 +91,7 @@ def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken:
         config_hash=plan.config_hash,
         objective="+".join(_objectives(batch, objective)),
         learning_rate=taken.outcome.learning_rate,
-        metrics={**taken.outcome.metrics, **plan.metrics, "seconds": taken.seconds},
+        metrics={**taken.outcome.metrics, **plan.metrics, **taken.publish_costs, "seconds": taken.seconds},
         lag=taken.outcome.lag,
         rollouts=taken.outcome.rollouts,
         tokens=taken.outcome.tokens,

@@ -6,8 +6,10 @@ reads the log, plans and records, and calls the methods here; the others `follow
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import update_wrapper
+from concurrent.futures import Executor, Future
+from functools import partial, update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tidemill.kernels.weights.bits import total_fingerprint
@@ -27,6 +29,11 @@ from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 P = ParamSpec("P")
 T = TypeVar("T")
 
+PUBLISH_SECONDS = "publish/seconds"
+"""Metric of a step: seconds that the publication of the version before took."""
+PUBLISH_LOOP_SECONDS = "publish/loop_seconds"
+"""Metric of a step: those of them in which the trainer's loop waited for it."""
+
 
 def _on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Let the first rank's call be every rank's. Such methods do not call each other."""
@@ -44,7 +51,8 @@ class TrainedWeights:
 
     Args:
         checkpoints: the same place for every rank.
-        publisher: of the same ranks, where versions are published.
+        publisher: of the same ranks, where versions are published; with `beside`, on a group of its own.
+        beside: runs a publication beside what this rank does next; without it `publish` waits.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class TrainedWeights:
         checkpoints: CheckpointStore,
         publisher: WeightPublisher | None = None,
         job: Job = SINGLE,
+        beside: Executor | None = None,
     ) -> None:
         self._settings = settings
         self._learner = learner
@@ -64,6 +73,11 @@ class TrainedWeights:
         self.vocab_size = int(learner.model.config.vocab_size)
         """Token ids are below this."""
         self._parts: Parts = {}
+        self._beside = beside
+        self.publication: Future[float] | None = None
+        """The publication that runs beside, until `published` has said how it ended."""
+        self.publish_costs: dict[str, float] = {}
+        """Metrics of the publication that ended last."""
 
     @property
     def routed(self) -> RoutedShape | None:
@@ -106,6 +120,8 @@ class TrainedWeights:
     def snapshot(self) -> str:
         """Keep a copy of the serving weights as they are now; their fingerprint, hexadecimal, on the first rank."""
         ranks = self._job.ranks
+        # The copy before is let go first; while it is published, the publisher holds it.
+        self._parts = {}
         with self._learner.masters.as_served():
             self._parts = local_parts(self._learner.model, first=ranks.is_first)
         reports = ranks.gather(lambda: RankReport([part_info(part) for part in self._parts.values()]))
@@ -138,23 +154,37 @@ class TrainedWeights:
         parent: int | None = None,
         trained_at: int | None = None,
     ) -> None:
-        """Publish the snapshot as `version`; as `WeightPublisher.publish`."""
-        if self._publisher is not None:
-            form = self._settings.serving_format
-            self._publisher.publish(
-                version,
-                self._parts,
-                learning_rate=learning_rate,
-                step=step,
-                parent=parent,
-                trained_at=trained_at,
-                serving_format="" if form is ServingFormat.BF16 else form.value,
-            )
+        """Publish the snapshot as `version`, as `WeightPublisher.publish`; where that runs beside, begin it."""
+        if self._publisher is None:
+            return
+        self._wait()
+        form = self._settings.serving_format
+        publish = partial(
+            self._publisher.publish,
+            version,
+            self._parts,
+            learning_rate=learning_rate,
+            step=step,
+            parent=parent,
+            trained_at=trained_at,
+            serving_format="" if form is ServingFormat.BF16 else form.value,
+        )
+        if self._beside is None:
+            seconds = _timed(publish)
+            self.publish_costs = {PUBLISH_SECONDS: seconds, PUBLISH_LOOP_SECONDS: seconds}
+        else:
+            self.publication = self._beside.submit(_timed, publish)
+
+    @_on_every_rank
+    def published(self) -> None:
+        """Wait for the publication that runs beside. Raises what `WeightPublisher.publish` raised there."""
+        self._wait()
 
     @_on_every_rank
     def go_back(self, version: int) -> None:
         """Let the next version continue `version`, which the snapshot is; as `WeightPublisher.go_back`."""
         if self._publisher is not None:
+            self._wait()
             self._publisher.go_back(version, self._parts)
 
     @_on_every_rank
@@ -169,6 +199,20 @@ class TrainedWeights:
         state = self._learner.masters.state()
         self._learner = make_learner(settings, self._job)
         self._learner.masters.load(state)
+
+    def _wait(self) -> None:
+        publication, self.publication = self.publication, None
+        if publication is not None:
+            began = time.monotonic()
+            seconds = publication.result()
+            self.publish_costs = {PUBLISH_SECONDS: seconds, PUBLISH_LOOP_SECONDS: time.monotonic() - began}
+
+
+def _timed(work: Callable[[], object]) -> float:
+    """Do `work`; the seconds that it took."""
+    began = time.monotonic()
+    work()
+    return time.monotonic() - began
 
 
 def make_learner(settings: TrainerSettings, job: Job = SINGLE) -> Learner:

@@ -3,6 +3,7 @@
 Each call of `send_acked` is one transaction under a name. What this keeps true:
 
 - a record is in the log once, when the call returns; after an error it is not there, or nobody can tell;
+- calls of several threads follow one another;
 - once a second process has begun to write under the name, nothing more of the first one's gets into the log: its next
   call raises FencedError, however long it was away.
 
@@ -11,6 +12,7 @@ A transaction's end takes an offset that holds no record.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +50,7 @@ class FencedProducer:
         self._name = name
         self._names = Names(kafka.topic_prefix)
         self._codec = codec or Codec(kafka.registry_url)
+        self._one_call = threading.Lock()
         self._producer = Producer(
             {
                 **producer_settings(kafka, client_id),
@@ -72,15 +75,16 @@ class FencedProducer:
         Raises FencedError when another process has taken over, DeliveryError when the log does not take them,
         ValueError for a record that does not fit its schema.
         """
-        values = [(key.encode(), self._codec.encode(record)) for key, record in records]
-        deadline = time.monotonic() + DELIVERY_TIMEOUT_MS / 1000
-        while True:
-            try:
-                return self._transaction(topic, values, deadline)
-            except KafkaException as error:
-                if not _cause(error).txn_requires_abort() or time.monotonic() > deadline:
-                    raise self._explained(error) from error
-                self._abort(deadline)
+        with self._one_call:
+            values = [(key.encode(), self._codec.encode(record)) for key, record in records]
+            deadline = time.monotonic() + DELIVERY_TIMEOUT_MS / 1000
+            while True:
+                try:
+                    return self._transaction(topic, values, deadline)
+                except KafkaException as error:
+                    if not _cause(error).txn_requires_abort() or time.monotonic() > deadline:
+                        raise self._explained(error) from error
+                    self._abort(deadline)
 
     def _transaction(self, topic: Topic, values: Sequence[tuple[bytes, bytes]], deadline: float) -> list[Position]:
         positions: dict[int, Position] = {}

@@ -1,6 +1,7 @@
 """Writing under a name: each record once, readers pass the ends of transactions, who was replaced writes no more."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,17 @@ def test_a_log_that_is_not_there_is_said(monkeypatch) -> None:
     monkeypatch.setattr("tidemill.schemas.log.fenced_producer.CALL_TIMEOUT_S", 0.2)
     with pytest.raises(DeliveryError, match="did not take what name wrote"):
         FencedProducer(KafkaSettings(bootstrap="127.0.0.1:9"), "test", "name")
+
+
+def test_calls_of_two_threads_follow_one_another(log) -> None:
+    """Each waits for the other's transaction; begun within it, one would be refused."""
+    writer = FencedProducer(log, "test", f"{log.topic_prefix}writer")
+    with ThreadPoolExecutor(2) as threads:
+        sent = [threads.submit(writer.send_acked, Topic.STEPS, [plan(step), plan(step)]) for step in range(8)]
+        places = [[place.offset for place in one.result()] for one in sent]
+    assert all(second == first + 1 for first, second in places)
+    with LogReader(log, [Topic.STEPS]) as reader:
+        assert sorted(step for step, _ in steps_of(reader)) == sorted([*range(8)] * 2)
 
 
 def test_others_write_to_the_same_topic_unhindered(log) -> None:
