@@ -124,6 +124,6 @@ def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> s
 
     if is_pseudonym:
         return checked_pseudonym(user)
-    from tidemill.producers.product.pseudonym import Pseudonyms
+    from tidemill.producers.product.signing import Pseudonyms
 
     return checked_pseudonym(Pseudonyms(settings.product).of(user))

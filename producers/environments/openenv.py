@@ -34,7 +34,7 @@ from tidemill.producers.environments.base import (
     faults,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
-from tidemill.producers.environments.foreign_options import structured
+from tidemill.producers.environments.foreign import structured
 from tidemill.producers.environments.openenv_session import (
     OpenEnvSession,
     OpenEnvStep,

@@ -37,8 +37,7 @@ from tidemill.producers.environments.base import (
     faults,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
-from tidemill.producers.environments.foreign_options import options_model
-from tidemill.producers.environments.randomness import OwnRandomness
+from tidemill.producers.environments.foreign import OwnRandomness, options_model
 from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import RewardComponent, Task
 

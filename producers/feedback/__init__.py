@@ -28,7 +28,7 @@ From asyncio, where what is awaited is in the log:
 """
 
 from tidemill.producers.feedback.awaited import AsyncFeedbackProducer
-from tidemill.producers.feedback.errors import (
+from tidemill.producers.feedback.event import (
     BadFeedback,
     FailedEvent,
     FeedbackNotDelivered,

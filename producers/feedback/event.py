@@ -1,4 +1,4 @@
-"""From what a product reports to a `Feedback` record: everything that can be wrong with it is said here, at once.
+"""From what a product reports to a `Feedback` record, and everything that can be wrong with a signal.
 
 Pure: the same report of the same moment makes the same record, so that a report sent again has the same event id.
 """
@@ -8,22 +8,74 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from numbers import Real
-from typing import NamedTuple
+from typing import NamedTuple, Required, TypedDict
 
-from tidemill.producers.feedback.errors import BadFeedback, NotServed
-from tidemill.producers.product.pseudonym import BadUserId, Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import BadToken, Signer
+from tidemill.producers.product.signing import BadToken, BadUserId, Pseudonyms, Signer
 from tidemill.schemas import signals
 from tidemill.schemas.clock import to_s, to_us
+from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import Feedback, SignalKind
+
+
+class BadFeedback(ValueError):
+    """A signal that cannot be one. `field` names the argument that is wrong; the message says what to do."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class NotServed(BadFeedback):
+    """The interaction was not served to this user: its token is forged, altered, or another user's."""
+
+
+class FeedbackQueueFull(TimeoutError):
+    """There was no room within the deadline: the signal was not taken, and may be sent again."""
+
+
+class LogUnreachable(ConnectionError):
+    """No broker answered within the deadline: the signal was not taken, and may be sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """A signal that the log did not acknowledge, and why."""
+
+    event: Feedback
+    reason: str
+
+
+class FeedbackNotDelivered(DeliveryError):
+    """Signals that the log did not acknowledge. Each may have been written all the same: send it with the same
+    `event_id`, and it counts once. `failed` holds the newest of them."""
+
+    def __init__(self, message: str, failed: tuple[FailedEvent, ...] = ()) -> None:
+        super().__init__(message)
+        self.failed = failed
+
 
 _EVENT_ID = re.compile(r"[A-Za-z0-9._:@-]{1,128}")
 _EVENT_ID_RULE = "1 to 128 letters, digits, '.', '_', ':', '@' or '-'"
 _SOURCE = re.compile(r"[A-Za-z0-9._:@-]{1,64}")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class EventFields(TypedDict, total=False):
+    """The named arguments of a signal."""
+
+    user: Required[str | None]
+    """The product's own id of the user who gave it; None where the request that was answered named nobody."""
+    event_id: str | None
+    """The signal sent again with the same id counts once. None: derived from the other arguments, so that a caller that
+    may send again gives it, or `observed_at`."""
+    corrects: str | None
+    """Event id of the signal that this one replaces."""
+    observed_at: datetime | int | None
+    """When it happened: an aware datetime or microseconds since the Unix epoch. None: now."""
 
 
 class Report(NamedTuple):

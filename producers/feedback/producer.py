@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar, Unpack
 
-from tidemill.producers.feedback.errors import FailedEvent, FeedbackNotDelivered
-from tidemill.producers.feedback.event import FeedbackMaker, Report, check_source
+from tidemill.producers.feedback.event import (
+    EventFields,
+    FailedEvent,
+    FeedbackMaker,
+    FeedbackNotDelivered,
+    Report,
+    check_source,
+)
 from tidemill.producers.feedback.queue import Ended, FeedbackCounts, FeedbackQueue
-from tidemill.producers.feedback.shorthand import Shorthand
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -22,6 +28,39 @@ from tidemill.schemas.records import Feedback, SignalKind
 log = logging.getLogger(__name__)
 
 FLUSH_S = 30.0
+Sent = TypeVar("Sent")
+"""What `send` gives back: an event id, or something to await for one."""
+
+
+class Shorthand(ABC, Generic[Sent]):
+    """Thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
+
+    @abstractmethod
+    def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> Sent:
+        """Send one signal; its event id."""
+
+    def thumbs_up(self, interaction: str, **event: Unpack[EventFields]) -> Sent:
+        """The user likes the answer."""
+        return self.send(interaction, SignalKind.THUMB, 1.0, **event)
+
+    def thumbs_down(self, interaction: str, **event: Unpack[EventFields]) -> Sent:
+        """The user dislikes the answer."""
+        return self.send(interaction, SignalKind.THUMB, -1.0, **event)
+
+    def withdraw(
+        self,
+        interaction: str,
+        withdrawn: str,
+        *,
+        user: str | None,
+        kind: SignalKind | str = SignalKind.THUMB,
+        event_id: str | None = None,
+        observed_at: datetime | int | None = None,
+    ) -> Sent:
+        """The user takes a signal back: `withdrawn` is its event id, `kind` its kind."""
+        return self.send(
+            interaction, kind, None, user=user, event_id=event_id, corrects=withdrawn, observed_at=observed_at
+        )
 
 
 class FeedbackProducer(Shorthand[str]):
@@ -76,11 +115,7 @@ class FeedbackProducer(Shorthand[str]):
         interaction: str,
         kind: SignalKind | str,
         value: float | None,
-        *,
-        user: str | None,
-        event_id: str | None = None,
-        corrects: str | None = None,
-        observed_at: datetime | int | None = None,
+        **event: Unpack[EventFields],
     ) -> str:
         """Queue one signal; its event id.
 
@@ -88,11 +123,7 @@ class FeedbackProducer(Shorthand[str]):
             interaction: the interaction token that the router returned.
             kind: what happened.
             value: as the kind reads it (`SignalKind`); None withdraws the event that `corrects` names.
-            user: the product's own id of the user who gave it; None where the request that was answered named nobody.
-            event_id: the signal sent again with the same id counts once. None: derived from the other arguments, so
-                that a caller that may send again gives it, or `observed_at`.
-            corrects: event id of the signal that this one replaces.
-            observed_at: when it happened: an aware datetime or microseconds since the Unix epoch. None: now.
+            event: its fields by name, as `EventFields` says; `user` is needed.
 
         Raises:
             BadFeedback: a ValueError that names the argument; `NotServed` for a token that is not this user's.
@@ -101,7 +132,7 @@ class FeedbackProducer(Shorthand[str]):
             FeedbackNotDelivered: the connection is beyond repair; make a new producer.
         """
         deadline = time.monotonic() + self._deadline_s
-        report = Report(interaction, kind, value, user, event_id, corrects, observed_at)
+        report = Report(interaction, kind, value, **event)
         record = self._maker.make(report, self._source, now_us())
         self._queue.put(record, deadline, self._ended)
         return record.event_id

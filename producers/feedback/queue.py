@@ -17,7 +17,7 @@ from functools import partial
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
-from tidemill.producers.feedback.errors import (
+from tidemill.producers.feedback.event import (
     FailedEvent,
     FeedbackNotDelivered,
     FeedbackQueueFull,

@@ -4,7 +4,9 @@ event sent again counts once.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,15 +19,13 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
-from tidemill.producers.feedback.acknowledged import Acknowledged
-from tidemill.producers.feedback.event import FeedbackMaker
+from tidemill.producers.feedback.awaited import Acknowledged
+from tidemill.producers.feedback.event import FeedbackMaker, LogUnreachable
 from tidemill.producers.feedback.producer import FLUSH_S, open_queue
-from tidemill.producers.gateway.body import parse_json, read_body
+from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.counted import CountedRequests
-from tidemill.producers.gateway.health import Health
 from tidemill.producers.gateway.intake import RETRY_AFTER_S, EventIntake
-from tidemill.producers.gateway.metrics import GatewayMetrics
+from tidemill.producers.gateway.metrics import CountedRequests, GatewayMetrics
 from tidemill.producers.gateway.models import (
     THUMB_EXAMPLE,
     WITHDRAWAL_EXAMPLE,
@@ -35,10 +35,41 @@ from tidemill.producers.gateway.models import (
     FeedbackIn,
     HealthOut,
 )
-from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer
+from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer, parse_json, read_body
 from tidemill.producers.product.api_keys import require_some
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.config import KafkaSettings
+
+KEPT_S = 1.0
+TIMEOUT_S = 2.0
+
+
+class Health:
+    """Whether the log can be reached, asked of a broker at most once in `KEPT_S`. Used from one event loop."""
+
+    def __init__(self, queue: FeedbackQueue) -> None:
+        self._queue = queue
+        self._asking = asyncio.Lock()
+        self._asked_at = float("-inf")
+        self._wrong = ""
+
+    async def wrong(self) -> str:
+        """What is wrong; empty when the log answers and has the topic."""
+        async with self._asking:
+            if time.monotonic() - self._asked_at > KEPT_S:
+                self._wrong = await self._ask()
+                self._asked_at = time.monotonic()
+            return self._wrong
+
+    async def _ask(self) -> str:
+        try:
+            await asyncio.to_thread(self._queue.ask_partitions, TIMEOUT_S)
+        except LogUnreachable:
+            return "no broker of the log answers"
+        except LookupError:
+            return "the log has no feedback topic: create the topics with `tidemill topics --create`"
+        return ""
+
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' text format. Labels come from fixed sets and from configured names, so that
+"""The counts of the gateway, in Prometheus' text format. Labels come from fixed sets and from configured names, so that
 no client can make series."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 OTHER_ROUTE = "other"
@@ -40,3 +41,26 @@ class GatewayMetrics:
     def text(self) -> bytes:
         """All of them, for a scrape."""
         return generate_latest(self._registry)
+
+
+class CountedRequests:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and count its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route's own path, not the request's: clients choose that one.
+                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+                metrics: GatewayMetrics = scope["app"].state.metrics
+                metrics.requests.labels(route, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)

@@ -1,4 +1,6 @@
-"""Signed interactions: who shows one was served that answer, so that nobody votes on an answer to another user.
+"""Keyed hashes of the product's side: signed interactions, and pseudonyms of users.
+
+Who shows a signed interaction was served that answer, so that nobody votes on an answer to another user.
 
 A token is `INTERACTION.SIGNATURE`, the signature HMAC-SHA256 over the interaction and the user's pseudonym. The
 pseudonym itself is not in it: what goes to the user's device names nobody. A token with another user's name is
@@ -13,7 +15,7 @@ import re
 
 from tidemill.producers.product.settings import ProductSettings
 
-_PURPOSE = b"tidemill/interaction/1\x00"
+_TOKEN_PURPOSE = b"tidemill/interaction/1\x00"
 _INTERACTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SIGNATURE_LETTERS = 43
 LONGEST_TOKEN = 64 + 1 + _SIGNATURE_LETTERS
@@ -59,5 +61,47 @@ class Signer:
 
 
 def _signature(key: bytes, interaction_id: str, pseudonym: str) -> bytes:
-    signed = _PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
+    signed = _TOKEN_PURPOSE + f"{interaction_id}\x00{pseudonym}".encode()
     return base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256"))[:_SIGNATURE_LETTERS]
+
+
+_PSEUDONYM_PURPOSE = b"tidemill/pseudonym/1\x00"
+_HEX_DIGITS = 32
+LONGEST_USER_BYTES = 512
+NOBODY = ""
+"""Pseudonym where the product named no user."""
+
+
+class BadUserId(ValueError):
+    """A user id that cannot be one; the message says why."""
+
+
+class Pseudonyms:
+    """Turns the product's user ids into pseudonyms: HMAC-SHA256 under `product.pseudonym_key`, 128 bits as hex.
+
+    Without the key nobody can tell whose they are, or make them from ids.
+
+    Raises:
+        KeysMissing: the product's keys are not configured.
+    """
+
+    def __init__(self, product: ProductSettings) -> None:
+        self._key = product.require_keys().pseudonym_key.get_secret_value().encode()
+
+    def of(self, user: str | None) -> str:
+        """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUser."""
+        if user is None:
+            return NOBODY
+        return hmac.digest(self._key, _PSEUDONYM_PURPOSE + _bytes_of(user), "sha256").hex()[:_HEX_DIGITS]
+
+
+def _bytes_of(user: str) -> bytes:
+    if not isinstance(user, str):
+        raise BadUserId(f"a user id is a string, not {type(user).__name__}")
+    try:
+        data = user.encode()
+    except UnicodeEncodeError as error:
+        raise BadUserId(f"the user id is no text: {error.reason}") from error
+    if not 0 < len(data) <= LONGEST_USER_BYTES:
+        raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
+    return data

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tidemill.producers.product.api_keys import ApiKeys
-from tidemill.producers.product.pseudonym import BadUserId
+from tidemill.producers.product.signing import BadUserId
 from tidemill.producers.router.ask import Refusal, RequestKind, bad_request, parse, unavailable
 from tidemill.producers.router.config import LogFailure, RouterSettings
 from tidemill.producers.router.exchange import Client, Exchange, Router

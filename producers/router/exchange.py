@@ -22,10 +22,8 @@ from typing import Any
 
 from starlette.types import Send
 
-from tidemill.producers.product.pseudonym import Pseudonyms
-from tidemill.producers.product.signing import Signer
-from tidemill.producers.router.answer import Collected, shown
-from tidemill.producers.router.ask import Ask, Refusal, bad_request, sampling_of, unavailable
+from tidemill.producers.product.signing import Pseudonyms, Signer
+from tidemill.producers.router.ask import Ask, Collected, Refusal, bad_request, sampling_of, shown, unavailable
 from tidemill.producers.router.canary import CanaryShare, Lot
 from tidemill.producers.router.config import LogFailure, OtherSampling, RouterSettings
 from tidemill.producers.router.metrics import RouterMetrics

@@ -13,9 +13,8 @@ from contextlib import AsyncExitStack, closing
 import uvicorn
 
 from tidemill.producers.product.api_keys import require_some
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings

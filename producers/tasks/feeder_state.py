@@ -22,8 +22,7 @@ from typing import NamedTuple
 
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.tasks.admission import AdmissionController, AdmissionPolicy, ExpiredTasks
-from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
-from tidemill.producers.tasks.source import evaluation_size
+from tidemill.producers.tasks.source import Stage, TaskName, evaluation_size, parse_task_name
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import RunSettings

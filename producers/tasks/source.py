@@ -1,27 +1,78 @@
-"""Turns the names that the feeder decides on into tasks, by drawing from the environments of the run.
+"""Names of tasks, and the tasks of the names that the feeder decides on, drawn from the environments of the run.
 
-What holds: a training question is asked once in a run (`feed.epochs` times), restarts and changed options included, and
-is never one of the held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and
-comes again under the index `i + n * size` where an evaluation of that size asks for it again. Environments take turns
-by their weights, the same way at every start. A training question that a whole group solved is left out of some epochs
+A name says what a task is for and which one it is; it is the id of the task and of its group:
+
+    <run>/train/<index>        <run>/eval-before/v<version>/<index>        (also eval-during, eval-after)
+
+What holds: naming is one to one, so that a restarted feeder knows from the log alone what it has issued. A training
+question is asked once in a run (`feed.epochs` times), restarts and changed options included, and is never one of the
+held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and comes again under the
+index `i + n * size` where an evaluation of that size asks for it again. Environments take turns by their weights, the
+same way at every start. A training question that a whole group solved is left out of some epochs
 (`feed.solved_one_in`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import islice
 
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.base import Environment, Split, TaskDraft, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.find import options_json
-from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import EnvironmentEntry, RunSettings
 from tidemill.schemas.records import Group, Mode, Task
+
+
+class Stage(StrEnum):
+    """What a task is issued for."""
+
+    TRAIN = "train"
+    EVAL_BEFORE = "eval-before"
+    EVAL_DURING = "eval-during"
+    EVAL_AFTER = "eval-after"
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of its tasks."""
+        return Mode.TRAIN if self is Stage.TRAIN else Mode.EVAL
+
+
+_EVALUATIONS = "|".join(stage for stage in Stage if stage.mode is Mode.EVAL)
+_NUMBER = "[0-9]{1,18}"
+_NAME = re.compile(rf"(?P<run>[^/]+)/(?:train|(?P<stage>{_EVALUATIONS})/v(?P<version>{_NUMBER}))/(?P<index>{_NUMBER})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TaskName:
+    """The name of one task of a run."""
+
+    run_id: str
+    stage: Stage
+    version: int
+    """The version that an evaluation is about; 0 for training."""
+    index: int
+
+    def __str__(self) -> str:
+        """The task's id and its group's id."""
+        middle = self.stage if self.stage is Stage.TRAIN else f"{self.stage}/v{self.version}"
+        return f"{self.run_id}/{middle}/{self.index}"
+
+
+def parse_task_name(text: str) -> TaskName | None:
+    """The name that `text` is, or None when it is none."""
+    found = _NAME.fullmatch(text)
+    if found is None:
+        return None
+    stage = Stage(found["stage"] or Stage.TRAIN)
+    return TaskName(found["run"], stage, int(found["version"] or 0), int(found["index"]))
+
 
 PATIENCE = 2_000
 """Drafts in a row without a new question after which an environment counts as exhausted."""

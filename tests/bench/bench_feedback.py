@@ -36,9 +36,8 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.producers.feedback.event import FeedbackMaker, Report
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us

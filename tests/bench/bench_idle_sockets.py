@@ -34,9 +34,8 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.producers.gateway.app import application
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.address import bind
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_server import BoundedConfig

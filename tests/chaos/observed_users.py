@@ -64,7 +64,7 @@ def _use() -> None:
     from tidemill.compose.demo.simulated_users import serving
     from tidemill.compose.demo.simulated_users.conversation import ServedTurn
     from tidemill.compose.demo.simulated_users.crowd import UserReport
-    from tidemill.producers.feedback.errors import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
+    from tidemill.producers.feedback.event import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool
 

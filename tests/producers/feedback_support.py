@@ -14,9 +14,8 @@ from pydantic import SecretStr
 from tests.streams.stream_support import wait_until
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics

@@ -17,9 +17,8 @@ from tokenizers import Tokenizer
 from tests.producers.conftest import END, byte_tokenizer
 from tests.records import build
 from tidemill.producers.product.api_keys import key_hash
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import PoolAddresses, RouterSettings

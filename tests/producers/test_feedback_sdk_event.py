@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.producers.feedback_support import FORGER, PRODUCT, pseudonym, token
-from tidemill.producers.feedback.errors import BadFeedback, NotServed
-from tidemill.producers.feedback.event import FeedbackMaker, Report, check_source
+from tidemill.producers.feedback.event import BadFeedback, FeedbackMaker, NotServed, Report, check_source
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.records import Feedback, SignalKind
 from tidemill.schemas.signals import LEGAL, Between

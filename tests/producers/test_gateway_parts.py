@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tidemill.producers.feedback.errors import LogUnreachable
-from tidemill.producers.gateway.body import parse_json
+from tidemill.producers.feedback.event import LogUnreachable
+from tidemill.producers.gateway.app import Health
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.health import Health
-from tidemill.producers.gateway.problem import Problem, whole_seconds
-from tidemill.producers.gateway.rates import TokenBuckets
+from tidemill.producers.gateway.intake import TokenBuckets
+from tidemill.producers.gateway.problem import Problem, parse_json, whole_seconds
 from tidemill.producers.product.api_keys import ApiKeysMissing, require_some
 
 HASH = "a" * 64

@@ -16,8 +16,7 @@ from tests.producers.router_support import (
     events,
     rig,
 )
-from tidemill.producers.product.pseudonym import Pseudonyms
-from tidemill.producers.product.signing import BadToken, Signer
+from tidemill.producers.product.signing import BadToken, Pseudonyms, Signer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.records import SamplingParameters, VersionSpan
 

@@ -17,8 +17,7 @@ import pytest
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tests.records import build
 from tidemill.producers.product.api_keys import key_hash
-from tidemill.producers.product.pseudonym import Pseudonyms
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.router.recorder import LogUnavailable, open_recorder
 from tidemill.producers.router.role import run

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.producers.router_support import decision, interaction_of
 from tests.records import build
-from tidemill.producers.router.answer import Collected
-from tidemill.producers.router.ask import Refusal, RequestKind, parse, sampling_of
+from tidemill.producers.router.ask import Collected, Refusal, RequestKind, parse, sampling_of
 from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
-from tidemill.producers.product.pseudonym import NOBODY, BadUserId, Pseudonyms
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
-from tidemill.producers.product.signing import LONGEST_TOKEN, BadToken, Signer
+from tidemill.producers.product.signing import LONGEST_TOKEN, NOBODY, BadToken, BadUserId, Pseudonyms, Signer
 
 OLD, NEW, OTHER = "o" * 32, "n" * 32, "p" * 32
 PRODUCT = ProductSettings(signing_keys=(SecretStr(OLD),), pseudonym_key=SecretStr(OTHER))

@@ -27,8 +27,8 @@ from tidemill.compose.cli import app
 from tidemill.consumers.operate.rights.erase import Eraser, UnknownUser, read_consent_status
 from tidemill.consumers.operate.rights.records import SWEPT
 from tidemill.consumers.operate.rights.requests import choose
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.signing import Pseudonyms
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
 from tidemill.schemas.claim import store_claim
 from tidemill.schemas.clock import now_us

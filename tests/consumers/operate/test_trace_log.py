@@ -22,9 +22,8 @@ from tests.consumers.product_support import (
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.trace.reading import NotTraceable
-from tidemill.producers.product.pseudonym import Pseudonyms
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.producers.product.signing import Signer
+from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics

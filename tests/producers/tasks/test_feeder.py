@@ -28,8 +28,7 @@ from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOpti
 from tidemill.producers.environments.process import HostLimits
 from tidemill.producers.tasks import feeder
 from tidemill.producers.tasks.feeder_state import FeederState
-from tidemill.producers.tasks.names import Stage, TaskName, parse_task_name
-from tidemill.producers.tasks.source import TaskEnvironment, TaskSource, take_turns
+from tidemill.producers.tasks.source import Stage, TaskEnvironment, TaskName, TaskSource, parse_task_name, take_turns
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec

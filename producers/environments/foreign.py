@@ -1,9 +1,11 @@
-"""Options models made from the settings of a library: the same names, types and defaults, checked like our own."""
+"""For adapters of libraries: options models made from a library's settings, and random states of their own."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -40,3 +42,21 @@ def structured(value: object) -> object:
     except (ValueError, RecursionError):
         read = value
     return read if isinstance(read, list | dict | None) else value.split(",")
+
+
+class OwnRandomness:
+    """A state of the module `random` that belongs to one episode, so that episodes side by side do not mix."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = random.Random(seed).getstate()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the global generator go on from this state, and give it back after. Do not await within."""
+        others = random.getstate()
+        random.setstate(self._state)
+        try:
+            yield
+        finally:
+            self._state = random.getstate()
+            random.setstate(others)
