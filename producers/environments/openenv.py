@@ -168,7 +168,11 @@ class OpenEnvEnvironment(Environment):
                 messages += [reply.message, *await self._answers(episode, reply, tools)]
                 if episode.done:
                     break
-        return self._score(episode)
+        rewards = [0.0, *episode.rewards]
+        reward = sum(rewards) if self.options.reward == "sum" else rewards[-1]
+        at = self.options.success_at
+        metrics = {"steps": float(episode.steps), "done": float(episode.done)}
+        return Score((RewardComponent("reward", reward, 1.0),), None if at is None else reward >= at, metrics)
 
     async def _answers(self, episode: _Episode, reply: Reply, tools: Tools) -> list[Message]:
         """Act as a turn says, and return the messages that answer it."""
@@ -214,13 +218,6 @@ class OpenEnvEnvironment(Environment):
             fields.pop("metadata", None)
         shown = next(iter(fields.values())) if len(fields) == 1 else fields
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
-
-    def _score(self, episode: _Episode) -> Score:
-        rewards = [0.0, *episode.rewards]
-        reward = sum(rewards) if self.options.reward == "sum" else rewards[-1]
-        at = self.options.success_at
-        metrics = {"steps": float(episode.steps), "done": float(episode.done)}
-        return Score((RewardComponent("reward", reward, 1.0),), None if at is None else reward >= at, metrics)
 
     def _session(
         self, parameters: Mapping[str, object]

@@ -124,7 +124,13 @@ async def openenv_session(
                     yield session, first
                     return
             finally:
-                await _close(socket)
+                # End the session; a server that is gone needs no word
+                try:
+                    async with asyncio.timeout(CLOSE_S):
+                        await socket.send_str(json.dumps({"type": "close"}))
+                except (TimeoutError, aiohttp.ClientError, OSError):
+                    pass
+                await socket.close()
             await asyncio.sleep(PAUSE_S)
 
 
@@ -153,13 +159,3 @@ async def _connected(http: aiohttp.ClientSession, url: str, timeout_s: float) ->
         raise EnvironmentFailed(f"{url}: no connection within {timeout_s:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
         raise EnvironmentFailed(f"{url}: no connection: {error}") from error
-
-
-async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """End the session; a server that is gone needs no word."""
-    try:
-        async with asyncio.timeout(CLOSE_S):
-            await socket.send_str(json.dumps({"type": "close"}))
-    except (TimeoutError, aiohttp.ClientError, OSError):
-        pass
-    await socket.close()

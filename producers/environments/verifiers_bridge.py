@@ -49,7 +49,13 @@ def load(name: str, options: VerifiersOptions) -> vf.Env[Any]:
     """A taskset with its agents, everything on this machine. Raises TaskError."""
     try:
         config = resolve_env_config(_block(name, options))
-        _direct_judges(config.taskset, options)
+        # Give every judge without an endpoint that of the options. Raises TaskError where there is none.
+        for place, judge in _judges(config.taskset, "taskset"):
+            host = urlparse(judge.base_url).hostname or ""
+            if host == PRIME_INFERENCE_HOST or host.endswith(f".{PRIME_INFERENCE_HOST}"):
+                if not options.others_url:
+                    raise TaskError(f"{place} would ask {host}: give others_url, or {place}.base_url")
+                judge.base_url, judge.model, judge.api_key_var = options.others_url, options.others_model, "NONE"
         env = vf.load_environment(config)
     except Exception as error:  # loading runs foreign code, which raises anything
         raise TaskError(f"verifiers:{name} cannot be opened: {error}") from error
@@ -104,30 +110,14 @@ def _block(name: str, options: VerifiersOptions) -> dict[str, Any]:
         elif declared.id == "null":  # the same loop, in a process for each of its turns
             agent.setdefault("harness", {"id": HARNESS_ID})
         if agent.get("harness", {}).get("id") in PROGRAM_HARNESSES:
-            _prepare_program()
+            # Put the program of verifiers' chat harnesses where they look for it, to be run by this interpreter. They
+            # would have uv install it from a package registry.
+            digest = hashlib.sha256(CHAT_PROGRAM_SOURCE.encode()).hexdigest()
+            path = Path(SubprocessRuntime.scripts_dir) / f"{digest}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(CHAT_PROGRAM_SOURCE)
+            SubprocessRuntime._interpreters[str(path)] = sys.executable
     return {**block, "taskset": {**copy.deepcopy(options.taskset), "id": name}}
-
-
-def _prepare_program() -> None:
-    """Put the program of verifiers' chat harnesses where they look for it, to be run by this interpreter.
-
-    They would have uv install it from a package registry.
-    """
-    digest = hashlib.sha256(CHAT_PROGRAM_SOURCE.encode()).hexdigest()
-    path = Path(SubprocessRuntime.scripts_dir) / f"{digest}.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(CHAT_PROGRAM_SOURCE)
-    SubprocessRuntime._interpreters[str(path)] = sys.executable
-
-
-def _direct_judges(config: BaseModel, options: VerifiersOptions) -> None:
-    """Give every judge without an endpoint that of the options. Raises TaskError where there is none."""
-    for place, judge in _judges(config, "taskset"):
-        host = urlparse(judge.base_url).hostname or ""
-        if host == PRIME_INFERENCE_HOST or host.endswith(f".{PRIME_INFERENCE_HOST}"):
-            if not options.others_url:
-                raise TaskError(f"{place} would ask {host}: give others_url, or {place}.base_url")
-            judge.base_url, judge.model, judge.api_key_var = options.others_url, options.others_model, "NONE"
 
 
 def _judges(value: object, place: str) -> Iterator[tuple[str, Any]]:

@@ -117,34 +117,22 @@ class FeedbackMaker:
         Raises:
             BadFeedback: a field is wrong; `NotServed` for a token that was not issued to this user.
         """
-        user_id = self._user_id(report.user)
-        interaction_id = self._interaction_id(report.interaction, user_id)
-        kind = _kind(report.kind)
-        corrects = None if report.corrects is None else _event_id("corrects", report.corrects)
-        value = _value(kind, report.value, corrects)
-        observed_at = self._observed_at(report.observed_at, now_us)
-        if report.event_id is None:
-            event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
-        else:
-            event_id = _event_id("event_id", report.event_id)
-        if corrects == event_id:
-            raise BadFeedback("corrects", "an event cannot correct itself: give the event_id of an earlier one")
-        return Feedback(event_id, interaction_id, user_id, kind, value, observed_at, source, corrects)
-
-    def _user_id(self, user: str | None) -> str:
         try:
-            return self._pseudonyms.of(user)
+            user_id = self._pseudonyms.of(report.user)
         except BadUserId as error:
             raise BadFeedback("user", str(error)) from error
-
-    def _interaction_id(self, token: str, user_id: str) -> str:
         try:
-            return self._signer.verify(token, user_id)
+            interaction_id = self._signer.verify(report.interaction, user_id)
         except BadToken as error:
             raise NotServed("interaction", str(error)) from error
-
-    def _observed_at(self, observed_at: datetime | int | None, now_us: int) -> int:
-        moment = now_us if observed_at is None else _microseconds(observed_at)
+        try:
+            kind = SignalKind(report.kind)
+        except ValueError as error:
+            known = ", ".join(known.value for known in SignalKind)
+            raise BadFeedback("kind", f"{str(report.kind)[:40]!r} is none of {known}") from error
+        corrects = None if report.corrects is None else _event_id("corrects", report.corrects)
+        value = _value(kind, report.value, corrects)
+        moment = now_us if report.observed_at is None else _microseconds(report.observed_at)
         if moment > now_us + self._ahead_us:
             raise BadFeedback("observed_at", f"is {to_s(moment - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
         if moment < now_us - self._age_us:
@@ -153,7 +141,14 @@ class FeedbackMaker:
                 f"is {to_s(now_us - moment):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
-        return moment
+        observed_at = moment
+        if report.event_id is None:
+            event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
+        else:
+            event_id = _event_id("event_id", report.event_id)
+        if corrects == event_id:
+            raise BadFeedback("corrects", "an event cannot correct itself: give the event_id of an earlier one")
+        return Feedback(event_id, interaction_id, user_id, kind, value, observed_at, source, corrects)
 
 
 _EXPECTED_TIME = "is it an aware datetime, or microseconds since the Unix epoch, of a clock that is right?"
@@ -172,14 +167,6 @@ def derived_event_id(
     """The event id of a signal whose reporter gave none: the same for the same signal, 128 bits of SHA-256."""
     text = json.dumps([interaction_id, user_id, kind.value, value, observed_at, corrects])
     return f"d-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
-
-
-def _kind(kind: SignalKind | str) -> SignalKind:
-    try:
-        return SignalKind(kind)
-    except ValueError as error:
-        known = ", ".join(known.value for known in SignalKind)
-        raise BadFeedback("kind", f"{str(kind)[:40]!r} is none of {known}") from error
 
 
 def _value(kind: SignalKind, value: float | None, corrects: str | None) -> float | None:

@@ -132,7 +132,8 @@ class EventIntake:
             try:
                 records[place] = self._record(tree, caller)
             except Problem as problem:
-                results[place] = _refused(problem)
+                wait = None if problem.retry_after_s is None else whole_seconds(problem.retry_after_s)
+                results[place] = ItemOut(status=problem.status, detail=problem.detail, retry_after_s=wait)
         for place, result in zip(records, await self._write(list(records.values())), strict=True):
             results[place] = result
         ended = [result for result in results if result is not None]
@@ -174,21 +175,12 @@ def _written(record: Feedback, reason: str) -> ItemOut:
     return ItemOut(status=503, event_id=record.event_id, detail=NOT_ACKNOWLEDGED, retry_after_s=RETRY_AFTER_S)
 
 
-def _refused(problem: Problem) -> ItemOut:
-    wait = None if problem.retry_after_s is None else whole_seconds(problem.retry_after_s)
-    return ItemOut(status=problem.status, detail=problem.detail, retry_after_s=wait)
-
-
 def _checked(model: type[Model], tree: Any) -> Model:  # noqa: ANN401 - a JSON tree
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise Problem(422, _explain(error)) from error
-
-
-def _explain(error: ValidationError) -> str:
-    """What is wrong, without the input: it may be large, and somebody's."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
-    more = [f"and {len(found) - ERRORS_TOLD} more"] if len(found) > ERRORS_TOLD else []
-    return "; ".join(told + more)
+        # What is wrong, without the input: it may be large, and somebody's
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        told = [f"{'.'.join(str(part)[:40] for part in e['loc']) or 'event'}: {e['msg']}" for e in found[:ERRORS_TOLD]]
+        more = [f"and {len(found) - ERRORS_TOLD} more"] if len(found) > ERRORS_TOLD else []
+        raise Problem(422, "; ".join(told + more)) from error

@@ -67,7 +67,11 @@ def whole_seconds(seconds: float) -> int:
 
 async def read_body(request: Request, limit: int) -> bytes:
     """The body of a request that says it is JSON. Raises Problem 400, 413, 415."""
-    _check_type(request)
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Problem(415, "send the body as Content-Type: application/json", close=True)
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Problem(415, "send the body without Content-Encoding", close=True)
     too_long = Problem(413, f"the body is longer than {limit} bytes: send fewer events in one request", close=True)
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limit:
@@ -110,11 +114,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     raise Problem(400, f"{name} is not JSON")
-
-
-def _check_type(request: Request) -> None:
-    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Problem(415, "send the body as Content-Type: application/json", close=True)
-    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Problem(415, "send the body without Content-Encoding", close=True)

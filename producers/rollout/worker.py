@@ -27,7 +27,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet, host_limits
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import POLL_S, Delivered, OffsetTracker, TakenTasks, TaskIntake
+from tidemill.producers.rollout.intake import POLL_S, Delivered, OffsetTracker, TaskIntake
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
 from tidemill.producers.sampling.anchor import anchor_of_run
@@ -112,18 +112,26 @@ class Worker:
     async def _round(self, intake: TaskIntake, thread: ThreadPoolExecutor, wanted: bool) -> None:
         loop = asyncio.get_running_loop()
         if not wanted:
-            await self._wait_for_an_episode()
+            self._moved.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), POLL_S)
         taken = await loop.run_in_executor(thread, intake.round, wanted, self._tracker.committable())
-        self._collect()
+        for job in [job for job in self._jobs if job.done()]:
+            del self._jobs[job]
+            # Raise what ended a task's work, if anything did; of several episodes, the first
+            error = job.exception()
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if error is not None:
+                raise error
         self._tracker.committed(taken.committed)
-        await self._drop_lost(taken)
+        lost = self._tracker.partitions() - taken.owned
+        for partition in lost:
+            LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
+            self._tracker.drop(partition)
+        await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
         for delivered in taken.delivered:
             await self._accept(delivered)
-
-    async def _wait_for_an_episode(self) -> None:
-        self._moved.clear()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._moved.wait(), POLL_S)
 
     async def _accept(self, delivered: Delivered) -> None:
         located, progress = delivered.located, delivered.progress
@@ -173,13 +181,6 @@ class Worker:
         self._moved.set()
         await self._outbox.write(rollout.group_id, rollout)
 
-    async def _drop_lost(self, taken: TakenTasks) -> None:
-        lost = self._tracker.partitions() - taken.owned
-        for partition in lost:
-            LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
-            self._tracker.drop(partition)
-        await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
-
     async def _finish(self, intake: TaskIntake, thread: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.grace_s
@@ -201,26 +202,12 @@ class Worker:
             job.cancel()
         await asyncio.gather(*jobs, return_exceptions=True)
 
-    def _collect(self) -> None:
-        for job in [job for job in self._jobs if job.done()]:
-            del self._jobs[job]
-            _raise_first(job)
-
     def _in_hand(self) -> int:
         return sum(running.remaining for running in self._jobs.values())
 
     def _bury(self, producer: RecordProducer, located: ConsumedRecord, reason: str) -> None:
         LOG.warning("refused the record at %s: %s", located.position, reason)
         send_dead_letter(producer, self._names, located, reason, APPLICATION)
-
-
-def _raise_first(job: asyncio.Task[None]) -> None:
-    """Raise what ended a task's work, if anything did; of several episodes, the first."""
-    error = job.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if error is not None:
-        raise error
 
 
 def run(
@@ -250,20 +237,16 @@ def run(
         cleanup.callback(outbox.close)
         recovery = TaskRecovery(LogReader(kafka, client_id=APPLICATION), run.run_id)
         cleanup.callback(recovery.close)
-        member = _member(kafka, run, rollout)
+        # A member of the workers' group; a static one, which comes back to its own partitions, where it has a name
+        if rollout.worker_id is not None:
+            options = {**kafka.client_options, "group.instance.id": rollout.worker_id}
+            kafka = kafka.model_copy(update={"client_options": options})
+        member = GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
         cleanup.callback(member.close)
         intake = TaskIntake(member, recovery)
         names = Names(kafka.topic_prefix)
         chat_format = load_chat_format(checkpoint, chat)
         asyncio.run(_serve(run, rollout, names, chat_format, outbox, claims, intake, stop, kafka.stall_timeout_s))
-
-
-def _member(kafka: KafkaSettings, run: RunSettings, rollout: RolloutSettings) -> GroupConsumer:
-    """A member of the workers' group; a static one, which comes back to its own partitions, where it has a name."""
-    if rollout.worker_id is not None:
-        options = {**kafka.client_options, "group.instance.id": rollout.worker_id}
-        kafka = kafka.model_copy(update={"client_options": options})
-    return GroupConsumer(kafka, f"rollout.{run.run_id}", [Topic.TASKS], client_id=APPLICATION)
 
 
 async def _serve(

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from tidemill.producers.product.api_keys import ApiKeys
 from tidemill.producers.product.signing import BadUserId
 from tidemill.producers.router.ask import Refusal, RequestKind, bad_request, parse, unavailable
-from tidemill.producers.router.config import LogFailure, RouterSettings
+from tidemill.producers.router.config import LogFailure
 from tidemill.producers.router.exchange import Client, Exchange, Router
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.replicas import ReplicaUnavailable
@@ -105,7 +105,12 @@ class Application:
     async def _admit(self, kind: RequestKind, request: Request, client: Client) -> Exchange:
         arrived, router = time.monotonic(), self._router
         consent = _consent(request, router.settings.consent_default)
-        ask = parse(kind, await _body(request, router.settings))
+        body, most = bytearray(), router.settings.max_body_bytes
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
+        ask = parse(kind, bytes(body))
         try:
             exchange = Exchange(router, ask, consent, client, arrived)
         except BadUserId as error:
@@ -166,15 +171,6 @@ def _consent(request: Request, default: bool) -> bool:
     if said not in _CONSENT:
         raise bad_request(f"the header {CONSENT_HEADER} is neither yes nor no", CONSENT_HEADER)
     return _CONSENT[said]
-
-
-async def _body(request: Request, settings: RouterSettings) -> bytes:
-    body, most = bytearray(), settings.max_body_bytes
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most:
-            raise Refusal(413, f"the body is longer than {most} bytes", "invalid_request_error")
-    return bytes(body)
 
 
 async def _departure(receive: Receive) -> None:

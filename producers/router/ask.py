@@ -278,17 +278,18 @@ class Collected:
         """
         turns = []
         if trainable and self.tokens:
-            made = Completion(self.tokens, self._logprobs, self._complete_spans(), str(self.finish_reason))
+            spans, count = self._spans, len(self.tokens)
+            if not spans or spans[-1].start >= count or (self.finish_reason is not None and spans[-1].end != count):
+                raise BadResponse(
+                    f"`weight_versions` does not cover {count} sampled tokens: is this a Tidemill replica?"
+                )
+            # Until the end only the beginning of the last span is known: a further version would have been told.
+            made = Completion(
+                self.tokens, self._logprobs, ((*spans[:-1], replace(spans[-1], end=count))), str(self.finish_reason)
+            )
             start = len(self.prompt)
             turns.append(SampledTurn(start, start + len(self.tokens), made))
         return build_segment([*self.prompt, *self.tokens], turns)
-
-    def _complete_spans(self) -> tuple[VersionSpan, ...]:
-        spans, count = self._spans, len(self.tokens)
-        if not spans or spans[-1].start >= count or (self.finish_reason is not None and spans[-1].end != count):
-            raise BadResponse(f"`weight_versions` does not cover {count} sampled tokens: is this a Tidemill replica?")
-        # Until the end only the beginning of the last span is known: a further version would have been told.
-        return (*spans[:-1], replace(spans[-1], end=count))
 
 
 def shown(document: Mapping[str, Json], wanted: Wanted) -> dict[str, Json]:

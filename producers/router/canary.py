@@ -59,10 +59,8 @@ class CanaryShare:
             unit: what is always in the same arm: a pseudonym; without one, a conversation or a single request.
             salt: the experiment's.
         """
-        canary = _fraction(f"{salt}\x00{self.version}\x00{unit}") < self.share
+        # Uniform in [0, 1) over texts
+        canary = (
+            int.from_bytes(hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()[:7]) / 2**56
+        ) < self.share
         return Lot(Arm.CANARY, self.share) if canary else Lot(Arm.STABLE, 1.0 - self.share)
-
-
-def _fraction(text: str) -> float:
-    """Uniform in [0, 1) over texts."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56

@@ -214,12 +214,22 @@ class ReplicaSession:
     async def complete(self, prompt: list[int], sampling: Sampling) -> Completion:
         """Sample one turn, trying again until cancelled by the caller's deadline. Raises BadResponse."""
         while True:
-            address = await self._join()
+            clock = asyncio.get_running_loop().time
+            while self._address is None:
+                self._address = self._pool.pick(clock())
+                if self._address is None:
+                    await asyncio.sleep(max(0.0, self._pool.next_wake() - clock()))
+            address = self._address
             try:
                 self.identity = await self._client.identity(address)
                 completion = await self._client.complete(address, prompt, sampling)
             except ReplicaUnavailable as error:
-                self._move_on(address, error)
+                LOG.info("trying again: %s", error)
+                self.retries += 1
+                self._last_error = error
+                self._pool.failed(address, asyncio.get_running_loop().time())
+                if address == self._address:  # a call beside this one may have moved on already
+                    self._leave()
             else:
                 self._pool.succeeded(address)
                 return completion
@@ -229,22 +239,6 @@ class ReplicaSession:
         if self._last_error is None:
             return "no request was tried again"
         return f"{self.retries} requests tried again, the last for: {self._last_error}"
-
-    async def _join(self) -> str:
-        clock = asyncio.get_running_loop().time
-        while self._address is None:
-            self._address = self._pool.pick(clock())
-            if self._address is None:
-                await asyncio.sleep(max(0.0, self._pool.next_wake() - clock()))
-        return self._address
-
-    def _move_on(self, address: str, error: ReplicaUnavailable) -> None:
-        LOG.info("trying again: %s", error)
-        self.retries += 1
-        self._last_error = error
-        self._pool.failed(address, asyncio.get_running_loop().time())
-        if address == self._address:  # a call beside this one may have moved on already
-            self._leave()
 
     def _leave(self) -> None:
         if self._address is not None:

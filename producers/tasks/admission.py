@@ -152,7 +152,8 @@ class AdmissionController:
         """
         match record:
             case Task(mode=Mode.TRAIN):
-                self._observe_task(record)
+                if record.group_id not in self._ended:
+                    self._open[record.group_id] = record.deadline_at
             case Group(mode=Mode.TRAIN):
                 self._observe_group(record)
             case TrainStep():
@@ -160,7 +161,9 @@ class AdmissionController:
             case Manifest():
                 self._newest_version = max(self._newest_version, record.version)
             case WeightAck():
-                self._observe_ack(record)
+                self._served.observe(record)
+                self._ready = self._ready or self._served.replicas >= self._policy.replicas
+                self._release()
             case _:
                 pass
         return self.capacity()
@@ -173,7 +176,9 @@ class AdmissionController:
             self._end(group)
         silent = self._served.drop_silent(now_us)
         self._release()
-        self._lend(now_us)
+        starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
+        if starved and self.capacity() == 0 and now_us - self._moved_at > self._policy.overdue_us:
+            self._spare = self._policy.groups_per_step
         return ExpiredTasks(tuple(overdue), tuple(silent))
 
     def capacity(self) -> int:
@@ -228,10 +233,6 @@ class AdmissionController:
     def _trained(self) -> set[str]:
         return set().union(*self._unserved.values())
 
-    def _observe_task(self, task: Task) -> None:
-        if task.group_id not in self._ended:
-            self._open[task.group_id] = task.deadline_at
-
     def _observe_group(self, group: Group) -> None:
         if group.closed_by is CloseReason.LATE:
             return
@@ -261,16 +262,6 @@ class AdmissionController:
         trained = self._trained()
         for group in [g for g, oldest in self._closed.items() if oldest < limit and g not in trained]:
             self._end(group)
-
-    def _observe_ack(self, ack: WeightAck) -> None:
-        self._served.observe(ack)
-        self._ready = self._ready or self._served.replicas >= self._policy.replicas
-        self._release()
-
-    def _lend(self, now_us: int) -> None:
-        starved = self.untrained > 0 and self.unclosed == 0 and not self.finished
-        if starved and self.capacity() == 0 and now_us - self._moved_at > self._policy.overdue_us:
-            self._spare = self._policy.groups_per_step
 
     def _release(self) -> None:
         served = self.served_version

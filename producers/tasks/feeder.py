@@ -17,7 +17,7 @@ from types import MappingProxyType
 from tidemill.producers.config import FeedSettings
 from tidemill.producers.environments.open import open_environment
 from tidemill.producers.environments.process import HostLimits
-from tidemill.producers.tasks.feeder_state import Decision, FeederState
+from tidemill.producers.tasks.feeder_state import FeederState
 from tidemill.producers.tasks.source import TaskEnvironment, TaskSource
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_us
@@ -89,26 +89,22 @@ class Feeder:
     def advance(self) -> bool:
         """Issue what may be issued now; true when the run is over. Raises DeliveryError, TaskError."""
         decision = self._state.decide(now_us())
-        self._report(decision)
-        if decision.names:
-            self._issue(decision)
-        return decision.done
-
-    def _issue(self, decision: Decision) -> None:
-        issued_at, version = now_us(), self._state.admission.newest_version
-        tasks = [self._source.task(name, issued_at, version) for name in decision.names]
-        self._producer.send_acked(Topic.TASKS, [(task.task_id, task) for task in tasks])
-        for task in tasks:
-            self._state.observe(task)
-        LOG.info("issued %d tasks, %s to %s, at version %d", len(tasks), tasks[0].task_id, tasks[-1].task_id, version)
-
-    def _report(self, decision: Decision) -> None:
         for group in decision.expired.groups:
             LOG.warning("group %s never closed; it no longer counts as unfinished", group)
         for replica in decision.expired.replicas:
             LOG.warning("replica %s fell behind and is silent; not waiting for it", replica)
         for topic in self._silence.silent(self._state.waiting_for(), now_us()):
             LOG.warning("no progress: nothing on topic %s. Look at %s", topic, WRITERS[topic])
+        if decision.names:
+            issued_at, version = now_us(), self._state.admission.newest_version
+            tasks = [self._source.task(name, issued_at, version) for name in decision.names]
+            self._producer.send_acked(Topic.TASKS, [(task.task_id, task) for task in tasks])
+            for task in tasks:
+                self._state.observe(task)
+            LOG.info(
+                "issued %d tasks, %s to %s, at version %d", len(tasks), tasks[0].task_id, tasks[-1].task_id, version
+            )
+        return decision.done
 
 
 async def opened(run: RunSettings, limits: HostLimits) -> list[TaskEnvironment]:

@@ -107,7 +107,11 @@ class FeederState:
             case Task():
                 self._observe_task(record)
             case Group(mode=Mode.EVAL):
-                self._observe_evaluated(record)
+                self._eval_closed.add(record.group_id)
+                self._eval_open.pop(record.group_id, None)
+                failed = any(member.status is RolloutStatus.FAILED for member in record.members)
+                if failed and record.closed_by is not CloseReason.LATE:
+                    self._eval_failed[record.group_id] = record.closed_at
             case Manifest():
                 self._manifest_version = max(self._manifest_version, record.version)
             case _:
@@ -148,25 +152,15 @@ class FeederState:
         if name is None:
             return
         if name.stage is Stage.TRAIN:
-            self._observe_training(name.index)
+            if name.index >= self._unissued:
+                self._issued_ahead.add(name.index)
+            while self._unissued in self._issued_ahead:
+                self._issued_ahead.remove(self._unissued)
+                self._unissued += 1
             return
         self._eval_issued.setdefault(_EvalSet(name.stage, name.version), set()).add(name.index)
         if task.group_id not in self._eval_closed:
             self._eval_open[task.group_id] = task.deadline_at
-
-    def _observe_evaluated(self, group: Group) -> None:
-        self._eval_closed.add(group.group_id)
-        self._eval_open.pop(group.group_id, None)
-        failed = any(member.status is RolloutStatus.FAILED for member in group.members)
-        if failed and group.closed_by is not CloseReason.LATE:
-            self._eval_failed[group.group_id] = group.closed_at
-
-    def _observe_training(self, index: int) -> None:
-        if index >= self._unissued:
-            self._issued_ahead.add(index)
-        while self._unissued in self._issued_ahead:
-            self._issued_ahead.remove(self._unissued)
-            self._unissued += 1
 
     def _expire_evaluations(self, now_us: int) -> list[str]:
         limit = now_us - to_us(self._feed.overdue_s)
@@ -178,7 +172,7 @@ class FeederState:
         return overdue
 
     def _training(self) -> Iterator[TaskName]:
-        if self._before_pending():
+        if self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE)):
             return
         unissued = (index for index in count(self._unissued) if index not in self._issued_ahead)
         for index in islice(unissued, self._admission.capacity()):
@@ -208,26 +202,17 @@ class FeederState:
         served = self._admission.served_version
         if self._feed.eval_before:
             yield self._begun(Stage.EVAL_BEFORE) or _EvalSet(Stage.EVAL_BEFORE, served)
-        if self._during_due(served):
-            yield _EvalSet(Stage.EVAL_DURING, served - served % self._feed.eval_every)
-        if self._after_due(served):
-            yield self._begun(Stage.EVAL_AFTER) or _EvalSet(Stage.EVAL_AFTER, served)
-
-    def _during_due(self, served: int) -> bool:
         every = self._feed.eval_every
-        return every > 0 and served >= every and not self._admission.finished
-
-    def _after_due(self, served: int) -> bool:
-        return self._feed.eval_after and self._admission.finished and served >= self._admission.newest_version
+        if every > 0 and served >= every and not self._admission.finished:
+            yield _EvalSet(Stage.EVAL_DURING, served - served % self._feed.eval_every)
+        if self._feed.eval_after and self._admission.finished and served >= self._admission.newest_version:
+            yield self._begun(Stage.EVAL_AFTER) or _EvalSet(Stage.EVAL_AFTER, served)
 
     def _begun(self, stage: Stage) -> _EvalSet | None:
         return next((known for known in self._eval_issued if known.stage is stage), None)
 
     def _size(self, stage: Stage) -> int:
         return evaluation_size(self._feed, stage)
-
-    def _before_pending(self) -> bool:
-        return self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE))
 
     def _incomplete(self, stage: Stage) -> bool:
         begun = self._begun(stage)

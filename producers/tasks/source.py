@@ -122,7 +122,9 @@ class TaskSource:
         feed, training = self._feed, name.stage.mode is Mode.TRAIN
         index = name.index if training else name.index % evaluation_size(feed, name.stage)
         if training:
-            questions = self._of(index)
+            while len(self._order) <= index:
+                self._order.append(next(self._turns))
+            questions = self._questions[self._order[index]]
             draft = questions.unused()
             self._issued[str(name)] = (questions, draft.payload)
         else:
@@ -148,11 +150,6 @@ class TaskSource:
         """End every stream of drafts."""
         for questions in self._questions:
             questions.close()
-
-    def _of(self, index: int) -> Questions:
-        while len(self._order) <= index:
-            self._order.append(next(self._turns))
-        return self._questions[self._order[index]]
 
 
 class Questions:
