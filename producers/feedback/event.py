@@ -132,16 +132,15 @@ class FeedbackMaker:
             raise BadFeedback("kind", f"{str(report.kind)[:40]!r} is none of {known}") from error
         corrects = None if report.corrects is None else _event_id("corrects", report.corrects)
         value = _value(kind, report.value, corrects)
-        moment = now_us if report.observed_at is None else _microseconds(report.observed_at)
-        if moment > now_us + self._ahead_us:
-            raise BadFeedback("observed_at", f"is {to_s(moment - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
-        if moment < now_us - self._age_us:
+        observed_at = now_us if report.observed_at is None else _microseconds(report.observed_at)
+        if observed_at > now_us + self._ahead_us:
+            raise BadFeedback("observed_at", f"is {to_s(observed_at - now_us):.6g} s ahead of now: {_EXPECTED_TIME}")
+        if observed_at < now_us - self._age_us:
             raise BadFeedback(
                 "observed_at",
-                f"is {to_s(now_us - moment):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
+                f"is {to_s(now_us - observed_at):.6g} s ago, and signals are taken for {to_s(self._age_us):g} s "
                 f"(product.max_feedback_age_s): {_EXPECTED_TIME}",
             )
-        observed_at = moment
         if report.event_id is None:
             event_id = derived_event_id(interaction_id, user_id, kind, value, observed_at, corrects)
         else:

@@ -158,7 +158,8 @@ class GroupAssembler:
     def _record(self, group: OpenGroup, reason: CloseReason) -> Group:
         members = [group.members[name] for name in sorted(group.members)]
         rewards = _rewards(group.key, members, self._rules.shuffle_rewards)
-        mean = _mean(rewards, self._rules.min_completed)
+        completed = [reward for reward in rewards if reward is not None]
+        mean = math.fsum(completed) / len(completed) if len(completed) >= self._rules.min_completed else None
         times = [member.timestamp_us for member in members]
         header = group.header
         return Group(
@@ -185,10 +186,6 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
         return f"group_id {rollout.group_id!r} or rollout_id {rollout.rollout_id!r} is no identifier"
     if not 0 <= rollout.index < rollout.group_size:
         return f"index {rollout.index} is outside a group of {rollout.group_size}"
-    return _broken_reward(rollout)
-
-
-def _broken_reward(rollout: Rollout) -> str:
     if rollout.status is RolloutStatus.FAILED:
         return "" if rollout.reward is None else "a failed rollout has a reward; a failure is never a reward"
     # Written so that a NaN fails as well.
@@ -229,11 +226,6 @@ def _rewards(group_id: str, members: Sequence[Member], shuffle: bool) -> list[fl
     random.Random(group_id).shuffle(completed)
     drawn = iter(completed)
     return [None if member.reward is None else next(drawn) for member in members]
-
-
-def _mean(rewards: Sequence[float | None], min_completed: int) -> float | None:
-    completed = [reward for reward in rewards if reward is not None]
-    return math.fsum(completed) / len(completed) if len(completed) >= min_completed else None
 
 
 def _reference(member: Member, partition: int, reward: float | None, mean: float | None) -> GroupMember:

@@ -79,7 +79,9 @@ class Branch:
                 for party in self._parties():
                     party.forget(record.user_id)
             case Group() if record.run_id == self.run.run_id:
-                self._take_group(record)
+                for version, result in self.bench.observe(record):
+                    if result.lower(self._gate.bench_alpha) >= self._gate.floor:
+                        self.admissible.add(version)
             case Manifest() | WeightAck() | GateDecision() | Outcome():
                 if (record.run_id, record.branch) == (self.run.run_id, self.run.branch):
                     self._take(record)
@@ -113,11 +115,6 @@ class Branch:
             case GateDecision():
                 self._take_decision(record)
 
-    def _take_group(self, group: Group) -> None:
-        for version, result in self.bench.observe(group):
-            if result.lower(self._gate.bench_alpha) >= self._gate.floor:
-                self.admissible.add(version)
-
     def _parties(self) -> Iterator[ArmComparison | Watch]:
         if self.trial is not None and self.trial.comparison is not None:
             yield self.trial.comparison
@@ -131,7 +128,9 @@ class Branch:
             self.watch = None
 
     def _take_decision(self, decision: GateDecision) -> None:
-        key = _identity(decision)
+        # Equal for one decision that is read twice
+        numbers = tuple(sorted(decision.numbers.items()))
+        key = decision.verdict, decision.version, decision.decided_by, decision.reason, decision.at, numbers
         if key in self._known:
             return
         self._known.add(key)
@@ -142,12 +141,17 @@ class Branch:
         if held is not None and by_gate(decision):
             return
         if self.standing.settled is not settled:
-            self._keep_origin(decision)
+            # The first baseline that enough users were compared with is what later candidates must not drift from
+            if not self._origin and decision.numbers.get(f"{Arm.STABLE}/users", 0.0) >= self._gate.min_users:
+                self._origin = _of_arm(decision.numbers, Arm.STABLE)
             self.settled_at = decision.at
         if decision.verdict is GateVerdict.RELEASE and held is not None and by_gate(held):
             self._origin = {}
         if decision.verdict is GateVerdict.PROMOTE:
-            self._begin_watch(decision, before)
+            self.watch = None
+            means = _of_arm(decision.numbers, Arm.STABLE)
+            if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
+                self.watch = Watch(self._gate, decision.version, before, decision.at, means)
         elif self.watch is not None and (decision.verdict in NAMES or self.watch.version in self.standing.rejected):
             self.watch = None
 
@@ -163,23 +167,6 @@ class Branch:
             trial.comparison = ArmComparison(
                 self._gate, canary.version, trial.baseline, canary.share, decision.at, self._origin
             )
-
-    def _keep_origin(self, decision: GateDecision) -> None:
-        """The first baseline that enough users were compared with is what later candidates must not drift from."""
-        if not self._origin and decision.numbers.get(f"{Arm.STABLE}/users", 0.0) >= self._gate.min_users:
-            self._origin = _of_arm(decision.numbers, Arm.STABLE)
-
-    def _begin_watch(self, decision: GateDecision, before: int) -> None:
-        self.watch = None
-        means = _of_arm(decision.numbers, Arm.STABLE)
-        if decision.version is not None and decision.version != before and means and self._gate.watch_seconds > 0:
-            self.watch = Watch(self._gate, decision.version, before, decision.at, means)
-
-
-def _identity(decision: GateDecision) -> object:
-    """Equal for one decision that is read twice."""
-    numbers = tuple(sorted(decision.numbers.items()))
-    return decision.verdict, decision.version, decision.decided_by, decision.reason, decision.at, numbers
 
 
 def _of_arm(numbers: Mapping[str, float], arm: Arm) -> dict[str, float]:

@@ -142,21 +142,19 @@ class FrozenGuards:
         """Take a settled user in, or their corrected numbers."""
         for name, values in self._values.items():
             if name in means:
-                self._bet(name, values.get(user_id), means[name])
-                values[user_id] = means[name]
+                before, value = values.get(user_id), means[name]
+                contrast, frozen = self._contrasts[name], [self._frozen[name]]
+                for capital in self._evidence[name].capitals:
+                    if before is None:
+                        capital.bet(contrast([value], frozen))
+                    else:
+                        capital.correct(contrast([before], frozen), contrast([value], frozen))
+                values[user_id] = value
                 self._bell.hear(name, self._evidence[name].log, partial(self._means, name))
 
     def _means(self, name: str) -> tuple[float, float]:
         values = self._values[name].values()
         return math.fsum(values) / len(values), self._frozen[name]
-
-    def _bet(self, name: str, before: float | None, value: float) -> None:
-        contrast, frozen = self._contrasts[name], [self._frozen[name]]
-        for capital in self._evidence[name].capitals:
-            if before is None:
-                capital.bet(contrast([value], frozen))
-            else:
-                capital.correct(contrast([before], frozen), contrast([value], frozen))
 
     @property
     def alerts(self) -> Sequence[Alert]:

@@ -128,16 +128,13 @@ class ArmComparison:
     def _take(self, settled: Iterable[Settled]) -> None:
         for user in settled:
             if self.conclusion is None:
-                self._count(user)
+                arm = Arm(user.arm)
+                if REWARD in user.means:
+                    self._rewards.observe(_NUMBER[arm], user.user_id, user.means[REWARD])
+                self._guards.observe(_NUMBER[arm], user.user_id, user.means)
+                if arm is Arm.CANARY:
+                    self._drift.observe(user.user_id, user.means)
                 self.conclusion = self._judge()
-
-    def _count(self, user: Settled) -> None:
-        arm = Arm(user.arm)
-        if REWARD in user.means:
-            self._rewards.observe(_NUMBER[arm], user.user_id, user.means[REWARD])
-        self._guards.observe(_NUMBER[arm], user.user_id, user.means)
-        if arm is Arm.CANARY:
-            self._drift.observe(user.user_id, user.means)
 
     def _judge(self) -> Conclusion | None:
         threshold = -math.log(self._gate.alpha)

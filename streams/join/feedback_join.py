@@ -133,17 +133,15 @@ class FeedbackJoin:
             case Case() if entry.open:
                 return [self._end(entry, self._exclusion(entry), entry.due_at)]
             case Early():
-                return self._give_up(entry)
+                overdue = [held for held in entry.held if self._patience_ends(held) <= entry.due_at]
+                self._keep_held(entry, [held for held in entry.held if held not in overdue])
+                reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
+                return [
+                    self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue
+                ]
             case _:
                 self._store.forget(entry)
                 return []
-
-    def _give_up(self, early: Early) -> list[Output]:
-        """Reject the feedback that waited long enough."""
-        overdue = [held for held in early.held if self._patience_ends(held) <= early.due_at]
-        self._keep_held(early, [held for held in early.held if held not in overdue])
-        reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
-        return [self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue]
 
     def _patience_ends(self, held: Held) -> int:
         return held.arrived_at + self._early_wait_us
@@ -254,7 +252,8 @@ class FeedbackJoin:
         if signal.event_id in case.signals:
             self._counts["duplicate_feedback"] += 1
             return []
-        if not self._within_horizon(case, signal):
+        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
+        if not (earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]):
             self._counts["out_of_horizon"] += 1
             return []
         if len(case.signals) >= self._settings.max_signals:
@@ -262,10 +261,6 @@ class FeedbackJoin:
         case.signals[signal.event_id] = signal
         case.arrivals[signal.event_id] = at_us
         return self._signals_changed(case, at_us)
-
-    def _within_horizon(self, case: Case, signal: Signal) -> bool:
-        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
-        return earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]
 
     def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
         if not case.open:

@@ -38,7 +38,11 @@ Item = Interaction | Vote | UserRequest | Tombstone | Rejected | None
 def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
     """The item of a record of `interactions` or `feedback`; an interaction comes without its tokens."""
     if located.value is None and located.record is None:
-        return _tombstone(located)
+        try:
+            key = (located.key or b"").decode()
+        except UnicodeDecodeError:
+            return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
+        return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
     match located.topic, located.record:
         case _, None:
             return Rejected(located, located.error)
@@ -57,14 +61,6 @@ def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
             return Rejected(located, problem) if problem else vote
         case topic, other:
             return Rejected(located, f"{type(other).__name__} is no record of {topic.value}")
-
-
-def _tombstone(located: ConsumedRecord) -> Item:
-    try:
-        key = (located.key or b"").decode()
-    except UnicodeDecodeError:
-        return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
-    return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
 
 
 def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_skew_us: int) -> str:

@@ -197,15 +197,12 @@ class OnlineBatcher:
         if known is not None and outcome.revision <= known.revision:
             return []
         if known is None:
-            self._note_served(outcome)
+            self._head.served.add(Figures.of(outcome))
+            if outcome.user_id not in self._served_users:
+                self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
+                self._store.save(self._served_users[outcome.user_id])
         self._note_version(outcome)
         return self._judge(outcome, known, order)
-
-    def _note_served(self, outcome: Outcome) -> None:
-        self._head.served.add(Figures.of(outcome))
-        if outcome.user_id not in self._served_users:
-            self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
-            self._store.save(self._served_users[outcome.user_id])
 
     def _note_version(self, outcome: Outcome) -> None:
         """Keep which versions are served now."""
@@ -280,7 +277,8 @@ class OnlineBatcher:
             if found.map_version == outcome.map_version:
                 return [], found
             # Rewards of two maps are no rewards of one batch.
-            batches = self._close(found, BatchClose.TIME) if self._has_enough(found) else []
+            enough = len(self._kept(found)) >= self._settings.min_members
+            batches = self._close(found, BatchClose.TIME) if enough else []
             self._drop_all(found.version, OLD_MAP)
         opened_at = self._head.clock_us
         overdue_at = opened_at + to_us(self._settings.max_wait_s)
@@ -305,9 +303,6 @@ class OnlineBatcher:
         waiting = self._room.of_version(batch.version)
         return within_share(waiting, self._settings.max_share_per_user)[: self._settings.max_members]
 
-    def _has_enough(self, batch: OpenBatch) -> bool:
-        return len(self._kept(batch)) >= self._settings.min_members
-
     def _close_if_ready(self, batch: OpenBatch) -> list[Emit]:
         waiting = self._room.of_version(batch.version)
         limits = self._settings
@@ -331,7 +326,8 @@ class OnlineBatcher:
         members = kept + self._room.corrections(self._settings.max_members - len(kept))
         record = self._record(batch, members, kept, reason)
         for waiting in members:
-            self._leave(waiting)
+            self._end_wait(waiting)
+            self._set_fate(waiting.interaction_id, Fate.BATCHED)
         self._head.batched += len(members)
         self._head.sequence += 1
         self._head.dropped = {}
@@ -375,11 +371,6 @@ class OnlineBatcher:
     def _wait(self, waiting: Waiting) -> None:
         self._store.save(waiting)
         self._room.add(waiting)
-
-    def _leave(self, waiting: Waiting) -> None:
-        """It is in a batch."""
-        self._end_wait(waiting)
-        self._set_fate(waiting.interaction_id, Fate.BATCHED)
 
     def _drop(self, waiting: Waiting, reason: str) -> None:
         self._end_wait(waiting)

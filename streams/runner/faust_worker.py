@@ -140,7 +140,12 @@ class FaustRunner:
             # The new owner of the partition may have written newer heads, and deletions that stand on them.
             if not self._owns(generation):
                 return
-            self._remember(step)
+            # The table's own setter would write the changelog without an acknowledgement to wait for.
+            for write in step:
+                if write.value is None:
+                    self._table.data.pop(write.key, None)
+                else:
+                    self._table.data[write.key] = write.value
             await self._write(step)
         if self._owns(generation):
             for event in events:
@@ -199,14 +204,6 @@ class FaustRunner:
         )
 
     # Writing
-
-    def _remember(self, writes: Sequence[Write]) -> None:
-        # The table's own setter would write the changelog without an acknowledgement to wait for.
-        for write in writes:
-            if write.value is None:
-                self._table.data.pop(write.key, None)
-            else:
-                self._table.data[write.key] = write.value
 
     async def _write(self, writes: Sequence[Write]) -> None:
         """Send in order and wait for every acknowledgement."""

@@ -227,7 +227,10 @@ class TransactionalRunner:
         if self._touched and (now_s >= ends_at or self._taken >= self._stream.transaction_records):
             self._commit()
         elif not messages:
-            self._pass_markers()
+            # The consumer's own position moves past the ends of transactions and what compaction dropped.
+            for tp in self._consumer.position([TopicPartition(*place) for place in self._next]):
+                place = (tp.topic, tp.partition)
+                self._next[place] = max(self._next[place], tp.offset)
         if now_s >= self._tick_at:
             self._tick_at = now_s + self._stream.tick_interval_s
             self._send_ticks()
@@ -237,7 +240,9 @@ class TransactionalRunner:
         error = message.error()
         if error is not None:
             if error.code() in OUT_OF_RANGE:
-                self._step_over_gap((topic, partition))
+                place = (topic, partition)
+                self._next[place] = self._kept(place, self._next[place])
+                self._consumer.assign([TopicPartition(*found, offset) for found, offset in self._next.items()])
             # Away for too long; what the group does about it comes through the callbacks.
             elif error.code() != KafkaError._MAX_POLL_EXCEEDED:
                 raise_lasting(error)
@@ -253,17 +258,6 @@ class TransactionalRunner:
         self._next[topic, partition] = offset + 1
         for output in machine.observe(consumed_record(message, self._names, self._codec)):
             self._write(self._writes.output(output))
-
-    def _pass_markers(self) -> None:
-        # The consumer's own position moves past the ends of transactions and what compaction dropped.
-        for tp in self._consumer.position([TopicPartition(*place) for place in self._next]):
-            place = (tp.topic, tp.partition)
-            self._next[place] = max(self._next[place], tp.offset)
-
-    def _step_over_gap(self, place: Partition) -> None:
-        """Go on behind records that were deleted before they were read. Raises RetentionGap when that may not be."""
-        self._next[place] = self._kept(place, self._next[place])
-        self._consumer.assign([TopicPartition(*found, offset) for found, offset in self._next.items()])
 
     def _kept(self, place: Partition, offset: int) -> int:
         """The first offset from `offset` that the log keeps. Raises RetentionGap, StreamFailure."""
