@@ -37,7 +37,9 @@ class RansCoder(Coder):
     def encode(self, streams: ClassStreams) -> bytes:
         """See `Coder.encode`."""
         counts = streams.counts[streams.counts > 0]
-        models = _models(streams.gaps, counts)
+        ends = np.cumsum(counts).tolist()
+        begins = [0, *ends[:-1]]
+        models = [model_of(int(_sum(streams.gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
         tables = fit_tables(streams.steps, counts)
         plan = _Plan.of(models, tables)
         common = streams.gaps, streams.steps, counts, plan.tables, plan.low_bits, plan.directed, gap_tables().last
@@ -56,7 +58,12 @@ class RansCoder(Coder):
         models = list(source.take(used.size))
         if any(model >= MODELS and model != ALL_ZERO for model in models):
             raise DeltaError(f"unknown gap models among {models}")
-        plan = _Plan.of(models, _read_tables(source, used.size))
+        bits = BitReader(source)
+        tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(used.size)]
+        bits.close()
+        if tables and tables[0] is None:
+            raise DeltaError("the first class has no table of steps")
+        plan = _Plan.of(models, tables)
         n_words = source.varint()
         gap_state = int.from_bytes(source.take(STATE_BYTES), "little")
         step_state = int.from_bytes(source.take(STATE_BYTES), "little")
@@ -118,10 +125,15 @@ def write_fields(
 ) -> bytes:
     """All fields in their order."""
     stream = np.asarray(words, "<u2")
+    out = BitWriter()
+    for table in tables:
+        out.put(int(table is not None), 1)
+        if table is not None:
+            table.write(out)
     return b"".join(
         (
             bytes(models),
-            _write_tables(tables),
+            out.getvalue(),
             varint(stream.size),
             *(state.to_bytes(STATE_BYTES, "little") for state in states),
             stream.tobytes(),
@@ -143,33 +155,9 @@ def _padded(data: memoryview, kind: str) -> npt.NDArray[Any]:
     return row.astype(stored.newbyteorder("="), copy=False)
 
 
-def _models(gaps: Values, counts: Counts) -> list[int]:
-    ends = np.cumsum(counts).tolist()
-    begins = [0, *ends[:-1]]
-    return [model_of(int(_sum(gaps[a:b])), b - a) for a, b in zip(begins, ends, strict=True)]
-
-
 @compiled
 def _sum(values: Values) -> int:
     total = np.uint64(0)
     for i in range(values.size):
         total += np.uint64(values[i])
     return int(total)
-
-
-def _write_tables(tables: list[StepTable | None]) -> bytes:
-    out = BitWriter()
-    for table in tables:
-        out.put(int(table is not None), 1)
-        if table is not None:
-            table.write(out)
-    return out.getvalue()
-
-
-def _read_tables(source: WireReader, n: int) -> list[StepTable | None]:
-    bits = BitReader(source)
-    tables = [StepTable.read(bits) if bits.get(1) else None for _ in range(n)]
-    bits.close()
-    if tables and tables[0] is None:
-        raise DeltaError("the first class has no table of steps")
-    return tables

@@ -89,7 +89,8 @@ class DeltaEncoder:
     ) -> Iterator[Encoded]:
         """The blocks that a tensor's change completes; arguments and errors as of `encode_tensor`."""
         rows = _checked(name, dtype, old_bits, new_bits, start, total)
-        if not self._is_small(rows.part, is_on_host(old_bits)):
+        share = SMALL_SHARE if is_on_host(old_bits) else SMALL_SHARE_ON_GPU
+        if not (rows.part.n == rows.part.tensor_elements <= self._settings.block_elements // share):
             yield from _blocks(rows, self._settings)
             return
         if any(name in waiting.differences for waiting in self._waiting.values()):
@@ -114,10 +115,6 @@ class DeltaEncoder:
     def waiting(self) -> frozenset[str]:
         """Tensors whose changes are in no block yet."""
         return frozenset().union(*(waiting.differences for waiting in self._waiting.values()))
-
-    def _is_small(self, part: BlockPart, on_host: bool) -> bool:
-        share = SMALL_SHARE if on_host else SMALL_SHARE_ON_GPU
-        return part.n == part.tensor_elements <= self._settings.block_elements // share
 
 
 class _SmallTensors:

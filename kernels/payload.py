@@ -74,7 +74,9 @@ def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: Coder
         return Encoding.CLASSES, classes
     new = kernels.host(old).copy()
     new[kernels.host(changes.indices)] = kernels.host(changes.new)
-    raw = _pack_raw(new, kind)
+    stored = new.astype(kind.bits.newbyteorder("<"), copy=False)
+    frame = compress(stored.view(np.uint8).reshape(-1, kind.bits.itemsize).T.tobytes())
+    raw = b"\1" + frame if len(frame) < new.nbytes else b"\0" + stored.tobytes()
     return (Encoding.RAW, raw) if len(raw) < len(classes) else (Encoding.CLASSES, classes)
 
 
@@ -90,7 +92,11 @@ def unpack(
     if encoding == Encoding.RAW:
         new = _unpack_raw(payload, kind, old.size)
     elif encoding == Encoding.CONSTANT:
-        new = _unpack_constant(payload, kind, old)
+        source = WireReader(payload)
+        form, value = source.byte(), int.from_bytes(source.take(4), "little")
+        if form > 1 or value >> kind.width or len(source.rest()):
+            raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
+        new = move(kind, old, value) if form else np.full(old.size, value, kind.bits)
     else:
         raise DeltaError(f"unknown block encoding {encoding}: written by a newer version?")
     indices = np.flatnonzero(old != new)
@@ -112,14 +118,6 @@ def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray
     if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new_at):
         return None
     return b"\1" + int(ends[0]).to_bytes(4, "little")
-
-
-def _unpack_constant(payload: memoryview, kind: ElementType, old: Bits) -> Bits:
-    source = WireReader(payload)
-    form, value = source.byte(), int.from_bytes(source.take(4), "little")
-    if form > 1 or value >> kind.width or len(source.rest()):
-        raise DeltaError(f"a constant of form {form} and value {value} in a block of {kind.name}")
-    return move(kind, old, value) if form else np.full(old.size, value, kind.bits)
 
 
 def _pack_classes(
@@ -164,12 +162,6 @@ def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, ac
     sample = old[:whole].reshape(-1, stride)[:, :SAMPLE_RUN].reshape(-1)
     last = old[whole : whole + SAMPLE_RUN]
     return SAMPLE_EVERY * (kernels.count_exponents(kind, sample) + kernels.count_exponents(kind, last))
-
-
-def _pack_raw(new: Bits, kind: ElementType) -> bytes:
-    stored = new.astype(kind.bits.newbyteorder("<"), copy=False)
-    frame = compress(stored.view(np.uint8).reshape(-1, kind.bits.itemsize).T.tobytes())
-    return b"\1" + frame if len(frame) < new.nbytes else b"\0" + stored.tobytes()
 
 
 def _unpack_raw(payload: memoryview, kind: ElementType, n_elements: int) -> Bits:

@@ -78,13 +78,6 @@ def _by_fingerprint() -> dict[bytes, _Schema]:
     return {schema.fingerprint: schema for schemas in _recorded().values() for schema in schemas}
 
 
-def _write(record: Record) -> bytes:
-    buffer = io.BytesIO()
-    schema = _recorded()[type(record)][-1]
-    fastavro.schemaless_writer(buffer, schema.parsed, msgspec.to_builtins(record, builtin_types=(bytes,)))
-    return buffer.getvalue()
-
-
 def read_body(body: bytes, writer: dict[str, Any]) -> Record:
     """Read an Avro body that `writer` (a schema as JSON) wrote into the current record type."""
     return _read(body, _Schema(writer))
@@ -117,7 +110,10 @@ class Codec:
     def encode(self, record: Record) -> bytes:
         """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
         try:
-            body = _write(record)
+            buffer = io.BytesIO()
+            schema = _recorded()[type(record)][-1]
+            fastavro.schemaless_writer(buffer, schema.parsed, msgspec.to_builtins(record, builtin_types=(bytes,)))
+            body = buffer.getvalue()
         except Exception as error:  # fastavro raises many types for a misfit value; callers get one
             raise ValueError(f"{type(record).__name__} does not fit its schema: {error}") from error
         if self._registry is None:

@@ -68,7 +68,9 @@ class ChatServer:
         if self.chat is None or self._contexts is None:
             raise BadMessage(f"chat is not served: {self._refusal}")
         try:
-            texts = _texts(request)
+            calls = (call for message in request.messages for call in message.get("tool_calls") or ())
+            arguments = [call["function"]["arguments"] for call in calls]
+            texts = [*(message["content"] for message in request.messages), *arguments, request.tools.identity]
             if sum(map(len, texts)) > LARGE:
                 # A tokenizer needs a second for a megabyte, and lets other threads run meanwhile. A template may leave
                 # some of it out: only a conversation of twice the size is refused here.
@@ -174,10 +176,3 @@ class ChatTurn:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._chat.token(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def _texts(request: ChatRequest) -> list[str]:
-    """The texts of a conversation that a template may show."""
-    calls = (call for message in request.messages for call in message.get("tool_calls") or ())
-    arguments = [call["function"]["arguments"] for call in calls]
-    return [*(message["content"] for message in request.messages), *arguments, request.tools.identity]

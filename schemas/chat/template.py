@@ -87,7 +87,13 @@ class ChatTemplate:
         self._variables = {**names, **settings.arguments}
         self.specials = sorted(specials, key=len, reverse=True)
         """Texts of special tokens, which no content can spell."""
-        self._specials = _any_of(self.specials)
+        # Patterns that share their beginnings, so that few are tried where one may begin.
+        ends: dict[str, list[str]] = {}
+        for text in self.specials:
+            ends.setdefault(text[:2], []).append(re.escape(text[2:]))
+        self._specials = re.compile(
+            "|".join(f"{re.escape(begin)}(?:{'|'.join(each)})" for begin, each in ends.items()) or "(?!)"
+        )
         # Not to be guessed: content that held the mark would be taken for the sampled turn.
         self._mark = secrets.token_hex(12)
         self._told: Callable[[str], tuple[list[ShownTool], str]] = self._told_anew
@@ -325,14 +331,6 @@ class ChatTemplate:
             return needle in self.text(messages, tools)
         except TemplateRefused:
             return False
-
-
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """A pattern of any of some texts. They share their beginnings, so that few are tried where one may begin."""
-    ends: dict[str, list[str]] = {}
-    for text in texts:
-        ends.setdefault(text[:2], []).append(re.escape(text[2:]))
-    return re.compile("|".join(f"{re.escape(begin)}(?:{'|'.join(each)})" for begin, each in ends.items()) or "(?!)")
 
 
 def _break(found: re.Match[str]) -> str:
