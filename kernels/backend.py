@@ -8,7 +8,7 @@
     cpu       the compiled loops, for any tensor
     triton    Triton, for any array: a CPU's is copied to the GPU, or stays where it is under Triton's interpreter
 
-The functions here are the kernels by the backend of their array: a numpy array of bit patterns or a PyTorch tensor.
+`backend_for` gives the kernels for an array: a numpy array of bit patterns or a PyTorch tensor.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.kernels.backend_base import KernelBackend
-from tidemill.kernels.backend_cpu import CpuBackend
-from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
+from tidemill.kernels.backend_base import CpuBackend, KernelBackend
 from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, flat_bits
-from tidemill.kernels.fingerprint import Fingerprint, TensorKey
+from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.fingerprint import fingerprint as fingerprint_on_cpu
 
 ENVIRONMENT = "TIDEMILL_KERNELS"
@@ -129,54 +127,6 @@ def flat_rows(bits: AnyArray, kind: ElementType) -> AnyArray:
     return bits.detach().view(-1)
 
 
-def compare_and_compact(old: AnyArray, new: AnyArray) -> AnyArray:
-    """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each, flat)."""
-    return backend_for(old).compare_and_compact(old, new)
-
-
-def take(bits: AnyArray, indices: AnyArray) -> AnyArray:
-    """The patterns (uN[k]) of `bits` (uN[n], flat) at `indices` (i8[k], each in range)."""
-    return backend_for(bits).take(bits, indices)
-
-
-def scatter(bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
-    """Write `new_at` (uN[k]) into `bits` (uN[n], flat) at `indices` (i8[k], each in range and once), in place."""
-    backend_for(bits).scatter(bits, indices, new_at)
-
-
-def split_classes(
-    kind: ElementType,
-    old: AnyArray,
-    old_at: AnyArray,
-    new_at: AnyArray,
-    indices: AnyArray,
-    table: ClassTable,
-    active: Active,
-) -> ClassStreams:
-    """Split a block's changes into classes: see `kernels.classes.split_classes`."""
-    return backend_for(old).split_classes(kind, old, old_at, new_at, indices, table, active)
-
-
-def count_exponents(kind: ElementType, bits: AnyArray) -> Counts:
-    """How often each exponent occurs in `bits` (uN[n], flat): i8[exponents]."""
-    return backend_for(bits).count_exponents(kind, bits)
-
-
-def fingerprint(bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
-    """Fingerprint of elements [start, start + n) of a tensor, of which `bits` (uN[n]) are the patterns."""
-    return backend_for(bits).fingerprint(bits, key, start)
-
-
-def fingerprint_at(bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
-    """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
-    return backend_for(bits).fingerprint_at(bits, key, indices)
-
-
-def fingerprint_change(key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
-    """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
-    return backend_for(old_at).fingerprint_change(key, indices, old_at, new_at)
-
-
 @functools.cache
 def triton_obstacle() -> str | None:
     """What keeps Triton from running kernels here, found by running one; None if nothing does."""
@@ -208,21 +158,21 @@ def _triton_device() -> str:
 
 @functools.cache
 def _triton_backend(on_gpu: bool, is_numpy: bool) -> KernelBackend[Any]:
-    from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorToDevice
+    from tidemill.kernels.backend_moving import ArrayAsTensor, TensorToDevice
     from tidemill.kernels.backend_triton import TritonBackend
 
     if is_numpy:
-        return MovingBackend(TritonBackend(), ArrayAsTensor(_triton_device()))
+        return ArrayAsTensor(TritonBackend(), _triton_device())
     if not on_gpu and _triton_device() != HOST_DEVICE:
-        return MovingBackend(TritonBackend(), TensorToDevice(_triton_device()))
+        return TensorToDevice(TritonBackend(), _triton_device())
     return TritonBackend()
 
 
 @functools.cache
 def _cpu_backend_of_tensors() -> KernelBackend[Any]:
-    from tidemill.kernels.backend_moving import MovingBackend, TensorAsArray
+    from tidemill.kernels.backend_moving import TensorAsArray
 
-    return MovingBackend(CPU_BACKEND, TensorAsArray())
+    return TensorAsArray(CPU_BACKEND)
 
 
 @functools.cache

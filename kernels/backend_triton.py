@@ -21,25 +21,20 @@ class TritonBackend(KernelBackend[torch.Tensor]):
     """PyTorch tensors of any 1, 2 or 4 byte type in, tensors of their patterns out, on the same device."""
 
     def host(self, array: torch.Tensor) -> npt.NDArray[Any]:
-        """See `KernelBackend`."""
         return _host(flat_row(array))
 
     def beside(self, array: npt.NDArray[Any], other: torch.Tensor) -> torch.Tensor:
-        """See `KernelBackend`."""
         return torch.from_numpy(array).to(other.device)
 
     def compare_and_compact(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """See `KernelBackend`."""
         with _current(old):
             return triton_compact.compare_and_compact(old, new)
 
     def take(self, bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """See `KernelBackend`."""
         with _current(bits):
             return triton_move.take(bits, indices)
 
     def scatter(self, bits: torch.Tensor, indices: torch.Tensor, new_at: torch.Tensor) -> None:
-        """See `KernelBackend`."""
         with _current(bits):
             triton_move.scatter(bits, indices, new_at)
 
@@ -53,31 +48,26 @@ class TritonBackend(KernelBackend[torch.Tensor]):
         table: ClassTable,
         active: Active,
     ) -> ClassStreams:
-        """See `KernelBackend`."""
         with _current(old):
             tables = (_copied(table, old), _copied(active, old))
             streams = triton_split.split_classes(kind, old, new_at, indices, *tables, classes=int(table[-1]) + 1)
             return ClassStreams(_host(streams.counts), _host(streams.gaps), _host(streams.steps))
 
     def count_exponents(self, kind: ElementType, bits: torch.Tensor) -> Counts:
-        """See `KernelBackend`."""
         with _current(bits):
             return _host(triton_split.count_exponents(kind, bits))
 
     def fingerprint(self, bits: torch.Tensor, key: TensorKey, start: int = 0) -> Fingerprint:
-        """See `KernelBackend`."""
         with _current(bits):
             return triton_fingerprint.fingerprint(bits, key, start)
 
     def fingerprint_at(self, bits: torch.Tensor, key: TensorKey, indices: torch.Tensor) -> Fingerprint:
-        """See `KernelBackend`."""
         with _current(bits):
             return triton_fingerprint.fingerprint_at(bits, key, indices)
 
     def fingerprint_change(
         self, key: TensorKey, indices: torch.Tensor, old_at: torch.Tensor, new_at: torch.Tensor
     ) -> Fingerprint:
-        """See `KernelBackend`."""
         with _current(old_at):
             return triton_fingerprint.fingerprint_change(key, indices, old_at, new_at)
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import blake3
 import xxhash
 
+from tidemill.kernels.coder import BLOCK_ELEMENTS, DigestChoice
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
 from tidemill.kernels.parts import DIRECTORY_LIMIT, NAME_LIMIT, BlockPart, read_directory, read_name
-from tidemill.kernels.settings import BLOCK_ELEMENTS, DigestChoice
 from tidemill.kernels.wire import WireReader, varint
 
 MAGIC, SEVERAL_MAGIC = b"TMb\x02", b"TMb\x03"

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.compare import changed_elements
+from tidemill.kernels.compare import changed_elements, count_exponents
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import DeltaError, Values, element_type, flat_bits, fold_steps
-from tidemill.kernels.exponents import count_exponents
 from tidemill.kernels.fingerprint import Bits
 
 Counts = npt.NDArray[np.int64]

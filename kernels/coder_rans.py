@@ -35,7 +35,6 @@ class RansCoder(Coder):
     code: ClassVar[int] = 1
 
     def encode(self, streams: ClassStreams) -> bytes:
-        """See `Coder.encode`."""
         counts = streams.counts[streams.counts > 0]
         ends = np.cumsum(counts).tolist()
         begins = [0, *ends[:-1]]
@@ -52,7 +51,6 @@ class RansCoder(Coder):
         return write_fields(models, tables, states, words[first:], stored.tobytes())
 
     def decode(self, payload: memoryview, counts: Counts, n_elements: int) -> ClassStreams:
-        """See `Coder.decode`."""
         source = WireReader(payload)
         used = counts[counts > 0]
         models = list(source.take(used.size))

@@ -13,6 +13,7 @@ import numpy as np
 
 from tidemill.kernels.backend import backend_for, flat_rows, is_on_host
 from tidemill.kernels.block import BlockHeader, write_block
+from tidemill.kernels.coder import CodecSettings
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
@@ -24,7 +25,6 @@ from tidemill.kernels.parts import (
     write_directory,
 )
 from tidemill.kernels.payload import ElementChanges, pack
-from tidemill.kernels.settings import CodecSettings
 
 DEFAULTS = CodecSettings()
 SHARED_SHARE = 4

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.kernels.elements import DeltaError
-from tidemill.kernels.frames import compress, decompress
-from tidemill.kernels.wire import WireReader, varint
+from tidemill.kernels.wire import WireReader, compress, decompress, varint
 
 NAME_LIMIT = 1024
 """Longest name, in bytes."""

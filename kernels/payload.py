@@ -16,24 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.activity import find_active, read_active, write_active
 from tidemill.kernels.backend import backend_for
 from tidemill.kernels.backend_base import KernelBackend
-from tidemill.kernels.class_table import choose_table, read_table, write_table
+from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, Counts, select_classes
-from tidemill.kernels.coder import Coder
-from tidemill.kernels.coder_pcodec import PcodecCoder
+from tidemill.kernels.coder import Coder, CoderChoice, PcodecCoder, ZstdCoder
 from tidemill.kernels.coder_rans import RansCoder
-from tidemill.kernels.coder_zstd import ZstdCoder
+from tidemill.kernels.compare import count_active_exponents
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, Values, fold_steps, move
-from tidemill.kernels.exponents import count_active_exponents
 from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.frames import compress, decompress
 from tidemill.kernels.information import BIT, choice_cost, kind_cost
-from tidemill.kernels.settings import CoderChoice
 from tidemill.kernels.step_tables import LANES, TOKENS, token_of
-from tidemill.kernels.wire import WireReader, varint
+from tidemill.kernels.wire import WireReader, compress, decompress, varint
 
 RAW_SHARE = 4
 """Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""

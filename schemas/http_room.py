@@ -1,4 +1,4 @@
-"""Who is connected to an HTTP server, and who gives way to whom.
+"""The address of a server, who is connected to it over HTTP, and who gives way to whom.
 
 Clients that send nothing cost places, and places are few. A connection that waits for its client gives way to a
 newcomer, the longest wait first; a request that has arrived keeps its place until it is answered.
@@ -8,12 +8,48 @@ from __future__ import annotations
 
 import logging
 import resource
+import socket
 import time
 from collections import Counter
 from ipaddress import IPv6Address, ip_address
 from typing import Protocol
 
 from tidemill.schemas.config import HttpSettings
+
+
+class PortTaken(OSError):
+    """An address cannot be bound."""
+
+
+def bind(host: str, port: int, setting: str, backlog: int | None = None) -> socket.socket:
+    """A socket bound to an address, before anything that takes time or speaks to others; port 0 lets the system choose.
+
+    With a `backlog` it listens, and so many clients may wait until they are served; without, they are refused until
+    a server listens. `setting` is the name of the setting of the port, beside which its section has a `host`.
+
+    Raises PortTaken, naming the address and the setting to change.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # asyncio sends small parts at once only where the protocol is named: else a second one waits 40 ms for an
+        # acknowledgement of the first.
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        section = setting.partition(".")[0]
+        raise PortTaken(f"{section}.host {host!r} is no address of this machine ({error.strerror})") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        if backlog is not None:
+            bound.listen(backlog)
+    except OSError as error:
+        bound.close()
+        raise PortTaken(
+            f"{host}:{port} cannot be used ({error.strerror}): stop the process that holds it, or set {setting} "
+            "to another port (0 takes a free one)"
+        ) from error
+    return bound
+
 
 LOG = logging.getLogger(__name__)
 OTHER_FILES = 128

@@ -11,6 +11,7 @@ A runner (`tidemill.streams.runner`) runs any of them and keeps these promises t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,29 +74,17 @@ class Machine(Protocol):
         ...
 
 
-class Processor(Protocol):
+@dataclass(frozen=True, slots=True)
+class Processor:
     """One stream application: which topics it reads and writes, and its machines."""
 
-    @property
-    def name(self) -> str:
-        """Name of the application: with topic prefix and run it makes the consumer group and the state topic."""
-        ...
-
-    @property
-    def table(self) -> str:
-        """Name of its state table."""
-        ...
-
-    @property
-    def inputs(self) -> tuple[Topic, ...]:
-        """Topics that it reads, all of one partition count; equal partitions go to one machine."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[Topic, ...]:
-        """Topics that it writes, dead letters of the inputs aside."""
-        ...
-
-    def machine(self, partition: int, state: MachineState) -> Machine:
-        """The machine of a partition, going on from a state. Raises ValueError for bytes that are none."""
-        ...
+    name: str
+    """Name of the application: with topic prefix and run it makes the consumer group and the state topic."""
+    table: str
+    """Name of its state table."""
+    inputs: tuple[Topic, ...]
+    """Topics that it reads, all of one partition count; equal partitions go to one machine."""
+    outputs: tuple[Topic, ...]
+    """Topics that it writes, dead letters of the inputs aside."""
+    machine: Callable[[int, MachineState], Machine]
+    """Makes the machine of a partition, going on from a state. Raises ValueError for bytes that are none."""

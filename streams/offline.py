@@ -6,18 +6,25 @@ Invariants:
   and the offset, in whichever order they come in here; so what comes out is a function of the records alone;
 - it equals what workers write for the same records and rules, their repetitions after a crash aside;
 - time moves with the records and ticks that are in the log, and stops where the log ends: what falls due later has not
-  been decided, as it has not by a worker.
+  been decided, as it has not by a worker;
+- the log is only read, without a consumer group. Outputs are read first: each was decided by inputs that lie before the
+  ends, which are fixed afterwards;
+- a `Change` answers "what if": it alters the records that the machines read, never the log, and gives the same record
+  where it has nothing to say.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
-from tidemill.streams.machine import Machine, Output, Processor
+from tidemill.schemas.log.reader import LogReader
+from tidemill.schemas.records import Group, OnlineBatch, Outcome, Rollout
+from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
 from tidemill.streams.state import MachineState
 
 CHANGES_EVERY = 500
@@ -135,3 +142,151 @@ class OfflineRun:
         if self._observed % CHANGES_EVERY == 0:
             machine.take_changes()
         return [Decided(output, located.position, located.timestamp_ms) for output in outputs]
+
+
+CLIENT = "tidemill-replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A record that a processor writes, and the input record by which it was decided."""
+
+    emit: Emit
+    cause: Position
+    at_ms: int
+    """The cause's timestamp."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a processor makes of the log."""
+
+    emitted: list[Emitted] = field(default_factory=list)
+    """In the order in which they were decided."""
+    rejected: int = 0
+    """Records that are dead letters, each as often as it was rejected."""
+    records: int = 0
+    """Input records that were read."""
+    cut: list[str] = field(default_factory=list)
+    """Partitions whose log no longer begins at its beginning: what their lost records decided is not repeated."""
+
+
+def recorded_outputs(
+    kafka: KafkaSettings, run: RunSettings, processor: Processor, timeout_s: float
+) -> list[ConsumedRecord]:
+    """What is in the processor's output topics of this run, and branch where there is one.
+
+    Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
+    """
+    with LogReader(kafka, processor.outputs, client_id=CLIENT) as reader:
+        return [located for located in reader.read_to_end(timeout_s) if _is_of(run, located)]
+
+
+def replay(
+    kafka: KafkaSettings,
+    processor: Processor,
+    change: Change,
+    timeout_s: float,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Replayed:
+    """Run a processor over its inputs as they lie in the log now; `progress` is told records read and offsets in all.
+
+    Raises LookupError without the topics, TimeoutError when their ends are not reached in time.
+    """
+    with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
+        begins, ends = reader.next_offsets(), reader.end_offsets()
+        spans = {place: RecordRange(begins[place], end) for place, end in ends.items()}
+        run = OfflineRun(processor, spans, change)
+        names = Names(kafka.topic_prefix)
+        cut = [f"{names.of(topic)}[{p}] begins at offset {s.begin}" for (topic, p), s in spans.items() if s.begin]
+        total = sum(span.end - span.begin for span in spans.values())
+        emitted: list[Emitted] = []
+        rejected = records = 0
+        for decided in _decisions(run, reader.read_to_end(timeout_s)):
+            emitted += [Emitted(d.output, d.cause, d.at_ms) for d in decided if isinstance(d.output, Emit)]
+            rejected += sum(isinstance(d.output, Rejected) for d in decided)
+            progress(records, total)
+            records += 1
+        return Replayed(emitted, rejected, records - 1, sorted(cut))
+
+
+def _decisions(run: OfflineRun, records: Iterator[ConsumedRecord]) -> Iterator[list[Decided]]:
+    """What each record decides, and last what is left."""
+    for located in records:
+        yield run.take(located)
+    yield run.finish()
+
+
+def _is_of(run: RunSettings, located: ConsumedRecord) -> bool:
+    match located.record:
+        case Group(run_id=run_id) | Outcome(run_id=run_id):
+            return run_id == run.run_id
+        case OnlineBatch(run_id=run_id, branch=branch):
+            return (run_id, branch) == (run.run_id, run.branch)
+        case _:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineShift:
+    """Every rollout's deadline is later by `by_us` microseconds; earlier where it is negative."""
+
+    by_us: int
+
+    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
+        """The record with its deadline moved."""
+        record = located.record
+        if not isinstance(record, Rollout):
+            return located
+        return replace(located, record=replace(record, deadline_at=record.deadline_at + self.by_us))
+
+
+@dataclass(frozen=True, slots=True)
+class Reweighted:
+    """A rollout's reward is summed again from its recorded components, some of which weigh otherwise.
+
+    A component that `weights` does not name keeps the weight of the record. A rollout without a reward keeps none.
+    """
+
+    weights: Mapping[str, float]
+    """By name of a component."""
+    version: str = ""
+    """Only rollouts whose reward has this version are summed again; empty: all."""
+    applied: Counter[str] = field(default_factory=Counter)
+    """How many rollouts had each component that was given a weight."""
+    seen: dict[str, set[str]] = field(default_factory=dict)
+    """The components that there are, by the version of the reward."""
+
+    def __call__(self, located: ConsumedRecord) -> ConsumedRecord:
+        """The record with its reward summed again."""
+        record = located.record
+        if not isinstance(record, Rollout) or record.reward is None:
+            return located
+        self.seen.setdefault(record.reward_version, set()).update(part.name for part in record.rewards)
+        if self.version not in ("", record.reward_version):
+            return located
+        self.applied.update(part.name for part in record.rewards if part.name in self.weights)
+        parts = [replace(part, weight=self.weights.get(part.name, part.weight)) for part in record.rewards]
+        # Summed as the scorer did: in the order of the components, from the left.
+        reward = sum(part.value * part.weight for part in parts) if parts else record.reward
+        return replace(located, record=replace(record, rewards=parts, reward=reward))
+
+    def check(self) -> None:
+        """Raises ValueError, after a replay, for a version or a component that no rollout had."""
+        if self.version and self.version not in self.seen:
+            raise ValueError(f"no rollout has a reward of version {self.version!r}; there is {sorted(self.seen)}")
+        unknown = sorted(set(self.weights) - set(self.applied))
+        if unknown:
+            there = sorted(set[str]().union(*self.seen.values()))
+            raise ValueError(f"no rollout has a reward component {', '.join(unknown)}; there is {', '.join(there)}")
+
+
+def chained(changes: Sequence[Change]) -> Change:
+    """One change after the other."""
+
+    def change(located: ConsumedRecord) -> ConsumedRecord:
+        for one in changes:
+            located = one(located)
+        return located
+
+    return change

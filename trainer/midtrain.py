@@ -24,8 +24,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import CHATML, chat_template_source
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import send_dead_letter
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 from tidemill.trainer.midtrain_config import MidtrainSettings

@@ -18,8 +18,7 @@ import tomli_w
 
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.stack.ports import pick_ports
-from tidemill.producers.product.api_keys import key_hash
-from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.settings import ProductSettings, key_hash
 from tidemill.schemas.records import Arm
 
 CONFIG_NAME = "settings.toml"

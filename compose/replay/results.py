@@ -19,7 +19,7 @@ from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_unt
 from tidemill.schemas.log.consumed import replay_headers
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.streams.offline_log import CLIENT, Emitted
+from tidemill.streams.offline import CLIENT, Emitted
 
 KEPT = {"cleanup.policy": "delete", "retention.ms": "-1"}
 

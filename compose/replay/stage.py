@@ -26,9 +26,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
-    from tidemill.streams.counterfactual import Reweighted
-    from tidemill.streams.offline import Change
-    from tidemill.streams.offline_log import Emitted, Replayed
+    from tidemill.streams.offline import Change, Emitted, Replayed, Reweighted
 
 SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
@@ -121,8 +119,7 @@ class _Done:
 
 
 def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, window: Window, timeout_s: float) -> _Done:
-    from tidemill.streams.counterfactual import Reweighted
-    from tidemill.streams.offline_log import recorded_outputs, replay
+    from tidemill.streams.offline import Reweighted, recorded_outputs, replay
     from tidemill.streams.runner.worker import Rules, processor_of
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
@@ -146,7 +143,7 @@ def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, windo
 
 
 def _change(what_if: WhatIf, reweighted: Reweighted | None) -> Change:
-    from tidemill.streams.counterfactual import DeadlineShift, chained
+    from tidemill.streams.offline import DeadlineShift, chained
 
     changes: list[Change] = []
     if what_if.deadline_s:

@@ -26,13 +26,12 @@ from tidemill.consumers.replica.server import server_arguments
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
 from tidemill.kernels.weights.delta_fetch import open_fetcher
-from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import send_dead_letter
 from tidemill.schemas.log.liveness import Liveness
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Staleness, WeightAck
 

@@ -13,7 +13,7 @@ from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.consumed import Partition
-from tidemill.schemas.log.dead_letter import (
+from tidemill.schemas.log.producer import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
     HEADER_PARTITION,

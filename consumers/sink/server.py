@@ -12,7 +12,7 @@ import uvicorn
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import Reader
 from tidemill.consumers.sink.http_api import application
-from tidemill.schemas.address import bind
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 
 LOOPBACK = "127.0.0.1"

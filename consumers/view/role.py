@@ -18,7 +18,7 @@ from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.tables import Tables
-from tidemill.schemas.address import bind
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.shutdown import stop_on_signals
 

@@ -27,7 +27,7 @@ from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.client_settings import producer_settings
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import Feedback
 
 log = logging.getLogger(__name__)

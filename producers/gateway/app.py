@@ -36,8 +36,7 @@ from tidemill.producers.gateway.models import (
     HealthOut,
 )
 from tidemill.producers.gateway.problem import MEDIA_TYPE, Problem, ProblemOut, answer, parse_json, read_body
-from tidemill.producers.product.api_keys import require_some
-from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.settings import ProductSettings, require_some
 from tidemill.schemas.config import KafkaSettings
 
 KEPT_S = 1.0

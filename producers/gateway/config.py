@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from tidemill.producers.product.api_keys import checked_hashes
+from tidemill.producers.product.settings import checked_hashes
 from tidemill.schemas.config import HttpSettings, Section
 
 

@@ -27,7 +27,7 @@ from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.metrics import GatewayMetrics
 from tidemill.producers.gateway.models import BatchIn, FeedbackIn, ItemOut
 from tidemill.producers.gateway.problem import Problem, whole_seconds
-from tidemill.producers.product.api_keys import ApiKeys
+from tidemill.producers.product.settings import ApiKeys
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.records import Feedback
 

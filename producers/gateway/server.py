@@ -13,8 +13,8 @@ import uvicorn
 from tidemill.producers.gateway.app import application
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
-from tidemill.schemas.address import bind
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.shutdown import stop_on_signals
 

@@ -20,8 +20,7 @@ from tidemill.schemas.chat.contexts import Context
 from tidemill.schemas.claim import digest
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.expert_ids import unpacked_ids
-from tidemill.schemas.ids import rollout_id
-from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingParameters, Task, Turn
+from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingParameters, Task, Turn, rollout_id
 
 LOG = logging.getLogger(__name__)
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us, to_ms
-from tidemill.schemas.ids import rollout_id
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Dispatch, Record, Rollout, Task, Turn
+from tidemill.schemas.records import Dispatch, Record, Rollout, Task, Turn, rollout_id
 
 LOG = logging.getLogger(__name__)
 Partition = tuple[Topic, int]

@@ -40,10 +40,9 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.client_settings import LOG_WAIT_S
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import send_dead_letter
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.liveness import Liveness
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Dispatch, RolloutStatus, Task, Turn
 from tidemill.schemas.shutdown import stop_on_signals

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tidemill.producers.product.api_keys import ApiKeys
+from tidemill.producers.product.settings import ApiKeys
 from tidemill.producers.product.signing import BadUserId
 from tidemill.producers.router.ask import Refusal, RequestKind, bad_request, parse, unavailable
 from tidemill.producers.router.config import LogFailure

@@ -12,8 +12,7 @@ from contextlib import AsyncExitStack, closing
 
 import uvicorn
 
-from tidemill.producers.product.api_keys import require_some
-from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.settings import ProductSettings, require_some
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
@@ -23,10 +22,10 @@ from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import APPLICATION, open_recorder
 from tidemill.producers.router.replicas import open_replicas
 from tidemill.producers.sampling.anchor import anchor_of_run
-from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.liveness import Liveness

@@ -1,7 +1,14 @@
-"""Writing records to the log: what was sent is acknowledged by the log, or an error is raised."""
+"""Writing records to the log: what was sent is acknowledged by the log, or an error is raised.
+
+A value that cannot be used is written as a dead letter, whole, with its place and the reason. For records whose key is
+longer than what they are joined by, the partition is computed here (`partition_of`) and given to the client, as Java's
+client, Faust and librdkafka's `murmur2_random` choose it. Source: `Utils.murmur2` and
+`BuiltInPartitioner.partitionForKey` of Apache Kafka's Java client.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -12,7 +19,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import AccessRefused, check_access
 from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, producer_settings
-from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Record
 
 
@@ -143,3 +150,63 @@ class RecordProducer:
     def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
         if kind is None:
             self.flush()
+
+
+HEADER_TOPIC = "tidemill-source-topic"
+HEADER_PARTITION = "tidemill-source-partition"
+HEADER_OFFSET = "tidemill-source-offset"
+HEADER_TIMESTAMP = "tidemill-source-timestamp-ms"
+HEADER_REASON = "tidemill-reason"
+HEADER_APPLICATION = "tidemill-application"
+
+
+def dead_letter_headers(names: Names, located: ConsumedRecord, reason: str, application: str) -> dict[str, bytes]:
+    """Headers that say where a dead letter came from and why it is one."""
+    return {
+        HEADER_TOPIC: names.of(located.topic).encode(),
+        HEADER_PARTITION: str(located.partition).encode(),
+        HEADER_OFFSET: str(located.offset).encode(),
+        HEADER_TIMESTAMP: str(located.timestamp_ms).encode(),
+        HEADER_REASON: reason.encode(),
+        HEADER_APPLICATION: application.encode(),
+    }
+
+
+def send_dead_letter(
+    producer: RecordProducer, names: Names, located: ConsumedRecord, reason: str, application: str
+) -> None:
+    """Write the original bytes of `located` to its topic's dead-letter topic.
+
+    It has the time of its writing: with that of a record of long ago the log would drop it at once.
+    """
+    producer.send_bytes(
+        names.dead_letter(located.topic),
+        located.value,
+        key=located.key,
+        headers=dead_letter_headers(names, located, reason, application),
+    )
+
+
+_SEED = 0x9747B28C
+_MULTIPLIER = 0x5BD1E995
+_MASK = 0xFFFFFFFF
+_POSITIVE = 0x7FFFFFFF
+
+
+def murmur2(data: bytes) -> int:
+    """The 32-bit murmur2 hash of Kafka's clients, unsigned (Java prints the same bits signed)."""
+    length = len(data)
+    state = _SEED ^ length
+    whole = length & ~3
+    for (word,) in struct.iter_unpack("<I", data[:whole]):
+        mixed = word * _MULTIPLIER & _MASK
+        state = (state * _MULTIPLIER ^ (mixed ^ mixed >> 24) * _MULTIPLIER) & _MASK
+    if length & 3:
+        state = (state ^ int.from_bytes(data[whole:], "little")) * _MULTIPLIER & _MASK
+    state = (state ^ (state >> 13)) * _MULTIPLIER & _MASK
+    return state ^ (state >> 15)
+
+
+def partition_of(key: str, partitions: int) -> int:
+    """The partition, from 0, of a record with this key in a topic of `partitions` partitions."""
+    return (murmur2(key.encode()) & _POSITIVE) % partitions

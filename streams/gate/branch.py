@@ -6,11 +6,11 @@ A decision counts when it is read here, never when it is proposed, and once, how
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from tidemill.schemas.config import RunSettings
-from tidemill.schemas.gate_decisions import NAMES, CanaryTrial, by_gate
+from tidemill.schemas.gate_decisions import NAMES, BranchDecisions, CanaryTrial, by_gate
 from tidemill.schemas.records import (
     AckStatus,
     Arm,
@@ -27,7 +27,41 @@ from tidemill.schemas.records import (
 from tidemill.streams.gate.bench import Bench
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.trial import ArmComparison, Watch
-from tidemill.streams.gate.versions import BranchVersions
+
+
+class BranchVersions(BranchDecisions):
+    """The versions of a branch, the decisions on each, and the one that everyone is served."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = -1
+        """The newest version; -1 before the first."""
+        self._anchored: set[int] = set()
+
+    @property
+    def baseline(self) -> int:
+        """The version that everyone is served: the one named last, before that the oldest with an anchor. -1: none."""
+        return self.named[-1] if self.named else self._first
+
+    def publish(self, manifest: Manifest) -> None:
+        """A version exists; of one that is published twice the first contents stand."""
+        version, parent = manifest.version, manifest.parent
+        if version not in self.versions:
+            self.made(version, parent if parent is not None and parent < version else None)
+            self.head = max(self.head, version)
+        if manifest.anchor is not None:
+            self._anchored.add(version)
+
+    def fallback(self, version: int, proved: Iterable[int]) -> int | None:
+        """The version to go back to: the newest one named before `version`, proved where one is. None: nothing."""
+        choices = [known for known in (self._first, *self.named) if known not in (-1, version, *self.rejected)]
+        sure = set(proved)
+        return next((known for known in reversed(choices) if known in sure), choices[-1] if choices else None)
+
+    @property
+    def _first(self) -> int:
+        return min(self._anchored, default=min(self.versions, default=-1))
+
 
 REMEMBERED = 20
 """Decisions that are shown."""

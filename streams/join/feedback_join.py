@@ -24,8 +24,7 @@ from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalKind,
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, Wish, Wishes
-from tidemill.streams.join.join_store import JoinStore
+from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, JoinStore, Wish, Wishes
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected

@@ -30,10 +30,11 @@ from tidemill.streams.online.batch_state import (
     OpenBatch,
     ServedUser,
     Waiting,
+    WaitingRoom,
+    within_share,
 )
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally, compared
-from tidemill.streams.online.waiting_room import WaitingRoom, within_share
 from tidemill.streams.state import NEVER, NO_IDENTIFIER, Changes, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0

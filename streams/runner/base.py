@@ -1,14 +1,20 @@
-"""The needs of every runner: topics and partitions before records flow, and ticks for partitions that are idle."""
+"""The needs of every runner: topics and partitions before records flow, ticks for partitions that are idle, and the
+bytes of outputs, dead letters, states and ticks with their place."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from tidemill.schemas.catalogue import Names, Topic, co_partitioned
+from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
+from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import admin_client
-from tidemill.streams.machine import Machine, Processor
+from tidemill.schemas.log.producer import dead_letter_headers
+from tidemill.schemas.records import Tick
+from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
+from tidemill.streams.runner.journal import Written
 
 METADATA_TIMEOUT_S = 20.0
 LEADER_POLL_S = 0.1
@@ -90,3 +96,55 @@ class IdleInputs:
     def clear(self) -> None:
         """Forget the ticks that were written: the machines are new."""
         self._ticked_us.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One record to send."""
+
+    topic: str
+    key: bytes | None
+    value: bytes | None
+    partition: int | None
+    """None: the partition of the key, by murmur2."""
+    headers: Mapping[str, bytes] | None = None
+    timestamp_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Makes the records of one application."""
+
+    names: Names
+    codec: Codec
+    application: str
+
+    def output(self, output: Output) -> Write:
+        """A record that a machine emits, or a dead letter."""
+        match output:
+            case Emit(topic, key, record, partition):
+                return Write(self.names.of(topic), key.encode(), self.codec.encode(record), partition)
+            case Rejected(located, reason):
+                headers = dead_letter_headers(self.names, located, reason, self.application)
+                topic_name = self.names.dead_letter(located.topic)
+                # aiokafka refuses a record without key and value; the reason still says that the value was a tombstone.
+                value = b"" if located.key is None and located.value is None else located.value
+                return Write(topic_name, located.key, value, None, headers)
+
+    def tick(self, topic: Topic, partition: int, at_ms: int) -> Write:
+        """A record that only says how late it is in a partition."""
+        value = self.codec.encode(Tick(source=self.application, at=at_ms * 1000))
+        key = tick_key(partition).encode() if is_compacted(topic) else None
+        return Write(self.names.of(topic), key, value, partition, None, at_ms / 1000)
+
+
+def state_steps(changelog: str, changes: Mapping[int, Sequence[Written]]) -> Iterator[Sequence[Write]]:
+    """The steps of each partition's changes as those of all: each is to be acknowledged before the next is sent."""
+    for step in zip(*changes.values(), strict=True):
+        writes = [
+            Write(changelog, key.encode(), value, partition)
+            for partition, written in zip(changes, step, strict=True)
+            for key, value in written.items()
+        ]
+        if writes:
+            yield writes

@@ -41,14 +41,16 @@ from tidemill.streams.runner.base import (
     STATE_TOPIC_CONFIG,
     IdleInputs,
     StreamFailure,
+    Write,
+    Writes,
     application_id,
     checked_partitions,
+    state_steps,
 )
 from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings, refuse_transactional_state
 from tidemill.streams.runner.faust_transport import PositionedTransport
 from tidemill.streams.runner.journal import Journal, partition_of_state
 from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
-from tidemill.streams.runner.writes import Write, Writes, state_steps
 
 STOP_TIMEOUT_S = 20.0
 LOG = logging.getLogger("tidemill.streams")

@@ -52,13 +52,14 @@ from tidemill.streams.runner.base import (
     STATE_TOPIC_CONFIG,
     IdleInputs,
     StreamFailure,
+    Write,
+    Writes,
     application_id,
     check_position,
     checked_partitions,
 )
 from tidemill.streams.runner.journal import Journal
 from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
-from tidemill.streams.runner.writes import Write, Writes
 
 CLIENT = "tidemill-stream"
 TRANSACTION_TIMEOUT_MS = 15_000

@@ -1,4 +1,4 @@
-"""One stream worker: the processor of a name under the runner that the settings name.
+"""The stream processors by name, and one stream worker: a processor under the runner that the settings name.
 
 `python -m tidemill.streams.runner.worker SETTINGS.json [PROCESSOR]` starts one without the command line of `tidemill`.
 The file holds sections of the configuration: `kafka`, `run`, `stream`, `join` and `batches`.
@@ -13,15 +13,20 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.streams.assembly.processor import GroupAssembly
+from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.processor import JoinProcessor
+from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
 from tidemill.streams.machine import Processor
+from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
-from tidemill.streams.online.processor import BatchProcessor
 from tidemill.streams.runner.base import StreamFailure
+from tidemill.streams.state import MachineState
+
+LOG = logging.getLogger("tidemill.streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +39,53 @@ class Rules:
     batches: BatchSettings = field(default_factory=BatchSettings)
 
 
+def group_assembly(run: RunSettings, stream: StreamSettings) -> Processor:
+    """`rollouts` in, `groups` out, each group in the partition of its rollouts."""
+    rules = AssemblyRules(
+        run_id=run.run_id,
+        done_ttl_us=to_us(stream.done_ttl_s),
+        min_completed=stream.min_completed,
+        shuffle_rewards=stream.shuffle_rewards,
+    )
+
+    def machine(partition: int, state: MachineState) -> GroupAssembler:
+        return GroupAssembler(partition, rules, state)
+
+    return Processor(stream.application, "groups", (Topic.ROLLOUTS,), (Topic.GROUPS,), machine)
+
+
+def feedback_join(run: RunSettings, settings: JoinSettings) -> Processor:
+    """`interactions` and `feedback` in, `outcomes` out. Settings that deserve a second thought are logged."""
+    for note in settings.map.notes():
+        LOG.warning(note)
+    rules = JoinRules(run.run_id, settings)
+
+    def machine(partition: int, state: MachineState) -> FeedbackJoin:
+        return FeedbackJoin(partition, rules, state)
+
+    return Processor(settings.application, "join", INPUTS, (Topic.OUTCOMES,), machine)
+
+
+def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
+    """`outcomes` in, `online-batches` out. Each branch has an application of its own."""
+    rules = BatchRules(run.run_id, run.branch, settings)
+
+    def machine(_partition: int, state: MachineState) -> OnlineBatcher:
+        return OnlineBatcher(rules, state)
+
+    name = f"{settings.application}.{run.branch}"
+    return Processor(name, "batches", (Topic.OUTCOMES,), (Topic.ONLINE_BATCHES,), machine)
+
+
 def processor_of(name: ProcessorName, rules: Rules) -> Processor:
     """The processor of a name: an application of its own, with its own consumer group and state."""
     match name:
         case ProcessorName.ASSEMBLY:
-            return GroupAssembly.of(rules.run, rules.stream)
+            return group_assembly(rules.run, rules.stream)
         case ProcessorName.JOIN:
-            return JoinProcessor.of(rules.run, rules.join)
+            return feedback_join(rules.run, rules.join)
         case ProcessorName.BATCHES:
-            return BatchProcessor.of(rules.run, rules.batches)
+            return online_batches(rules.run, rules.batches)
 
 
 def run(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

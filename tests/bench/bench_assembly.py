@@ -37,9 +37,8 @@ from tidemill.schemas.log.client_settings import consumer_settings, producer_set
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Rollout
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import RunnerName, StreamSettings
-from tidemill.streams.runner.worker import run
+from tidemill.streams.runner.worker import group_assembly, run
 
 GROUP_SIZE = 8
 PARTITIONS = 4
@@ -197,7 +196,7 @@ def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
             RunSettings(run_id=RUN_ID),
             StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
         )
-        run(kafka, settings, stream, GroupAssembly.of(settings, stream))
+        run(kafka, settings, stream, group_assembly(settings, stream))
 
 
 def member(record: Rollout) -> dict[str, Any]:

@@ -51,8 +51,7 @@ from tidemill.consumers.sink.state_file import read_state
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, Group, Mode, Segment, StepInput, Task, VersionSpan
 from tidemill.streams.config import ProcessorName

@@ -38,14 +38,14 @@ from tidemill.producers.feedback import AsyncFeedbackProducer, FeedbackProducer
 from tidemill.producers.feedback.event import FeedbackMaker, Report
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import producer_settings
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 
 KEY = "k" * 64
 SINGLE_SHARE = 10

@@ -36,8 +36,8 @@ from tidemill.producers.gateway.app import application
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
-from tidemill.schemas.address import bind
 from tidemill.schemas.config import HttpSettings, KafkaSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.admin import create_topics
 

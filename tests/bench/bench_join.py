@@ -34,15 +34,13 @@ from tidemill.schemas.catalogue import Names, Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, Record
 from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.feedback_join import INPUTS
-from tidemill.streams.join.processor import JoinProcessor
-from tidemill.streams.runner.worker import run
+from tidemill.streams.runner.worker import feedback_join, run
 
 PARTITIONS = 4
 WARM_UP = 50
@@ -145,7 +143,7 @@ def contend_tidemill(kafka: KafkaSettings, runner: RunnerName) -> None:
             kafka,
             settings,
             StreamSettings(data_dir=directory, runner=runner, session_timeout_s=SESSION_S, stall_timeout_s=0),
-            JoinProcessor.of(settings, SETTINGS),
+            feedback_join(settings, SETTINGS),
         )
 
 

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tidemill.kernels.block import BlockHeader, header_size, read_header, write_block
+from tidemill.kernels.coder import CoderChoice
 from tidemill.kernels.delta import (
     CodecSettings,
     DeltaEncoder,
@@ -45,7 +46,6 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.elements import BY_CODE, BY_NAME, move
 from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.settings import CoderChoice
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")
 NAME, OTHER_NAME = "w", "v"

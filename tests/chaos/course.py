@@ -20,7 +20,7 @@ from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.plan import CANARY, CONFIG_NAME, ONLINE_CONFIG_NAME, STABLE, DemoPlan
 from tidemill.compose.processes import TIDEMILL
 from tidemill.compose.stack.ports import pick_ports
-from tidemill.producers.product.api_keys import key_hash
+from tidemill.producers.product.settings import key_hash
 
 TRAIN_ONLINE, FEED_ONLINE = "train-online", "feed-online"
 PROGRAM = (str(Path(observed_users.__file__)),)

@@ -33,11 +33,11 @@ from tests.secured_log import PASSWORD, SecuredLog
 from tests.streams.gate.gate_support import ack
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.state_file import read_state
-from tidemill.producers.product.api_keys import key_hash
-from tidemill.schemas.address import bind
+from tidemill.producers.product.settings import key_hash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Record, Tick

@@ -9,8 +9,7 @@ from tests.consumers.sink_support import START_US, ack, segment, step
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 
 SECOND = 1_000_000
 

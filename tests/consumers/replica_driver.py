@@ -219,7 +219,7 @@ async def serve(config: dict[str, Any]) -> None:
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.state import ReplicaState
     from tidemill.kernels.weights.delta_fetch import ChunkFetcher
-    from tidemill.schemas.address import bind
+    from tidemill.schemas.http_room import bind
 
     bit_flip.install()
     log, state = MemoryLog(), ReplicaState(RUN.run_id, RUN.branch)

@@ -24,7 +24,7 @@ from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.address import bind
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.records import (
     LagCount,
     Mismatch,

@@ -20,8 +20,8 @@ from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, conne
 from tidemill.consumers.sink.server import QueryServer
 from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
-from tidemill.schemas.address import PortTaken, bind
 from tidemill.schemas.config import HttpSettings
+from tidemill.schemas.http_room import PortTaken, bind
 
 
 @pytest.fixture(scope="module")

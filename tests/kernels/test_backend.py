@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import backend, classes, exponents, fingerprint
+from tidemill.kernels import backend, classes, compare, fingerprint
 from tidemill.kernels.backend import BackendChoice, BackendMode, KernelUnavailableError, backend_for, choose, mode_of
-from tidemill.kernels.backend_cpu import CpuBackend
-from tidemill.kernels.backend_moving import ArrayAsTensor, MovingBackend, TensorAsArray, TensorToDevice
+from tidemill.kernels.backend_base import CpuBackend
+from tidemill.kernels.backend_moving import ArrayAsTensor, TensorAsArray, TensorToDevice
 from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.delta import CodecSettings, DeltaEncoder
 from tidemill.kernels.elements import BY_NAME
@@ -106,7 +106,7 @@ def test_strict_refuses_a_gpu_tensor_without_a_gpu(monkeypatch):
         backend_for(on_gpu(OLD), strict=True)
     monkeypatch.setenv(backend.ENVIRONMENT, "strict")
     with pytest.raises(KernelUnavailableError, match="TRITON_INTERPRET"):
-        backend.fingerprint(on_gpu(OLD), KEY)
+        backend_for(on_gpu(OLD)).fingerprint(on_gpu(OLD), KEY)
     monkeypatch.setenv(backend.ENVIRONMENT, "triton")
     with pytest.raises(KernelUnavailableError, match="cannot run"):
         backend_for(OLD)
@@ -137,9 +137,9 @@ def test_the_fallback_is_said_once_and_gives_the_same_bytes(monkeypatch, caplog)
     monkeypatch.setattr(backend, "triton_obstacle", broken)
     held = on_gpu(OLD)
     with caplog.at_level(logging.WARNING):
-        assert backend.fingerprint(held, KEY) == fingerprint.fingerprint(OLD, KEY)
+        assert backend_for(held).fingerprint(held, KEY) == fingerprint.fingerprint(OLD, KEY)
         places = changed_elements(OLD, NEW)[0]
-        backend.scatter(held, on_gpu(places), on_gpu(NEW[places]))
+        backend_for(held).scatter(held, on_gpu(places), on_gpu(NEW[places]))
     assert torch.equal(held.as_subclass(torch.Tensor), torch.from_numpy(NEW))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -159,19 +159,19 @@ def test_fewer_tensors_of_a_gpu_share_a_block(monkeypatch):
 def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, caplog):
     monkeypatch.setenv(backend.ENVIRONMENT, "cpu")
     with caplog.at_level(logging.WARNING):
-        assert backend.fingerprint(on_gpu(OLD), KEY) == fingerprint.fingerprint(OLD, KEY)
+        assert backend_for(on_gpu(OLD)).fingerprint(on_gpu(OLD), KEY) == fingerprint.fingerprint(OLD, KEY)
     assert not caplog.records
 
 
 MOVED = {
-    "tensors of the CPU": (MovingBackend(CpuBackend(), TensorAsArray()), torch.from_numpy, lambda made: made.numpy()),
+    "tensors of the CPU": (TensorAsArray(CpuBackend()), torch.from_numpy, lambda made: made.numpy()),
     "arrays as tensors and back": (
-        MovingBackend(MovingBackend(CpuBackend(), TensorAsArray()), ArrayAsTensor("cpu")),
+        ArrayAsTensor(TensorAsArray(CpuBackend()), "cpu"),
         lambda array: array,
         lambda made: made,
     ),
     "tensors to another device": (
-        MovingBackend(MovingBackend(CpuBackend(), TensorAsArray()), TensorToDevice("cpu")),
+        TensorToDevice(TensorAsArray(CpuBackend()), "cpu"),
         torch.from_numpy,
         lambda made: made.numpy(),
     ),
@@ -193,7 +193,7 @@ def test_moved_arrays_have_the_same_results(name):
     expected = classes.split_classes(BF16, OLD, OLD[places], NEW[places], places, table, active)
     for part in ("counts", "gaps", "steps"):
         np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
-    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), exponents.count_exponents(BF16, OLD))
+    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), compare.count_exponents(BF16, OLD))
     assert kernels.fingerprint(old, KEY, 5) == fingerprint.fingerprint(OLD, KEY, 5)
     assert kernels.fingerprint_at(new_at, KEY, at) == fingerprint.fingerprint_at(NEW[places], KEY, places)
     change = fingerprint.fingerprint_change(KEY, places, OLD[places], NEW[places])
@@ -204,17 +204,19 @@ def test_moved_arrays_have_the_same_results(name):
 
 def test_a_tensor_of_any_type_is_its_patterns():
     values = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    assert backend.fingerprint(values, KEY) == fingerprint.fingerprint(values.view(torch.uint16).numpy(), KEY)
-    backend.scatter(values, torch.tensor([3]), torch.tensor([float("nan")], dtype=torch.bfloat16))
+    assert backend_for(values).fingerprint(values, KEY) == fingerprint.fingerprint(
+        values.view(torch.uint16).numpy(), KEY
+    )
+    backend_for(values).scatter(values, torch.tensor([3]), torch.tensor([float("nan")], dtype=torch.bfloat16))
     assert torch.isnan(values).nonzero().tolist() == [[3]]
 
 
 def test_misfits_are_refused():
     with pytest.raises(ValueError, match="2 patterns"):
-        backend.scatter(OLD.copy(), np.zeros(3, np.int64), np.zeros(2, np.uint16))
+        backend_for(OLD.copy()).scatter(OLD.copy(), np.zeros(3, np.int64), np.zeros(2, np.uint16))
     with pytest.raises(ValueError, match="uint8"):
-        backend.scatter(OLD.copy(), np.zeros(2, np.int64), np.zeros(2, np.uint8))
+        backend_for(OLD.copy()).scatter(OLD.copy(), np.zeros(2, np.int64), np.zeros(2, np.uint8))
     with pytest.raises(ValueError, match="not contiguous"):
-        backend.fingerprint(torch.zeros(4, 4)[:, 1], KEY)
+        backend_for(torch.zeros(4, 4)[:, 1]).fingerprint(torch.zeros(4, 4)[:, 1], KEY)
     with pytest.raises(TypeError, match="complex128"):
-        backend.fingerprint(torch.zeros(4, dtype=torch.complex128), KEY)
+        backend_for(torch.zeros(4, dtype=torch.complex128)).fingerprint(torch.zeros(4, dtype=torch.complex128), KEY)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tests.kernels.reference import split_classes_reference
-from tidemill.kernels.activity import find_active, read_active, write_active
-from tidemill.kernels.class_table import choose_table, read_table, write_table
+from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.classes import (
     MAX_CLASSES,
     SEGMENT,
@@ -19,9 +18,8 @@ from tidemill.kernels.classes import (
     select_classes,
     split_classes,
 )
-from tidemill.kernels.compare import changed_elements
+from tidemill.kernels.compare import changed_elements, count_active_exponents, count_exponents
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError, fold_steps, move
-from tidemill.kernels.exponents import count_active_exponents, count_exponents
 from tidemill.kernels.information import BIT, log2
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.kernels.block import MAGIC, PREFIX_SIZE, BlockHeader, header_size, read_header, write_block
-from tidemill.kernels.coder_zstd import ZstdCoder
+from tidemill.kernels.coder import BLOCK_ELEMENTS, CodecSettings, ZstdCoder
 from tidemill.kernels.container import EDGE_SIZE
 from tidemill.kernels.delta import (
     DeltaError,
@@ -29,7 +29,6 @@ from tidemill.kernels.delta import (
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.payload import Encoding
-from tidemill.kernels.settings import BLOCK_ELEMENTS, CodecSettings
 from tidemill.kernels.wire import varint
 
 UNHURRIED = settings(deadline=None)

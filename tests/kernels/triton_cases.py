@@ -23,7 +23,6 @@ from triton.runtime import interpreter
 from tests.kernels.reference import fingerprint_reference
 from tidemill.kernels import (
     classes,
-    exponents,
     fingerprint,
     payload,
     triton_compact,
@@ -33,7 +32,7 @@ from tidemill.kernels import (
     triton_split,
 )
 from tidemill.kernels.backend import BackendMode, choose, triton_obstacle
-from tidemill.kernels.compare import changed_elements
+from tidemill.kernels.compare import changed_elements, count_exponents
 from tidemill.kernels.delta import (
     DeltaError,
     TensorChange,
@@ -221,7 +220,7 @@ def test_split_between_special_patterns(kind):
 def test_count_exponents(kind, n):
     bits, _, _ = step_of(kind, n, 0, n)
     found = triton_split.count_exponents(kind, inside(bits, 1)).cpu().numpy()
-    np.testing.assert_array_equal(found, exponents.count_exponents(kind, bits))
+    np.testing.assert_array_equal(found, count_exponents(kind, bits))
 
 
 def test_rows_that_do_not_fit_are_refused():

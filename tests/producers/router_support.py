@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.producers.conftest import END, byte_tokenizer
 from tests.records import build
-from tidemill.producers.product.api_keys import key_hash
-from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.settings import ProductSettings, key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.app import Application
 from tidemill.producers.router.canary import CanaryShare
@@ -26,11 +25,11 @@ from tidemill.producers.router.exchange import Router
 from tidemill.producers.router.metrics import RouterMetrics
 from tidemill.producers.router.recorder import Recorder
 from tidemill.producers.router.replicas import open_replicas
-from tidemill.schemas.address import bind
 from tidemill.schemas.chat.format import ChatFormat, chatml, special_texts
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import ChatSettings, RunSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.http_server import BoundedConfig
 from tidemill.schemas.log.producer import DeliveryError
 from tidemill.schemas.records import GateDecision, GateVerdict, Interaction, Segment

@@ -38,7 +38,7 @@ from tidemill.schemas.catalogue import CATALOGUE, Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import SignalKind
 
 

@@ -33,8 +33,8 @@ from tests.producers.feedback_support import (
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.server import GatewayServer, serve_until
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
-from tidemill.schemas.address import PortTaken, bind
 from tidemill.schemas.config import HttpSettings, KafkaSettings
+from tidemill.schemas.http_room import PortTaken, bind
 from tidemill.schemas.records import Feedback, SignalKind
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64

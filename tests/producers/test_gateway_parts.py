@@ -15,7 +15,7 @@ from tidemill.producers.gateway.app import Health
 from tidemill.producers.gateway.config import GatewaySettings
 from tidemill.producers.gateway.intake import TokenBuckets
 from tidemill.producers.gateway.problem import Problem, parse_json, whole_seconds
-from tidemill.producers.product.api_keys import ApiKeysMissing, require_some
+from tidemill.producers.product.settings import ApiKeysMissing, require_some
 
 HASH = "a" * 64
 

@@ -16,14 +16,14 @@ import pytest
 
 from tests.producers.router_support import KEY, PRODUCT, RUN, FakeReplica, decision, interaction_of, served
 from tests.records import build
-from tidemill.producers.product.api_keys import key_hash
+from tidemill.producers.product.settings import key_hash
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.router.recorder import LogUnavailable, open_recorder
 from tidemill.producers.router.role import run
-from tidemill.schemas.address import bind
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, StoreSettings
+from tidemill.schemas.http_room import bind
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader

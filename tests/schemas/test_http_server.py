@@ -16,9 +16,8 @@ import httpx
 import pytest
 import uvicorn
 
-from tidemill.schemas.address import bind
 from tidemill.schemas.config import HttpSettings
-from tidemill.schemas.http_room import Room, client_of
+from tidemill.schemas.http_room import Room, bind, client_of
 from tidemill.schemas.http_server import BoundedConfig
 
 DEADLINE_S = 60.0

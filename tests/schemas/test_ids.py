@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.schemas.ids import rollout_id, rollout_index
+from tidemill.schemas.records import rollout_id, rollout_index
 
 
 @given(st.text(), st.integers(0, 10**6))

@@ -12,8 +12,7 @@ from tidemill.schemas.catalogue import Names, Topic, feedback_key, user_request_
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings

@@ -18,9 +18,9 @@ from confluent_kafka import KafkaError, KafkaException
 
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.shutdown import stop_on_signals
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.transactional import TransactionalRunner
+from tidemill.streams.runner.worker import group_assembly
 
 
 class Doomed:
@@ -56,9 +56,7 @@ def main() -> None:
     """Work until the point."""
     sections = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     stream, settings = StreamSettings(**sections["stream"]), RunSettings(**sections["run"])
-    runner = TransactionalRunner(
-        KafkaSettings(**sections["kafka"]), settings, stream, GroupAssembly.of(settings, stream)
-    )
+    runner = TransactionalRunner(KafkaSettings(**sections["kafka"]), settings, stream, group_assembly(settings, stream))
     call, when, number, fate = sys.argv[2:]
     runner._producer = Doomed(runner._producer, call, when, int(number), fate)  # type: ignore[assignment]
     runner.serve(stop_on_signals())

@@ -19,15 +19,15 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.records import Rollout
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import checked_partitions
 from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings
+from tidemill.streams.runner.worker import group_assembly
 
 
 def naive_app(kafka: KafkaSettings, stream: StreamSettings) -> Any:
     """Same Faust, same settings, same topics; only the state and the order of writing are naive."""
-    partitions = checked_partitions(kafka, GroupAssembly.of(RunSettings(), stream))
+    partitions = checked_partitions(kafka, group_assembly(RunSettings(), stream))
     codec, names = Codec(), Names(kafka.topic_prefix)
     settings = faust_settings(kafka, stream, partitions, checked_credentials(kafka))
     app = faust.App(f"{kafka.topic_prefix}naive", **settings)

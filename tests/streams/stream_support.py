@@ -22,7 +22,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.client_settings import consumer_settings, producer_settings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_PARTITION
+from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_PARTITION
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Mode, Record, Rollout, RolloutStatus
 from tidemill.streams.config import ProcessorName, RunnerName

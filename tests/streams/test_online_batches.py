@@ -30,11 +30,10 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import BatchHead
+from tidemill.streams.online.batch_state import BatchHead, WaitingRoom, within_share
 from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally
-from tidemill.streams.online.waiting_room import WaitingRoom, within_share
 from tidemill.streams.state import MachineState, StateError
 
 

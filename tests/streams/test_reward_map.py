@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.records import SignalKind
 from tidemill.streams.join.config import JoinSettings, Reading, RewardMap, SignalRule, TargetRate
-from tidemill.streams.join.processor import JoinProcessor
 from tidemill.streams.join.reward_map import Signal, map_version, reward_of, standing
+from tidemill.streams.runner.worker import feedback_join
 
 THUMB, RETRY, UNDO = SignalKind.THUMB, SignalKind.RETRY, SignalKind.UNDO
 KEPT, MADE, ASKED = SignalKind.EDIT_KEPT_SOON, SignalKind.EDIT_MADE, SignalKind.QUESTION_ASKED
@@ -171,7 +171,7 @@ def test_thumbs_alone_are_noted():
 
 
 def test_what_a_map_notes_is_logged(caplog: pytest.LogCaptureFixture):
-    JoinProcessor.of(RunSettings(), JoinSettings(map=RewardMap(rules={THUMB: rule()})))
+    feedback_join(RunSettings(), JoinSettings(map=RewardMap(rules={THUMB: rule()})))
     assert "thumbs are the only reward" in caplog.text
 
 

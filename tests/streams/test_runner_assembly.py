@@ -23,16 +23,14 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_REASON
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_REASON, RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import CloseReason, Tick
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import RunnerName, StreamSettings
 from tidemill.streams.runner.base import StreamFailure, checked_partitions
+from tidemill.streams.runner.worker import group_assembly
 
-ASSEMBLY = GroupAssembly.of(RunSettings(), StreamSettings())
+ASSEMBLY = group_assembly(RunSettings(), StreamSettings())
 
 pytestmark = pytest.mark.usefixtures("runner")
 

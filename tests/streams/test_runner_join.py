@@ -25,8 +25,7 @@ from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_PARTITION
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import HEADER_OFFSET, HEADER_PARTITION, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Outcome, Tick
 from tidemill.streams.config import ProcessorName, RunnerName

@@ -21,17 +21,15 @@ from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.records import OnlineBatch, Outcome
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.runner import faust_settings
 from tidemill.streams.runner.base import StreamFailure
-from tidemill.streams.runner.faust_security import broker_credentials
-from tidemill.streams.runner.worker import run
+from tidemill.streams.runner.faust_settings import broker_credentials
+from tidemill.streams.runner.worker import group_assembly, run
 
 DEADLINE_S = 90.0
 REFUSAL_S = 40.0
@@ -152,7 +150,7 @@ def test_a_worker_whose_faust_alone_is_kept_out_ends_at_once(
     monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
     stream, begun = StreamSettings(data_dir=str(tmp_path)), time.monotonic()
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
-        run(settings, RunSettings(run_id=RUN_ID), stream, GroupAssembly.of(RunSettings(), stream))
+        run(settings, RunSettings(run_id=RUN_ID), stream, group_assembly(RunSettings(), stream))
     assert time.monotonic() - begun < REFUSAL_S < stream.stall_timeout_s
 
 
@@ -186,7 +184,7 @@ def test_what_faust_cannot_follow_is_refused_by_name(secured: SecuredLog, change
     with pytest.raises(SecurityError, match=said):
         broker_credentials(settings)
     with pytest.raises(StreamFailure, match=said):
-        run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), GroupAssembly.of(RunSettings(), StreamSettings()))
+        run(settings, RunSettings(run_id=RUN_ID), StreamSettings(), group_assembly(RunSettings(), StreamSettings()))
 
 
 def test_options_that_say_what_holds_anyway_are_taken(secured: SecuredLog):

@@ -28,10 +28,10 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.streams.assembly.processor import GroupAssembly
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.machine import Emit
-from tidemill.streams.offline_log import replay
+from tidemill.streams.offline import replay
+from tidemill.streams.runner.worker import group_assembly
 
 GROUPS = 60
 SIZE = 4
@@ -59,7 +59,7 @@ def fill(settings: KafkaSettings, groups: Sequence[int], indices: Sequence[int] 
 def expected(settings: KafkaSettings) -> list[bytes]:
     """The groups that the machine makes of the log, without a worker."""
     run, stream = RunSettings(run_id=RUN_ID), StreamSettings()
-    replayed = replay(settings, GroupAssembly.of(run, stream), lambda located: located, 60)
+    replayed = replay(settings, group_assembly(run, stream), lambda located: located, 60)
     return sorted(CODEC.encode(found.emit.record) for found in replayed.emitted if isinstance(found.emit, Emit))
 
 

@@ -22,8 +22,7 @@ import aiohttp
 
 from tests.consumers import replica_driver as driver
 from tests.consumers.replica_role import Acks, RoleProcess, Trainer
-from tidemill.producers.product.api_keys import key_hash
-from tidemill.producers.product.settings import ProductSettings
+from tidemill.producers.product.settings import ProductSettings, key_hash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.reader import LogReader

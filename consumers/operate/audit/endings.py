@@ -19,9 +19,8 @@ from tidemill.consumers.operate.audit.report import AuditRules
 from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout
 from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.ids import rollout_id, rollout_index
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus
+from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, rollout_id, rollout_index
 
 OF_COPIES = frozenset({"duplicate", "replayed"})
 """Why a trainer leaves out a group that is in the log a second time; the rollouts end with the first group."""

@@ -18,15 +18,15 @@ from tidemill.consumers.operate.replay.target import header
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.dead_letter import (
+from tidemill.schemas.log.producer import (
     HEADER_APPLICATION,
     HEADER_OFFSET,
     HEADER_PARTITION,
     HEADER_REASON,
     HEADER_TIMESTAMP,
     HEADER_TOPIC,
+    RecordProducer,
 )
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Record
 
 HEADER_REDRIVE_OF = "tidemill-redrive-of"

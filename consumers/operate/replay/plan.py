@@ -22,7 +22,7 @@ from tidemill.consumers.operate.replay.selection import Filter, NumberRange, Sel
 from tidemill.consumers.operate.replay.source import LogSource, Range
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import Codec, DecodeError
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.records import Record, StepPlan, TrainStep
 
 

@@ -14,7 +14,7 @@ from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.partitioner import partition_of
+from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback
 

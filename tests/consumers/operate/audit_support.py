@@ -21,8 +21,7 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
-from tidemill.schemas.log.dead_letter import send_dead_letter
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.machine import Emit, Rejected
 

@@ -25,14 +25,14 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.dead_letter import (
+from tidemill.schemas.log.producer import (
     HEADER_OFFSET,
     HEADER_PARTITION,
     HEADER_REASON,
     HEADER_TOPIC,
+    RecordProducer,
     send_dead_letter,
 )
-from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Group, Tick
 

@@ -27,8 +27,7 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
-from tidemill.schemas.log.partitioner import partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.records import Group, StepInput
 from tidemill.trainer.log_input import trainable
 from tidemill.trainer.rollout_log import RolloutLog

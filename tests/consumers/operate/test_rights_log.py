@@ -35,8 +35,7 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import send_dead_letter
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick, UserRequest, UserWish
 

@@ -28,8 +28,7 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import send_dead_letter
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import AckStatus, GateVerdict, StepInput
 

@@ -28,8 +28,16 @@ from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import SampledTurn
 from tidemill.schemas.codec import Codec
-from tidemill.schemas.ids import rollout_id
-from tidemill.schemas.records import Dispatch, RolloutStatus, SamplingParameters, Task, Tick, Turn, VersionSpan
+from tidemill.schemas.records import (
+    Dispatch,
+    RolloutStatus,
+    SamplingParameters,
+    Task,
+    Tick,
+    Turn,
+    VersionSpan,
+    rollout_id,
+)
 
 REPLICA = ReplicaIdentity("r1", "here")
 LEDGER = LedgerEnvironment(LedgerOptions())

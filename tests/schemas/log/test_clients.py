@@ -12,9 +12,15 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.log.client_settings import groupless_settings
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.log.dead_letter import HEADER_OFFSET, HEADER_REASON, HEADER_TIMESTAMP, send_dead_letter
 from tidemill.schemas.log.group import GroupConsumer
-from tidemill.schemas.log.producer import DeliveryError, RecordProducer
+from tidemill.schemas.log.producer import (
+    HEADER_OFFSET,
+    HEADER_REASON,
+    HEADER_TIMESTAMP,
+    DeliveryError,
+    RecordProducer,
+    send_dead_letter,
+)
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import create_topics
-from tidemill.schemas.log.partitioner import murmur2, partition_of
-from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.producer import RecordProducer, murmur2, partition_of
 from tidemill.schemas.records import Document
 
 # From `UtilsTest.testMurmur2` of Apache Kafka's Java client.

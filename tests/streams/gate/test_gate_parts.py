@@ -24,7 +24,7 @@ from tidemill.streams.gate.contrast import TwoArms, difference
 from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance
 from tidemill.streams.gate.measures import EXCLUSIONS, measures
 from tidemill.streams.gate.sequential import Capital, Side
-from tidemill.streams.gate.units import Users
+from tidemill.streams.gate.trial import Users
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import RUN, ack, bench, manifest, outcome, said
