@@ -78,7 +78,14 @@ def decode_delta(pieces: Iterable[bytes | memoryview], version: int, parent: int
     Raises DeltaError, possibly after some blocks were yielded: only when the iterator ends is the delta whole.
     """
     source = _Source(pieces)
-    _check_stream(source.take(EDGE_SIZE, "its header"), version, parent)
+    data = source.take(EDGE_SIZE, "its header")
+    magic, stream_format, its_version, its_parent = EDGE.unpack(data[: EDGE.size])
+    if magic != STREAM_MAGIC or stream_format != STREAM_FORMAT:
+        raise DeltaError(f"not a delta of format {STREAM_FORMAT}: it begins with {bytes(data[:8]).hex()}")
+    if xxhash.xxh3_128_digest(data[: EDGE.size]) != data[EDGE.size :]:
+        raise DeltaError("digest mismatch in the delta's header: its bytes were changed on the way")
+    if (its_version, its_parent) != (version, parent):
+        raise DeltaError(f"the delta leads from {its_parent} to {its_version}, not from {parent} to {version}")
     digests, blocks, changed = xxhash.xxh3_128(), 0, 0
     while source.peek(len(TRAILER_MAGIC)) != TRAILER_MAGIC:
         header, block = _take_block(source)
@@ -96,16 +103,6 @@ def _trailer(blocks: int, changed: int, digests: xxhash.xxh3_128) -> bytes:
     state = digests.copy()
     state.update(edge)
     return edge + state.digest()
-
-
-def _check_stream(data: memoryview, version: int, parent: int) -> None:
-    magic, stream_format, its_version, its_parent = EDGE.unpack(data[: EDGE.size])
-    if magic != STREAM_MAGIC or stream_format != STREAM_FORMAT:
-        raise DeltaError(f"not a delta of format {STREAM_FORMAT}: it begins with {bytes(data[:8]).hex()}")
-    if xxhash.xxh3_128_digest(data[: EDGE.size]) != data[EDGE.size :]:
-        raise DeltaError("digest mismatch in the delta's header: its bytes were changed on the way")
-    if (its_version, its_parent) != (version, parent):
-        raise DeltaError(f"the delta leads from {its_parent} to {its_version}, not from {parent} to {version}")
 
 
 def _take_block(source: _Source) -> tuple[BlockHeader, EncodedBlock]:

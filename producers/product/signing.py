@@ -92,16 +92,12 @@ class Pseudonyms:
         """The pseudonym of the product's user id, the same for the same bytes; `NOBODY` of None. Raises BadUser."""
         if user is None:
             return NOBODY
-        return hmac.digest(self._key, _PSEUDONYM_PURPOSE + _bytes_of(user), "sha256").hex()[:_HEX_DIGITS]
-
-
-def _bytes_of(user: str) -> bytes:
-    if not isinstance(user, str):
-        raise BadUserId(f"a user id is a string, not {type(user).__name__}")
-    try:
-        data = user.encode()
-    except UnicodeEncodeError as error:
-        raise BadUserId(f"the user id is no text: {error.reason}") from error
-    if not 0 < len(data) <= LONGEST_USER_BYTES:
-        raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
-    return data
+        if not isinstance(user, str):
+            raise BadUserId(f"a user id is a string, not {type(user).__name__}")
+        try:
+            data = user.encode()
+        except UnicodeEncodeError as error:
+            raise BadUserId(f"the user id is no text: {error.reason}") from error
+        if not 0 < len(data) <= LONGEST_USER_BYTES:
+            raise BadUserId(f"a user id has 1 to {LONGEST_USER_BYTES} bytes, not {len(data)}")
+        return hmac.digest(self._key, _PSEUDONYM_PURPOSE + data, "sha256").hex()[:_HEX_DIGITS]

@@ -136,7 +136,11 @@ class AgentEndpoint:
 
         async def handler(request: web.Request) -> web.Response:
             try:
-                return await answer(request, self._guest(request))
+                scheme, _, key = request.headers.get("authorization", "").partition(" ")
+                guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
+                if guest is None:
+                    raise _Refused(401, "this key is unknown, or its episode is over", "invalid_api_key")
+                return await answer(request, guest)
             except _Refused as error:
                 return _error(error.status, str(error), error.code)
             except BadMessage as error:
@@ -145,13 +149,6 @@ class AgentEndpoint:
                 return _error(413, f"the body is longer than {LARGEST_BODY} bytes")
 
         return handler
-
-    def _guest(self, request: web.Request) -> _Guest:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        guest = self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
-        if guest is None:
-            raise _Refused(401, "this key is unknown, or its episode is over", "invalid_api_key")
-        return guest
 
     async def _chat(self, request: web.Request, guest: _Guest) -> web.Response:
         asked = json_object(await request.read())

@@ -201,7 +201,17 @@ class RolloutPolicy(AttemptPolicy):
         context = context_digest(ids, sampling.temperature)
         turn = self._known(context, len(ids), sampling)
         if turn is None:
-            turn = await self._sample(context, ids, sampling)
+            try:
+                made = await self.session.complete(ids, sampling)
+            except BadResponse as error:
+                raise self._failed(f"bad response: {error}") from error
+            if not self._fits(made):
+                self.other_incarnation = self.resumed > 0
+                before = self.turns[0].completion.incarnation
+                raise self._failed(
+                    f"incarnation: turns of {before!r} and of {made.incarnation!r}, whose versions cannot be compared"
+                )
+            turn = RecordedTurn(context, made, self.session.identity)
             if self._on_turn is not None:
                 self._on_turn(len(self.turns), turn)
         self.turns.append(turn)
@@ -218,19 +228,6 @@ class RolloutPolicy(AttemptPolicy):
                 self.resumed += 1
                 return turn
         return None
-
-    async def _sample(self, context: str, ids: list[int], sampling: Sampling) -> RecordedTurn:
-        try:
-            made = await self.session.complete(ids, sampling)
-        except BadResponse as error:
-            raise self._failed(f"bad response: {error}") from error
-        if not self._fits(made):
-            self.other_incarnation = self.resumed > 0
-            before = self.turns[0].completion.incarnation
-            raise self._failed(
-                f"incarnation: turns of {before!r} and of {made.incarnation!r}, whose versions cannot be compared"
-            )
-        return RecordedTurn(context, made, self.session.identity)
 
     def _fits(self, made: Completion) -> bool:
         return not self.turns or made.incarnation == self.turns[0].completion.incarnation

@@ -110,14 +110,11 @@ class _PartitionHistory:
             return NOTHING
         if not self._rollouts_read:
             self._rollouts_read = True
-            self._read_rollouts(self._begun)
+            count = len(self._log.partitions(Topic.ROLLOUTS))
+            for number in sorted({partition_of(group, count) for group in self._begun.groups}):
+                for ended in self._log.read_since(Topic.ROLLOUTS, number, to_ms(self._begun.first_at - SKEW_US)):
+                    self._begun.observe(ended.record)
         return self._begun.progress(task)
-
-    def _read_rollouts(self, begun: BegunTasks) -> None:
-        count = len(self._log.partitions(Topic.ROLLOUTS))
-        for partition in sorted({partition_of(group, count) for group in begun.groups}):
-            for located in self._log.read_since(Topic.ROLLOUTS, partition, to_ms(begun.first_at - SKEW_US)):
-                begun.observe(located.record)
 
 
 class TaskRecovery:

@@ -151,27 +151,25 @@ class Worker:
     async def _work(self, running: _Running) -> None:
         task = running.task
         if running.indexes:
-            await self._outbox.write(task.task_id, self._dispatch(running), Topic.PROGRESS)
+            at = now_us()
+            rounds = math.ceil(self._in_hand() / self._settings.max_concurrent_episodes)
+            longest = to_us(rounds * self._settings.episode_timeout_s)
+            dispatch = Dispatch(
+                task_id=task.task_id,
+                group_id=task.group_id,
+                run_id=task.run_id,
+                worker_id=self._worker_id,
+                indexes=running.indexes,
+                resumed_turns=[running.progress.resumable(index) for index in running.indexes],
+                lease_until=min(task.deadline_at, at + longest),
+                at=at,
+            )
+            await self._outbox.write(task.task_id, dispatch, Topic.PROGRESS)
         async with asyncio.TaskGroup() as episodes:
             for index in running.indexes:
                 episodes.create_task(self._episode(running, index))
         self._tracker.finish(running.partition, running.offset)
         LOG.info("task %s: %d rollouts, %d failed", task.task_id, len(running.indexes), running.failed)
-
-    def _dispatch(self, running: _Running) -> Dispatch:
-        task, at = running.task, now_us()
-        rounds = math.ceil(self._in_hand() / self._settings.max_concurrent_episodes)
-        longest = to_us(rounds * self._settings.episode_timeout_s)
-        return Dispatch(
-            task_id=task.task_id,
-            group_id=task.group_id,
-            run_id=task.run_id,
-            worker_id=self._worker_id,
-            indexes=running.indexes,
-            resumed_turns=[running.progress.resumable(index) for index in running.indexes],
-            lease_until=min(task.deadline_at, at + longest),
-            at=at,
-        )
 
     async def _episode(self, running: _Running, index: int) -> None:
         rollout = await self._player.play(running.task, index, running.progress.turns.get(index, ()))

@@ -140,7 +140,13 @@ class Exchange:
 
     async def _relay(self, answer: ReplicaAnswer) -> None:
         async for document in answer.documents:
-            self._take(document, answer.arm)
+            if self._collected.take(document):
+                self._last_token = time.monotonic()
+                if self._first_token is None:
+                    self._first_token = self._last_token
+                    self._router.metrics.first_token.labels(answer.arm.value).observe(self._last_token - self._arrived)
+            if not self._client.begun:
+                self._check_length(self._collected.prompt)
             ends = self._collected.finish_reason is not None and not self._settled
             if ends and not await self._settle():
                 return
@@ -150,15 +156,6 @@ class Exchange:
             raise BadResponse("the answer ended without a finish_reason")
         if self._ask.stream:
             await self._client.send("data: [DONE]\n\n")
-
-    def _take(self, document: dict[str, Any], arm: Arm) -> None:
-        if self._collected.take(document):
-            self._last_token = time.monotonic()
-            if self._first_token is None:
-                self._first_token = self._last_token
-                self._router.metrics.first_token.labels(arm.value).observe(self._last_token - self._arrived)
-        if not self._client.begun:
-            self._check_length(self._collected.prompt)
 
     def _check_length(self, prompt: list[int]) -> None:
         most = self._router.settings.max_prompt_tokens
@@ -174,22 +171,19 @@ class Exchange:
         try:
             await asyncio.shield(self._record(str(self._collected.finish_reason)))
         except LogUnavailable as error:
-            return await self._unrecorded(error)
+            LOG.error("not recorded: %s", error)
+            serve = self._router.settings.on_log_failure is LogFailure.SERVE_UNRECORDED
+            self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
+            if serve:
+                self._token = ""
+            elif self._client.begun:
+                await self._send_event(unavailable("the answer could not be recorded").body())
+            else:
+                raise unavailable("the answer could not be recorded: try again later") from error
+            return serve
         finally:
             self._deadline.reschedule(asyncio.get_running_loop().time() + self._router.settings.request_timeout_s)
         return True
-
-    async def _unrecorded(self, error: LogUnavailable) -> bool:
-        LOG.error("not recorded: %s", error)
-        serve = self._router.settings.on_log_failure is LogFailure.SERVE_UNRECORDED
-        self._router.metrics.unrecorded.labels("served" if serve else "refused").inc()
-        if serve:
-            self._token = ""
-        elif self._client.begun:
-            await self._send_event(unavailable("the answer could not be recorded").body())
-        else:
-            raise unavailable("the answer could not be recorded: try again later") from error
-        return serve
 
     async def _record(self, finish_reason: str) -> None:
         made = self._interaction(finish_reason)

@@ -88,7 +88,14 @@ def request_body(prompt: list[int], sampling: Sampling, model: str | None) -> by
 
 def parse_completion(body: bytes, sampling: Sampling, prompt_tokens: int = 0) -> Completion:
     """The completion in a response body. Raises BadResponse; Aborted when the engine gave the request up."""
-    choice = _choice(body)
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadResponse(f"the body is not JSON: {error}") from error
+    choices = document.get("choices") if isinstance(document, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise BadResponse("the body has no `choices` with exactly one choice")
+    choice = choices[0]
     if choice.get("finish_reason") == "abort":
         raise Aborted("the engine aborted the request")
     made = checked_completion(choice, sampling)
@@ -171,17 +178,6 @@ def checked_expert_ids(choice: Mapping[str, Any], count: int) -> bytes:
     if tokens != count:
         raise BadResponse(f"`routed_experts` has {tokens} tokens, expected {count}")
     return payload
-
-
-def _choice(body: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadResponse(f"the body is not JSON: {error}") from error
-    choices = document.get("choices") if isinstance(document, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise BadResponse("the body has no `choices` with exactly one choice")
-    return choices[0]
 
 
 def _is_logprob(item: object) -> bool:

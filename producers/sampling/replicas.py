@@ -123,7 +123,13 @@ class ReplicaClient:
     async def identity(self, address: str) -> ReplicaIdentity:
         """Who answers at an address, asked once for each replica. Raises ReplicaUnavailable, BadResponse."""
         if address not in self._identities:
-            self._identities[address] = await self._ask_identity(address)
+            async with self._request("GET", address, STATUS_PATH) as response:
+                body = await _read(response)
+            try:
+                status = json.loads(body)
+                self._identities[address] = ReplicaIdentity(str(status["replica_id"]), str(status["region"]))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status: {error!r}") from error
         return self._identities[address]
 
     async def _post(self, address: str, body: bytes) -> bytes:
@@ -134,15 +140,6 @@ class ReplicaClient:
             if known is not None and answered_by not in ("", known.replica_id):
                 del self._identities[address]
             return await _read(response)
-
-    async def _ask_identity(self, address: str) -> ReplicaIdentity:
-        async with self._request("GET", address, STATUS_PATH) as response:
-            body = await _read(response)
-        try:
-            status = json.loads(body)
-            return ReplicaIdentity(str(status["replica_id"]), str(status["region"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadResponse(f"{address}{STATUS_PATH} is not a replica's status: {error!r}") from error
 
     @asynccontextmanager
     async def _request(

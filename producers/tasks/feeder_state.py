@@ -120,7 +120,12 @@ class FeederState:
     def decide(self, now_us: int) -> Decision:
         """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
         expired = self._admission.expire(now_us)
-        overdue = self._expire_evaluations(now_us)
+        limit = now_us - to_us(self._feed.overdue_s)
+        overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
+        for group in overdue:
+            del self._eval_open[group]
+            self._eval_closed.add(group)
+            self._eval_failed[group] = now_us
         names = (*self._evaluations(now_us), *self._training()) if self._admission.ready else ()
         done = not names and self._over()
         return Decision(names, done, ExpiredTasks((*expired.groups, *overdue), expired.replicas))
@@ -161,15 +166,6 @@ class FeederState:
         self._eval_issued.setdefault(_EvalSet(name.stage, name.version), set()).add(name.index)
         if task.group_id not in self._eval_closed:
             self._eval_open[task.group_id] = task.deadline_at
-
-    def _expire_evaluations(self, now_us: int) -> list[str]:
-        limit = now_us - to_us(self._feed.overdue_s)
-        overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
-        for group in overdue:
-            del self._eval_open[group]
-            self._eval_closed.add(group)
-            self._eval_failed[group] = now_us
-        return overdue
 
     def _training(self) -> Iterator[TaskName]:
         if self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE)):

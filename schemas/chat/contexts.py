@@ -95,7 +95,9 @@ class Contexts(Generic[T]):
     def ask(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> Asked[T]:
         """The context of a request with checked messages. Raises TemplateRefused."""
         identities = tuple(map(identity, messages))
-        keys = _keys(identities, tools.identity)
+        keys = [hash(tools.identity)]
+        for each in identities:
+            keys.append(hash((keys[-1], each)))
         found = self._longest(messages, identities, keys)
         if found is None:
             turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
@@ -146,11 +148,3 @@ class Contexts(Generic[T]):
                 self._ends.move_to_end(keys[known])
                 return end
         return None
-
-
-def _keys(identities: Sequence[Identity], tools: str) -> list[int]:
-    """A hash of the tools and of every beginning of the messages, the empty one first."""
-    keys = [hash(tools)]
-    for each in identities:
-        keys.append(hash((keys[-1], each)))
-    return keys

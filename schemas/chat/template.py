@@ -209,7 +209,24 @@ class ChatTemplate:
 
         Raises TemplateRefused for a conversation that the template does not take.
         """
-        return self._text(*self._shown(messages, tools), prompt)
+        shown: list[Message] = []
+        for message in messages:
+            for each in self._message(message):
+                if each["role"] == "system" and shown and not self._shows_later_system:
+                    each["role"] = "user"
+                if each["role"] == "user" and shown and shown[-1]["role"] in self._no_user_after:
+                    before = shown.pop()
+                    each = {**before, "content": f"{before['content']}\n\n{each['content']}"}
+                shown.append(each)
+        told, explained = self._told(tools.identity) if tools else ([], "")
+        if explained:
+            shown = _with_system(shown, explained)
+        if shown and shown[0]["role"] == "system" and not self.shows_system:
+            first, shown = shown[0]["content"], shown[1:]
+            if not shown or shown[0]["role"] != "user":
+                shown = [{"role": "user", "content": ""}, *shown]
+            shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
+        return self._text(shown, told, prompt)
 
     def extension(
         self, head: Sequence[Message], said: Message, new: Sequence[Message], tools: Tools = NO_TOOLS
@@ -259,27 +276,6 @@ class ChatTemplate:
             )
         except Exception as error:  # a template is a program of the model's author, and raises anything
             raise TemplateRefused(f"the chat template does not take this conversation: {error!s:.300}") from error
-
-    def _shown(self, messages: Sequence[Message], tools: Tools) -> tuple[list[Message], Sequence[Tool]]:
-        """Messages and tools in the form that this template shows, special tokens in them broken up."""
-        shown: list[Message] = []
-        for message in messages:
-            for each in self._message(message):
-                if each["role"] == "system" and shown and not self._shows_later_system:
-                    each["role"] = "user"
-                if each["role"] == "user" and shown and shown[-1]["role"] in self._no_user_after:
-                    before = shown.pop()
-                    each = {**before, "content": f"{before['content']}\n\n{each['content']}"}
-                shown.append(each)
-        told, explained = self._told(tools.identity) if tools else ([], "")
-        if explained:
-            shown = _with_system(shown, explained)
-        if shown and shown[0]["role"] == "system" and not self.shows_system:
-            first, shown = shown[0]["content"], shown[1:]
-            if not shown or shown[0]["role"] != "user":
-                shown = [{"role": "user", "content": ""}, *shown]
-            shown[0] = {**shown[0], "content": f"{first}\n\n{shown[0]['content']}".rstrip()}
-        return shown, told
 
     def _told_anew(self, tools: str) -> tuple[list[ShownTool], str]:
         """The tools that the template is given, or the text of a system message that explains them."""

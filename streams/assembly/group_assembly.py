@@ -108,31 +108,27 @@ class GroupAssembler:
             case Tick():
                 return []
             case Rollout() as rollout:
-                return self._admit_rollout(located, rollout)
+                problem = broken_contract(located.key, rollout)
+                if problem:
+                    return [Rejected(located, problem)]
+                if rollout.run_id != self._rules.run_id:
+                    return []
+                entry = self._store.get(rollout.group_id)
+                if isinstance(entry, DoneGroup):
+                    if rollout.rollout_id in entry.rollout_ids:
+                        return []
+                    entry.rollout_ids.add(rollout.rollout_id)
+                    self._store.save(entry)
+                    member = _member(located, rollout)
+                    straggler = OpenGroup(
+                        entry.key, self._partition, GroupHeader.of(rollout), {member.rollout_id: member}
+                    )
+                    return [self._record(straggler, CloseReason.LATE)]
+                return self._join(entry, located, rollout)
             case None:
                 return [Rejected(located, located.error)]
             case other:
                 return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
-
-    def _admit_rollout(self, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
-        problem = broken_contract(located.key, rollout)
-        if problem:
-            return [Rejected(located, problem)]
-        if rollout.run_id != self._rules.run_id:
-            return []
-        entry = self._store.get(rollout.group_id)
-        if isinstance(entry, DoneGroup):
-            return self._late(entry, located, rollout)
-        return self._join(entry, located, rollout)
-
-    def _late(self, done: DoneGroup, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
-        if rollout.rollout_id in done.rollout_ids:
-            return []
-        done.rollout_ids.add(rollout.rollout_id)
-        self._store.save(done)
-        member = _member(located, rollout)
-        straggler = OpenGroup(done.key, self._partition, GroupHeader.of(rollout), {member.rollout_id: member})
-        return [self._record(straggler, CloseReason.LATE)]
 
     def _join(self, group: OpenGroup | None, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
         header = GroupHeader.of(rollout)

@@ -89,7 +89,11 @@ class Bench:
         versions = {m.version_min for m in group.members if _counts(m) and not self.complete(m.version_min)}
         for member in group.members:
             if _counts(member) and member.version_min in versions:
-                self._count(member)
+                served, seen = member.version_min, self._seen.setdefault(member.version_min, set())
+                if member.rollout_id not in seen:
+                    seen.add(member.rollout_id)
+                    tally = self.tally(served)
+                    self._tallies[served] = BenchResult(tally.successes + bool(member.success), tally.rollouts + 1)
         done = [version for version in sorted(versions) if self.complete(version)]
         for version in done:
             del self._seen[version]
@@ -106,13 +110,6 @@ class Bench:
     def result(self, version: int) -> BenchResult | None:
         """A version's result; None while rollouts are missing."""
         return self.tally(version) if self.complete(version) else None
-
-    def _count(self, member: GroupMember) -> None:
-        version, seen = member.version_min, self._seen.setdefault(member.version_min, set())
-        if member.rollout_id not in seen:
-            seen.add(member.rollout_id)
-            tally = self.tally(version)
-            self._tallies[version] = BenchResult(tally.successes + bool(member.success), tally.rollouts + 1)
 
 
 def _counts(member: GroupMember) -> bool:

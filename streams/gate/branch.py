@@ -121,7 +121,10 @@ class Branch:
                     self._take(record)
             case _:
                 pass
-        self._advance()
+        for party in self._parties():
+            party.advance(self.clock)
+        if self.watch is not None and self.watch.over(self.clock) and not self.watch.alerts:
+            self.watch = None
 
     def candidate(self) -> int | None:
         """The newest version, unless its trial is over or everyone is served it."""
@@ -154,12 +157,6 @@ class Branch:
             yield self.trial.comparison
         if self.watch is not None:
             yield self.watch
-
-    def _advance(self) -> None:
-        for party in self._parties():
-            party.advance(self.clock)
-        if self.watch is not None and self.watch.over(self.clock) and not self.watch.alerts:
-            self.watch = None
 
     def _take_decision(self, decision: GateDecision) -> None:
         # Equal for one decision that is read twice

@@ -107,18 +107,16 @@ class TwoArms:
             return
         self._waiting[arm].append(member)
         if all(len(waiting) >= size for waiting, size in zip(self._waiting, self._shape, strict=True)):
-            self._close()
-
-    def _close(self) -> None:
-        candidate, baseline = (
-            [waiting.popleft() for _ in range(size)] for waiting, size in zip(self._waiting, self._shape, strict=True)
-        )
-        members = (candidate, baseline)
-        self._block_of.update((member, len(self._blocks)) for arm in members for member in arm)
-        contrast = self._of(members)
-        self._blocks.append(_Block(members, contrast))
-        for capital in self._capitals:
-            capital.bet(contrast)
+            candidate, baseline = (
+                [waiting.popleft() for _ in range(size)]
+                for waiting, size in zip(self._waiting, self._shape, strict=True)
+            )
+            members = (candidate, baseline)
+            self._block_of.update((member, len(self._blocks)) for arm in members for member in arm)
+            contrast = self._of(members)
+            self._blocks.append(_Block(members, contrast))
+            for capital in self._capitals:
+                capital.bet(contrast)
 
     def _correct(self, member: str) -> None:
         number = self._block_of.get(member)

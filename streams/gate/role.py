@@ -99,8 +99,17 @@ class Gate:
                 LOG.warning("skipped an unreadable record at %s: %s", located.position, located.error)
             return
         self._keeper.observe(located.record, event_time(located))
-        if isinstance(located.record, GateDecision):
-            self._read_back(located, located.record)
+        decision = located.record
+        if isinstance(decision, GateDecision):
+            if self._awaited is not None and located.offset >= self._awaited.offset:
+                self._awaited = None
+            generation = decision.numbers.get(GENERATION, 0.0)
+            if self._keeper.greatest_generation() > self._keeper.generation:
+                raise SecondGate(
+                    f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
+                    f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
+                    "this one stops"
+                )
 
     def decide(self) -> None:
         """Write what is due, unless a decision is still on its way back. Raises DeliveryError."""
@@ -110,17 +119,6 @@ class Gate:
             self._awaited = self._producer.send_acked(Topic.GATE, [(decision.branch, decision)])[0]
             level = logging.WARNING if decision.verdict in _GRAVE else logging.INFO
             LOG.log(level, "%s %s: %s", decision.verdict.value, decision.version, decision.reason)
-
-    def _read_back(self, located: ConsumedRecord, decision: GateDecision) -> None:
-        if self._awaited is not None and located.offset >= self._awaited.offset:
-            self._awaited = None
-        generation = decision.numbers.get(GENERATION, 0.0)
-        if self._keeper.greatest_generation() > self._keeper.generation:
-            raise SecondGate(
-                f"another gate decides for branch {decision.branch} of run {decision.run_id}: it started later, at "
-                f"{generation:.0f}, and wrote {decision.verdict.value} {decision.version} at {located.position}; "
-                "this one stops"
-            )
 
 
 def run(kafka: KafkaSettings, run: RunSettings, gate: GateSettings, stop: threading.Event | None = None) -> None:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import Feedback, Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
+from tidemill.schemas.records import Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, JoinStore, Wish, Wishes
+from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, JoinStore, Wish
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected
@@ -219,7 +219,14 @@ class FeedbackJoin:
 
     def _hear(self, vote: Vote, offset: int, at_us: int) -> list[Output]:
         feedback = vote.feedback
-        signal = _signal(feedback, offset)
+        signal = Signal(
+            event_id=feedback.event_id,
+            kind=feedback.kind,
+            value=feedback.value,
+            observed_at=feedback.observed_at,
+            corrects=feedback.corrects,
+            offset=offset,
+        )
         held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
         if case is None:
@@ -263,7 +270,13 @@ class FeedbackJoin:
 
     def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
         if not case.open:
-            return self._revise(case, at_us)
+            self._store.save(case)
+            result = reward_of(self._map, case.signals.values())
+            if result.reward == case.reward or self._exclusion(case):
+                return []
+            previous, case.reward = case.reward, result.reward
+            case.revision += 1
+            return [self._outcome(case, result, "", previous, at_us)]
         decisive = [
             case.arrivals[signal.event_id]
             for kind, signal in standing(case.signals.values()).items()
@@ -298,10 +311,6 @@ class FeedbackJoin:
             return []
         # A demand is never for a later time than the one at which it was read.
         wish = Wish(min(request.at, at_us), request.request_id, request.wish)
-        self._remember(wishes, wish, at_us)
-        return self._erase_user(request.user_id, wish.at, at_us) if wish.wish is UserWish.ERASE else []
-
-    def _remember(self, wishes: Wishes, wish: Wish, at_us: int) -> None:
         settings = self._settings
         # An interaction that was served before a demand ends within this time after it.
         keep_us = to_us(settings.late_s + settings.clock_skew_s + self._map.wait_s + 2 * settings.grace_s)
@@ -310,6 +319,7 @@ class FeedbackJoin:
         wishes.wishes = past[-1:] + [w for w in ordered if w.at + keep_us > at_us]
         wishes.due_at = NEVER if wishes.opted_out(at_us) else at_us + keep_us
         self._store.save(wishes)
+        return self._erase_user(request.user_id, wish.at, at_us) if wish.wish is UserWish.ERASE else []
 
     def _erase_user(self, user_id: str, until_us: int, at_us: int) -> list[Output]:
         outputs: list[Output] = []
@@ -393,15 +403,6 @@ class FeedbackJoin:
         case.due_at = due_at
         self._store.save(case)
 
-    def _revise(self, case: Case, at_us: int) -> list[Output]:
-        self._store.save(case)
-        result = reward_of(self._map, case.signals.values())
-        if result.reward == case.reward or self._exclusion(case):
-            return []
-        previous, case.reward = case.reward, result.reward
-        case.revision += 1
-        return [self._outcome(case, result, "", previous, at_us)]
-
     def _outcome(
         self, case: Case, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
     ) -> Emit:
@@ -450,14 +451,3 @@ class FeedbackJoin:
     def _rejected(self, key: bytes, value: bytes, timestamp_ms: int, signal: Signal, reason: str) -> Rejected:
         located = ConsumedRecord(Topic.FEEDBACK, self._partition, signal.offset, timestamp_ms, key, value, None)
         return Rejected(located, reason)
-
-
-def _signal(feedback: Feedback, offset: int) -> Signal:
-    return Signal(
-        event_id=feedback.event_id,
-        kind=feedback.kind,
-        value=feedback.value,
-        observed_at=feedback.observed_at,
-        corrects=feedback.corrects,
-        offset=offset,
-    )

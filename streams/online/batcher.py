@@ -184,10 +184,6 @@ class OnlineBatcher:
         if served is not None:
             self._store.forget(served)
 
-    def _is_erased(self, outcome: Outcome) -> bool:
-        known = self._store.get(f"erased/{outcome.user_id}")
-        return isinstance(known, ErasedUser) and outcome.served_at <= known.until
-
     # Outcomes
 
     def _take(self, outcome: Outcome, order: int) -> list[Emit]:
@@ -203,7 +199,16 @@ class OnlineBatcher:
                 self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
                 self._store.save(self._served_users[outcome.user_id])
         self._note_version(outcome)
-        return self._judge(outcome, known, order)
+        if outcome.reward is None and outcome.previous_reward is None:
+            self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
+            return []
+        self._head.read += 1
+        erased = self._store.get(f"erased/{outcome.user_id}")
+        if isinstance(erased, ErasedUser) and outcome.served_at <= erased.until:
+            return self._lose(outcome, ERASED)
+        if outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
+            return self._correct(outcome, known, order)
+        return self._admit(outcome, order)
 
     def _note_version(self, outcome: Outcome) -> None:
         """Keep which versions are served now."""
@@ -215,18 +220,6 @@ class OnlineBatcher:
         oldest = max(seen.values()) - to_us(self._settings.version_idle_s)
         self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
         self._end_leftovers()
-
-    def _judge(self, outcome: Outcome, known: Judged | None, order: int) -> list[Emit]:
-        """What becomes of an outcome: it waits, is dropped, or had no reward to begin with."""
-        if outcome.reward is None and outcome.previous_reward is None:
-            self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
-            return []
-        self._head.read += 1
-        if self._is_erased(outcome):
-            return self._lose(outcome, ERASED)
-        if outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
-            return self._correct(outcome, known, order)
-        return self._admit(outcome, order)
 
     def _correct(self, outcome: Outcome, known: Judged | None, order: int) -> list[Emit]:
         fate = known.fate if known is not None else Fate.DROPPED
