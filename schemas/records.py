@@ -115,6 +115,18 @@ class UserWish(StrEnum):
     """Delete what there is of me, and do not train on it."""
 
 
+class Exclusion(StrEnum):
+    """Why an interaction is left out of training (`Outcome.exclusion`)."""
+
+    NO_CONSENT = "no_consent"
+    OPTED_OUT = "opted_out"
+    ERASED = "erased"
+    BOT = "bot"
+    TOO_LATE = "too_late"
+    NO_SIGNAL = "no_signal"
+    NO_TOKENS = "no_tokens"
+
+
 class BatchClose(StrEnum):
     """Why an online batch was closed."""
 

@@ -35,17 +35,6 @@ Change = Callable[[ConsumedRecord], ConsumedRecord]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordRange:
-    """Which offsets of a partition are replayed: [begin, end)."""
-
-    begin: int
-    end: int
-
-    def __contains__(self, offset: int) -> bool:
-        return self.begin <= offset < self.end
-
-
-@dataclass(frozen=True, slots=True)
 class Decided:
     """An output, and the record by which it was decided: the last one that its machine was given."""
 
@@ -59,24 +48,25 @@ class Decided:
 class _Waiting:
     """The records of one topic that may not be given yet, each with the topic's clock at it."""
 
-    span: RecordRange
+    span: range
+    """The offsets that are replayed."""
     records: deque[tuple[int, ConsumedRecord]] = field(default_factory=deque)
     clock_ms: int = 0
     over: bool = False
 
     def __post_init__(self) -> None:
-        self.over = self.span.begin >= self.span.end
+        self.over = not self.span
 
     def put(self, located: ConsumedRecord) -> None:
         self.clock_ms = max(self.clock_ms, located.timestamp_ms)
         self.records.append((self.clock_ms, located))
-        self.over = located.offset >= self.span.end - 1
+        self.over = located.offset >= self.span.stop - 1
 
 
 class Interleaved:
     """The equal partitions of some topics in one order: (clock of the topic, place of the topic, offset)."""
 
-    def __init__(self, spans: Sequence[RecordRange]) -> None:
+    def __init__(self, spans: Sequence[range]) -> None:
         """`spans` are those of the topics, in their places."""
         self._topics = [_Waiting(span) for span in spans]
 
@@ -101,14 +91,14 @@ class OfflineRun:
     """One pass of a processor over the records of its inputs.
 
     Args:
-        spans: what is replayed of each partition of each input; records outside are passed over.
+        spans: the offsets that are replayed of each partition of each input; records outside are passed over.
         change: a counterfactual: what each record is turned into before its machine sees it.
     """
 
     def __init__(
         self,
         processor: Processor,
-        spans: Mapping[tuple[Topic, int], RecordRange],
+        spans: Mapping[tuple[Topic, int], range],
         change: Change = lambda located: located,
     ) -> None:
         self._places = {topic: place for place, topic in enumerate(processor.inputs)}
@@ -195,11 +185,11 @@ def replay(
     """
     with LogReader(kafka, processor.inputs, client_id=CLIENT) as reader:
         begins, ends = reader.next_offsets(), reader.end_offsets()
-        spans = {place: RecordRange(begins[place], end) for place, end in ends.items()}
+        spans = {place: range(begins[place], end) for place, end in ends.items()}
         run = OfflineRun(processor, spans, change)
         names = Names(kafka.topic_prefix)
-        cut = [f"{names.of(topic)}[{p}] begins at offset {s.begin}" for (topic, p), s in spans.items() if s.begin]
-        total = sum(span.end - span.begin for span in spans.values())
+        cut = [f"{names.of(topic)}[{p}] begins at offset {s.start}" for (topic, p), s in spans.items() if s.start]
+        total = sum(map(len, spans.values()))
         emitted: list[Emitted] = []
         rejected = records = 0
         for decided in _decisions(run, reader.read_to_end(timeout_s)):

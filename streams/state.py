@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 import io
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import fastavro
 import msgspec
@@ -22,6 +23,8 @@ NEVER = 2**62
 """The time of an entry that no time calls up."""
 NO_IDENTIFIER = "\x00"
 """Keys that begin with it are Tidemill's own, and no entry's."""
+
+_AVRO_NAMES: Mapping[type, str] = {bool: "boolean", int: "long", float: "double", bytes: "bytes", str: "string"}
 
 
 class StateError(ValueError):
@@ -49,6 +52,25 @@ class MachineState:
 def record_schema(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
     """The Avro schema of a record with fields of these types."""
     return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """The Avro schema of a dataclass: its fields in their order, with the types that their annotations say."""
+    hints = get_type_hints(kind)
+    return record_schema(kind.__name__, **{each.name: _avro_type(hints[each.name]) for each in fields(kind)})
+
+
+def _avro_type(hint: Any) -> Any:  # noqa: ANN401 - a type, and an Avro type
+    origin, parts = get_origin(hint), [part for part in get_args(hint) if part not in (NoneType, ...)]
+    if origin is UnionType:  # of a type and None
+        return ["null", _avro_type(parts[0])]
+    if origin in (list, tuple):
+        return {"type": "array", "items": _avro_type(parts[0])}
+    if origin in (dict, Mapping):
+        return {"type": "map", "values": _avro_type(parts[1])}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return schema_of(hint)
+    return next(name for base, name in _AVRO_NAMES.items() if issubclass(hint, base))
 
 
 def write_avro(schema: Any, record: object) -> bytes:  # noqa: ANN401 - a parsed Avro schema
@@ -101,14 +123,14 @@ class EntryBytes(Generic[E, Head]):
     """How one machine writes its entries and its head: dataclasses as Avro, a kind byte before those of an entry.
 
     Args:
-        entries: type and Avro schema of each entry, by its kind byte.
-        head: type and Avro schema of the head.
+        entries: type of each entry, by its kind byte.
+        head: type of the head.
     """
 
-    def __init__(self, entries: Mapping[bytes, tuple[type[E], Any]], head: tuple[type[Head], Any]) -> None:
-        self._entries = {kind: (entry, fastavro.parse_schema(schema)) for kind, (entry, schema) in entries.items()}
-        self._head = head[0], fastavro.parse_schema(head[1])
-        self._kinds = {entry: kind for kind, (entry, _) in entries.items()}
+    def __init__(self, entries: Mapping[bytes, type[E]], head: type[Head]) -> None:
+        self._entries = {kind: (entry, fastavro.parse_schema(schema_of(entry))) for kind, entry in entries.items()}
+        self._head = head, fastavro.parse_schema(schema_of(head))
+        self._kinds = {entry: kind for kind, entry in entries.items()}
 
     def encode(self, entry: E) -> bytes:
         """The bytes of an entry."""

@@ -89,18 +89,11 @@ class Fenced(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """A record of `tasks`, and what the log has of its task already."""
-
-    located: ConsumedRecord
-    progress: TaskProgress
-
-
-@dataclass(frozen=True, slots=True)
 class TakenTasks:
     """What one round brought."""
 
-    delivered: list[Delivered]
+    delivered: list[tuple[ConsumedRecord, TaskProgress]]
+    """Records of `tasks`, with what the log has of their tasks already."""
     owned: set[Partition]
     committed: dict[Partition, int]
 
@@ -130,7 +123,7 @@ class TaskIntake:
             ) from error
         owned = self._member.assignment()
         self._recovery.keep(owned)
-        return TakenTasks([Delivered(one, self._recovery.progress(one)) for one in located], owned, committed)
+        return TakenTasks([(one, self._recovery.progress(one)) for one in located], owned, committed)
 
     def _take(self) -> list[ConsumedRecord]:
         if self._paused:

@@ -27,7 +27,7 @@ from tidemill.producers.config import RolloutSettings
 from tidemill.producers.environments.open import EnvironmentSet, host_limits
 from tidemill.producers.outbox import Outbox
 from tidemill.producers.rollout.endpoint import AgentEndpoint
-from tidemill.producers.rollout.intake import POLL_S, Delivered, OffsetTracker, TaskIntake
+from tidemill.producers.rollout.intake import POLL_S, OffsetTracker, TaskIntake
 from tidemill.producers.rollout.player import Player
 from tidemill.producers.rollout.recovery import Partition, TaskProgress, TaskRecovery
 from tidemill.producers.sampling.anchor import anchor_of_run
@@ -129,11 +129,10 @@ class Worker:
             LOG.info("partition %s moved to another worker; that worker takes its unfinished tasks", partition)
             self._tracker.drop(partition)
         await self._abandon([job for job, running in self._jobs.items() if running.partition in lost])
-        for delivered in taken.delivered:
-            await self._accept(delivered)
+        for located, progress in taken.delivered:
+            await self._accept(located, progress)
 
-    async def _accept(self, delivered: Delivered) -> None:
-        located, progress = delivered.located, delivered.progress
+    async def _accept(self, located: ConsumedRecord, progress: TaskProgress) -> None:
         partition = (located.topic, located.partition)
         if not self._tracker.begin(partition, located.offset):
             return

@@ -74,14 +74,6 @@ class RequestKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What of an answer the client asked for beside its text."""
-
-    logprobs: bool
-    token_ids: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Ask:
     """A checked request."""
 
@@ -92,7 +84,9 @@ class Ask:
     stream: bool
     user: str | None
     session_id: str
-    wanted: Wanted
+    shows_logprobs: bool
+    """Whether the client gets the logprobs beside the text."""
+    shows_token_ids: bool
     other_sampling: tuple[str, ...]
     """Names of the parameters that make the sampler's distribution another one than the model's own."""
 
@@ -157,7 +151,8 @@ def parse(kind: RequestKind, body: bytes) -> Ask:
         stream=stream,
         user=_text(asked, "user"),
         session_id=_session(asked),
-        wanted=Wanted(asked.get("logprobs") is not None if chat is None else chat.alternatives is not None, token_ids),
+        shows_logprobs=asked.get("logprobs") is not None if chat is None else chat.alternatives is not None,
+        shows_token_ids=token_ids,
         other_sampling=tuple(
             name for name, neutral in NEUTRAL.items() if asked.get(name) is not None and not neutral(asked[name])
         ),
@@ -292,13 +287,13 @@ class Collected:
         return build_segment([*self.prompt, *self.tokens], turns)
 
 
-def shown(document: Mapping[str, Json], wanted: Wanted) -> dict[str, Json]:
+def shown(document: Mapping[str, Json], ask: Ask) -> dict[str, Json]:
     """A chunk or a body of a completion for the client, without the parts that only the recording needs."""
-    hidden = () if wanted.token_ids else _TOKENS
+    hidden = () if ask.shows_token_ids else _TOKENS
     kept = {name: value for name, value in document.items() if name not in hidden}
     kept["choices"] = choices = []
     for choice in document.get("choices", ()):
         choices.append({name: value for name, value in choice.items() if name not in hidden})
-        if not wanted.logprobs:
+        if not ask.shows_logprobs:
             choices[-1]["logprobs"] = None
     return kept

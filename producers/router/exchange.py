@@ -129,7 +129,7 @@ class Exchange:
             if self._router.chat is None:
                 raise unavailable("the run has no chat template yet: try again later")
             try:
-                versions = ask.wanted.token_ids
+                versions = ask.shows_token_ids
                 self._turn = await self._router.chat.begin(ask.chat, stream=ask.stream, versions=versions)
             except BadMessage as error:
                 raise bad_request(str(error)) from error
@@ -278,7 +278,7 @@ class Exchange:
 
     async def _show(self, document: dict[str, Any], token: str) -> None:
         """Send a document as the client asked for it, with the signed `token` of the interaction where it is given."""
-        told = shown(document, self._ask.wanted) if self._turn is None else self._told(self._turn, document)
+        told = shown(document, self._ask) if self._turn is None else self._told(self._turn, document)
         if told is None:
             return
         if token:

@@ -7,7 +7,7 @@ raise `StateError`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import fastavro
 import msgspec
@@ -68,16 +68,13 @@ class OpenGroup:
     members: dict[str, Member] = field(default_factory=dict)
     packed: bytes = field(default=b"", compare=False, repr=False)
     """The bytes of partition and header, once they were made."""
+    awaited: ClassVar[bool] = True
+    """Its group record follows."""
 
     @property
     def due_at(self) -> int:
         """It closes at its deadline."""
         return self.header.deadline_at
-
-    @property
-    def awaited(self) -> bool:
-        """Its group record follows."""
-        return True
 
 
 @dataclass(slots=True)
@@ -91,16 +88,13 @@ class DoneGroup:
     rollout_ids: set[str]
     ttl_us: int
     """A setting, and not written."""
+    awaited: ClassVar[bool] = False
+    """It is only forgotten when it falls due."""
 
     @property
     def due_at(self) -> int:
         """When it is forgotten."""
         return self.closed_clock_us + self.ttl_us
-
-    @property
-    def awaited(self) -> bool:
-        """It is only forgotten when it falls due."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from tidemill.schemas.records import Outcome, SignalKind
+from tidemill.schemas.records import Exclusion, Outcome, SignalKind
 
 REWARD = "reward"
 EDIT_RATE = "edit_rate"
@@ -19,9 +19,6 @@ TOKENS = "tokens"
 LATENCY_MS = "latency_ms"
 EXCLUDED = "excluded/"
 """Before the reason of an exclusion."""
-
-EXCLUSIONS = ("no_consent", "opted_out", "erased", "bot", "too_late", "no_signal", "no_tokens")
-"""The reasons that an outcome may have."""
 
 _SIGNALS = {
     EDIT_RATE: SignalKind.EDIT_MADE,
@@ -53,7 +50,7 @@ GUARDRAILS = (
     Guardrail(TOOL_ERROR_RATE, Harm.UP, ratio=False),
     Guardrail(TOKENS, Harm.EITHER, ratio=True),
     Guardrail(LATENCY_MS, Harm.UP, ratio=True),
-    *(Guardrail(EXCLUDED + reason, Harm.EITHER, ratio=False) for reason in EXCLUSIONS),
+    *(Guardrail(EXCLUDED + reason, Harm.EITHER, ratio=False) for reason in Exclusion),
 )
 """What is watched beside the reward."""
 
@@ -66,7 +63,7 @@ def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
         high: greatest reward.
     """
     found = {name: min(1.0, max(0.0, outcome.observed.get(kind.value, 0.0))) for name, kind in _SIGNALS.items()}
-    found |= {EXCLUDED + reason: float(outcome.exclusion == reason) for reason in EXCLUSIONS}
+    found |= {EXCLUDED + reason: float(outcome.exclusion == reason) for reason in Exclusion}
     found |= {TOKENS: float(outcome.sampled_tokens), LATENCY_MS: outcome.latency_ms}
     if outcome.reward is not None:
         found[REWARD] = min(high, max(low, outcome.reward))

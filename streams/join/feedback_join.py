@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
+from tidemill.schemas.records import Exclusion, Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
@@ -34,34 +33,16 @@ INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
 """Of two records of equal time, the interaction is decided first."""
 OUTCOMES_PARTITION = 0
 
-NO_CONSENT = "no_consent"
-OPTED_OUT = "opted_out"
-ERASED = "erased"
-BOT = "bot"
-TOO_LATE = "too_late"
-NO_SIGNAL = "no_signal"
-NO_TOKENS = "no_tokens"
-EXCLUSIONS = (NO_CONSENT, OPTED_OUT, ERASED, BOT, TOO_LATE, NO_SIGNAL, NO_TOKENS)
-"""Every reason for which an interaction is left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRules:
-    """The settings that decide outcomes."""
-
-    run_id: str
-    settings: JoinSettings
-
 
 class FeedbackJoin:
     """The interactions of one partition, and what users said of them."""
 
-    def __init__(self, partition: int, rules: JoinRules, state: MachineState | None = None) -> None:
+    def __init__(self, partition: int, run_id: str, settings: JoinSettings, state: MachineState | None = None) -> None:
         """Raises StateError."""
         self._partition = partition
-        self._run_id = rules.run_id
-        self._settings = rules.settings
-        self._map = rules.settings.map
+        self._run_id = run_id
+        self._settings = settings
+        self._map = settings.map
         self._map_version = map_version(self._map)
         self._wait_us = to_us(self._map.wait_s)
         self._clock_skew_us = to_us(self._settings.clock_skew_s)
@@ -193,9 +174,9 @@ class FeedbackJoin:
         self._store.save(case)
         case.bot = self._is_bot(case.user_id, at_us)
         if self._store.wishes(case.user_id).erased(case.served_at):
-            return [self._end(case, ERASED, at_us)]
+            return [self._end(case, Exclusion.ERASED, at_us)]
         if at_us - case.served_at > self._late_us:
-            return [self._end(case, TOO_LATE, at_us)]
+            return [self._end(case, Exclusion.TOO_LATE, at_us)]
         return []
 
     def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
@@ -358,7 +339,7 @@ class FeedbackJoin:
 
     def _erase_case(self, case: Case, at_us: int) -> list[Output]:
         if case.open:
-            return [self._end(case, ERASED, at_us)]
+            return [self._end(case, Exclusion.ERASED, at_us)]
         self._seal(case, case.due_at)
         return []
 
@@ -368,20 +349,20 @@ class FeedbackJoin:
         """Why an interaction is left out for any signals; empty when it is not."""
         wishes = self._store.wishes(case.user_id)
         if wishes.erased(case.served_at):
-            return ERASED
+            return Exclusion.ERASED
         if not case.consent:
-            return NO_CONSENT
+            return Exclusion.NO_CONSENT
         if wishes.opted_out(case.served_at):
-            return OPTED_OUT
+            return Exclusion.OPTED_OUT
         if case.bot:
-            return BOT
-        return "" if case.sampled_tokens else NO_TOKENS
+            return Exclusion.BOT
+        return "" if case.sampled_tokens else Exclusion.NO_TOKENS
 
     def _end(self, case: Case, exclusion: str, at_us: int) -> Emit:
         """Give an interaction its one ending."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
-            observed = {} if exclusion == ERASED else result.observed
+            observed = {} if exclusion == Exclusion.ERASED else result.observed
             result = RewardResult(None, (), observed)
         case.revision, case.reward = 0, result.reward
         outcome = self._outcome(case, result, exclusion, None, at_us)
@@ -432,7 +413,7 @@ class FeedbackJoin:
             sampled_tokens=case.sampled_tokens,
             latency_ms=case.latency_ms,
             reward=result.reward,
-            exclusion=exclusion or ("" if result.reward is not None else NO_SIGNAL),
+            exclusion=str(exclusion) or ("" if result.reward is not None else Exclusion.NO_SIGNAL.value),
             signals=signals,
             observed=dict(result.observed),
             map_version=self._map_version,

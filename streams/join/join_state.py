@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from tidemill.schemas.records import UserWish
 from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.join.reward_map import Signal
-from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries, record_schema
+from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
 
 OPEN = -1
 
@@ -56,7 +56,6 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"case/{self.interaction_id}"
 
     @property
@@ -84,16 +83,12 @@ class Early:
     interaction_id: str
     due_at: int
     held: list[Held] = field(default_factory=list)
+    awaited: ClassVar[bool] = True
+    """Its feedback is rejected when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"early/{self.interaction_id}"
-
-    @property
-    def awaited(self) -> bool:
-        """Its feedback is rejected when it falls due."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +109,12 @@ class Wishes:
     due_at: int
     """When they may be forgotten; never while the user has opted out."""
     wishes: list[Wish] = field(default_factory=list)
+    awaited: ClassVar[bool] = False
+    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"wishes/{self.partition}/{self.user_id}"
-
-    @property
-    def awaited(self) -> bool:
-        """It is only forgotten when it falls due."""
-        return False
 
     def opted_out(self, served_at: int) -> bool:
         """Whether the newest word before an interaction was served is a no."""
@@ -146,16 +137,12 @@ class Activity:
     opened_at: int
     events: int = 0
     bot_until: int = 0
+    awaited: ClassVar[bool] = False
+    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"activity/{self.partition}/{self.user_id}"
-
-    @property
-    def awaited(self) -> bool:
-        """It is only forgotten when it falls due."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,62 +156,7 @@ class JoinHead:
 Entry = Case | Early | Wishes | Activity
 
 
-def _array(items: Any) -> dict[str, Any]:  # noqa: ANN401 - an Avro type
-    return {"type": "array", "items": items}
-
-
-_SIGNAL = record_schema(
-    "Signal",
-    event_id="string",
-    kind="string",
-    value=["null", "double"],
-    observed_at="long",
-    corrects=["null", "string"],
-    offset="long",
-)
-_CASE = record_schema(
-    "Case",
-    interaction_id="string",
-    offset="long",
-    branch="string",
-    user_id="string",
-    arm="string",
-    version_min="long",
-    version_max="long",
-    sampled_tokens="long",
-    latency_ms="double",
-    consent="boolean",
-    served_at="long",
-    full_wait_at="long",
-    due_at="long",
-    revision="long",
-    reward=["null", "double"],
-    bot="boolean",
-    sealed="boolean",
-    signals={"type": "map", "values": _SIGNAL},
-    arrivals={"type": "map", "values": "long"},
-)
-_HELD = record_schema(
-    "Held", arrived_at="long", user_id="string", signal=_SIGNAL, key="bytes", value="bytes", timestamp_ms="long"
-)
-_EARLY = record_schema("Early", interaction_id="string", due_at="long", held=_array(_HELD))
-_WISH = record_schema("Wish", at="long", request_id="string", wish="string")
-_WISHES = record_schema("Wishes", partition="long", user_id="string", due_at="long", wishes=_array(_WISH))
-_ACTIVITY = record_schema(
-    "Activity", partition="long", user_id="string", due_at="long", opened_at="long", events="long", bot_until="long"
-)
-_MARK = record_schema("Mark", offset="long", clock_us="long")
-_COUNTS = {"type": "map", "values": "long"}
-_HEAD = record_schema("Head", marks={"type": "map", "values": _MARK}, counts=_COUNTS)
-_BYTES: EntryBytes[Entry, JoinHead] = EntryBytes(
-    {
-        b"c": (Case, _CASE),
-        b"e": (Early, _EARLY),
-        b"w": (Wishes, _WISHES),
-        b"a": (Activity, _ACTIVITY),
-    },
-    (JoinHead, _HEAD),
-)
+_BYTES: EntryBytes[Entry, JoinHead] = EntryBytes({b"c": Case, b"e": Early, b"w": Wishes, b"a": Activity}, JoinHead)
 encode, decode = _BYTES.encode, _BYTES.decode
 encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head
 

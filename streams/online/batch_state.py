@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from tidemill.streams.online.selection import Figures, Tally
-from tidemill.streams.state import NEVER, EntryBytes, record_schema
+from tidemill.streams.state import NEVER, EntryBytes
 
 
 class Fate(StrEnum):
@@ -32,16 +33,12 @@ class Judged:
     fate: Fate
     due_at: int
     """When it is forgotten."""
+    awaited: ClassVar[bool] = False
+    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"mark/{self.interaction_id}"
-
-    @property
-    def awaited(self) -> bool:
-        """It is only forgotten when it falls due."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +59,14 @@ class Waiting:
     feedback_at: int | None
     served_at: int
     figures: Figures
+    due_at: ClassVar[int] = NEVER
+    """Its batch decides."""
+    awaited: ClassVar[bool] = False
+    """Its batch decides."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"wait/{self.interaction_id}"
-
-    @property
-    def due_at(self) -> int:
-        """Its batch decides."""
-        return NEVER
-
-    @property
-    def awaited(self) -> bool:
-        """Its batch decides."""
-        return False
 
 
 @dataclass(slots=True)
@@ -89,16 +79,12 @@ class OpenBatch:
     overdue_at: int
     due_at: int
     """When it is overdue; never again, once it was looked at then."""
+    awaited: ClassVar[bool] = True
+    """It may close when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"open/{self.version}"
-
-    @property
-    def awaited(self) -> bool:
-        """It may close when it falls due."""
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +94,12 @@ class ErasedUser:
     user_id: str
     until: int
     due_at: int
+    awaited: ClassVar[bool] = False
+    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"erased/{self.user_id}"
-
-    @property
-    def awaited(self) -> bool:
-        """It is only forgotten when it falls due."""
-        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +107,14 @@ class ServedUser:
     """A user who was served since the batch before."""
 
     user_id: str
+    due_at: ClassVar[int] = NEVER
+    """The next batch ends it."""
+    awaited: ClassVar[bool] = False
+    """The next batch ends it."""
 
     @property
     def key(self) -> str:
-        """Its key in the state topic."""
         return f"served/{self.user_id}"
-
-    @property
-    def due_at(self) -> int:
-        """The next batch ends it."""
-        return NEVER
-
-    @property
-    def awaited(self) -> bool:
-        """The next batch ends it."""
-        return False
 
 
 Entry = Judged | Waiting | OpenBatch | ErasedUser | ServedUser
@@ -167,68 +142,8 @@ class BatchHead:
     """What was served since the batch before."""
 
 
-_COUNTS = {"type": "map", "values": "long"}
-_TALLY = record_schema(
-    "Tally",
-    interactions="long",
-    rewarded="long",
-    tokens="long",
-    latency_ms="double",
-    reward="double",
-    kinds=_COUNTS,
-    arms=_COUNTS,
-)
-_FIGURES = record_schema(
-    "Figures",
-    tokens="long",
-    latency_ms="double",
-    reward=["null", "double"],
-    arm="string",
-    kinds={"type": "array", "items": "string"},
-)
-_WAITING = record_schema(
-    "Waiting",
-    interaction_id="string",
-    order="long",
-    user_id="string",
-    topic="string",
-    partition="long",
-    offset="long",
-    reward="double",
-    correction="boolean",
-    version_min="long",
-    version_max="long",
-    feedback_at=["null", "long"],
-    served_at="long",
-    figures=_FIGURES,
-)
-_MARK = record_schema("Mark", interaction_id="string", revision="long", fate="string", due_at="long")
-_OPEN = record_schema(
-    "OpenBatch", version="long", map_version="string", opened_at="long", overdue_at="long", due_at="long"
-)
-_ERASED = record_schema("ErasedUser", user_id="string", until="long", due_at="long")
-_SERVED = record_schema("ServedUser", user_id="string")
-_HEAD = record_schema(
-    "BatchHead",
-    offset="long",
-    clock_us="long",
-    sequence="long",
-    read="long",
-    batched="long",
-    lost="long",
-    dropped=_COUNTS,
-    last_served=_COUNTS,
-    served=_TALLY,
-)
 _BYTES: EntryBytes[Entry, BatchHead] = EntryBytes(
-    {
-        b"m": (Judged, _MARK),
-        b"w": (Waiting, _WAITING),
-        b"o": (OpenBatch, _OPEN),
-        b"e": (ErasedUser, _ERASED),
-        b"u": (ServedUser, _SERVED),
-    },
-    (BatchHead, _HEAD),
+    {b"m": Judged, b"w": Waiting, b"o": OpenBatch, b"e": ErasedUser, b"u": ServedUser}, BatchHead
 )
 encode, decode = _BYTES.encode, _BYTES.decode
 encode_head, decode_head = _BYTES.encode_head, _BYTES.decode_head

@@ -53,15 +53,6 @@ REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRules:
-    """The settings that decide batches."""
-
-    run_id: str
-    branch: str
-    settings: BatchSettings
-
-
-@dataclass(frozen=True, slots=True)
 class Accounting:
     """What became of the outcomes that carried a reward, or changed one."""
 
@@ -74,10 +65,10 @@ class Accounting:
 class OnlineBatcher:
     """The online batches of one branch of one run."""
 
-    def __init__(self, rules: BatchRules, state: MachineState | None = None) -> None:
+    def __init__(self, run_id: str, branch: str, settings: BatchSettings, state: MachineState | None = None) -> None:
         """Raises StateError."""
-        self._run_id, self._branch = rules.run_id, rules.branch
-        self._settings = rules.settings
+        self._run_id, self._branch = run_id, branch
+        self._settings = settings
         state = state or MachineState()
         self._store: TimedEntries[Entry] = TimedEntries(state, batch_state.encode, batch_state.decode)
         self._head = batch_state.decode_head(state.head) if state.head is not None else BatchHead()

@@ -19,9 +19,9 @@ from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.streams.assembly.group_assembly import AssemblyRules, GroupAssembler
 from tidemill.streams.config import ProcessorName, RunnerName, StreamSettings
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Processor
-from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
+from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
 from tidemill.streams.runner.base import StreamFailure
 from tidemill.streams.state import MachineState
@@ -58,20 +58,18 @@ def feedback_join(run: RunSettings, settings: JoinSettings) -> Processor:
     """`interactions` and `feedback` in, `outcomes` out. Settings that deserve a second thought are logged."""
     for note in settings.map.notes():
         LOG.warning(note)
-    rules = JoinRules(run.run_id, settings)
 
     def machine(partition: int, state: MachineState) -> FeedbackJoin:
-        return FeedbackJoin(partition, rules, state)
+        return FeedbackJoin(partition, run.run_id, settings, state)
 
     return Processor(settings.application, "join", INPUTS, (Topic.OUTCOMES,), machine)
 
 
 def online_batches(run: RunSettings, settings: BatchSettings) -> Processor:
     """`outcomes` in, `online-batches` out. Each branch has an application of its own."""
-    rules = BatchRules(run.run_id, run.branch, settings)
 
     def machine(_partition: int, state: MachineState) -> OnlineBatcher:
-        return OnlineBatcher(rules, state)
+        return OnlineBatcher(run.run_id, run.branch, settings, state)
 
     name = f"{settings.application}.{run.branch}"
     return Processor(name, "batches", (Topic.OUTCOMES,), (Topic.ONLINE_BATCHES,), machine)

@@ -16,9 +16,9 @@ from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Feedback, Interaction, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Emit, Output
-from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
+from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings
 
 JOIN: dict[str, Any] = {
@@ -152,7 +152,7 @@ def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
         read = list(reader.read_to_end())
     outputs: list[Output] = []
     for partition in range(kafka.partitions or 1):
-        machine = FeedbackJoin(partition, JoinRules(RUN_ID, settings))
+        machine = FeedbackJoin(partition, RUN_ID, settings)
         for topic in INPUTS:
             records = [located for located in read if (located.topic, located.partition) == (topic, partition)]
             for located in [*records, _tick(topic, partition, records[-1].offset + 1 if records else 0)]:
@@ -162,7 +162,7 @@ def join_oracle(kafka: KafkaSettings, settings: JoinSettings) -> list[Output]:
 
 def batch_oracle(kafka: KafkaSettings, settings: BatchSettings) -> tuple[list[Output], bool]:
     """What the pure machine makes of `outcomes` as they are, and whether a batch still waits for its time."""
-    machine = OnlineBatcher(BatchRules(RUN_ID, "main", settings))
+    machine = OnlineBatcher(RUN_ID, "main", settings)
     with LogReader(kafka, [Topic.OUTCOMES]) as reader:
         outputs = [output for located in reader.read_to_end() for output in machine.observe(located)]
     return outputs, machine.next_deadline_us() is not None

@@ -9,7 +9,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Feedback, Interaction, Outcome, Record, SignalKind, Tick, UserRequest, UserWish
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
-from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin, JoinRules
+from tidemill.streams.join.feedback_join import INPUTS, FeedbackJoin
 from tidemill.streams.machine import Output
 from tidemill.streams.state import MachineState
 
@@ -141,7 +141,7 @@ class TwoLogs:
 
 def join_of(settings: JoinSettings, state: MachineState | None = None) -> FeedbackJoin:
     """A join of partition 0."""
-    return FeedbackJoin(0, JoinRules(RUN_ID, settings), state)
+    return FeedbackJoin(0, RUN_ID, settings, state)
 
 
 def joined(logs: TwoLogs, settings: JoinSettings | None = None) -> list[Output]:

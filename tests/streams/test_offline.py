@@ -27,7 +27,6 @@ from tidemill.streams.offline import (
     Decided,
     Interleaved,
     OfflineRun,
-    RecordRange,
     Reweighted,
     chained,
 )
@@ -50,7 +49,7 @@ def offline(processor: Processor, records: Sequence[ConsumedRecord], change: Cha
     places = {(record.topic, record.partition) for record in records}
     partitions = {partition for _, partition in places} or {0}
     spans = {
-        (topic, partition): RecordRange(0, 1 + max((r.offset for r in records if _at(r, topic, partition)), default=-1))
+        (topic, partition): range(0, 1 + max((r.offset for r in records if _at(r, topic, partition)), default=-1))
         for topic in processor.inputs
         for partition in partitions
     }
@@ -149,7 +148,7 @@ def test_the_join_offline_is_what_a_worker_wrote_in_any_order_of_reading(logs, t
 
 @given(two_topics(), TURNS)
 def test_the_order_does_not_depend_on_how_the_topics_were_read(logs, turns):
-    spans = [RecordRange(0, len(records)) for records in logs.inputs.values()]
+    spans = [range(0, len(records)) for records in logs.inputs.values()]
     places = {topic: place for place, topic in enumerate(logs.inputs)}
 
     def order(records: Sequence[ConsumedRecord]) -> list[ConsumedRecord]:
@@ -172,7 +171,7 @@ def test_each_partition_has_a_machine_of_its_own():
 
 def test_what_lies_outside_of_the_span_is_passed_over():
     records = [located(rollout("g", i, group_size=2), i) for i in range(4)]
-    run = OfflineRun(assembly(), {(Topic.ROLLOUTS, 0): RecordRange(0, 1)})
+    run = OfflineRun(assembly(), {(Topic.ROLLOUTS, 0): range(0, 1)})
     assert [d for record in records for d in run.take(record)] + run.finish() == []
 
 

@@ -31,7 +31,7 @@ from tidemill.schemas.records import (
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import BatchHead, WaitingRoom, within_share
-from tidemill.streams.online.batcher import BatchRules, OnlineBatcher
+from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
 from tidemill.streams.online.selection import Figures, Tally
 from tidemill.streams.state import MachineState, StateError
@@ -108,7 +108,7 @@ class Log:
 
 
 def batcher_of(rules: BatchSettings, state: MachineState | None = None) -> OnlineBatcher:
-    return OnlineBatcher(BatchRules(RUN_ID, "main", rules), state)
+    return OnlineBatcher(RUN_ID, "main", rules, state)
 
 
 def run(log: Log, **changes: Any) -> tuple[list[Output], OnlineBatcher]:
