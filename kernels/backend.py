@@ -21,11 +21,13 @@ from enum import Enum, StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from tidemill.kernels.backend_base import CpuBackend, KernelBackend
+from tidemill.kernels import classes, compare, fingerprint
+from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
 from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, flat_bits
-from tidemill.kernels.fingerprint import TensorKey
-from tidemill.kernels.fingerprint import fingerprint as fingerprint_on_cpu
+from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 
 ENVIRONMENT = "TIDEMILL_KERNELS"
 HOST_DEVICE = "cpu"
@@ -144,7 +146,52 @@ def triton_obstacle() -> str | None:
         found = fingerprint_by_triton(torch.from_numpy(bits).to(_triton_device()), key)
     except Exception as error:  # noqa: BLE001 - a driver, compiler or memory that fails, with any error: Triton cannot run
         return f"a first kernel failed: {type(error).__name__}: {error}"
-    return None if found == fingerprint_on_cpu(bits, key) else "a first kernel gave a wrong result"
+    return None if found == fingerprint.fingerprint(bits, key) else "a first kernel gave a wrong result"
+
+
+Row = npt.NDArray[Any]
+
+
+class CpuBackend(KernelBackend[Row]):
+    """The compiled loops: numpy arrays in, numpy arrays out, one thread, without the interpreter lock."""
+
+    def host(self, array: Row) -> Row:
+        return array
+
+    def beside(self, array: Row, other: Row) -> Row:
+        return array
+
+    def compare_and_compact(self, old: Row, new: Row) -> Row:
+        return compare.changed_elements(old, new)[0]
+
+    def compare_and_take(self, old: Row, new: Row) -> tuple[Row, Row, Row]:
+        return compare.changed_elements(old, new)
+
+    def take(self, bits: Row, indices: Row) -> Row:
+        taken: Row = bits[indices]
+        return taken
+
+    def scatter(self, bits: Row, indices: Row, new_at: Row) -> None:
+        if indices.shape != new_at.shape or bits.dtype != new_at.dtype:
+            raise ValueError(f"{new_at.size} patterns ({new_at.dtype}) for {indices.size} elements ({bits.dtype})")
+        bits[indices] = new_at
+
+    def split_classes(
+        self, kind: ElementType, old: Row, old_at: Row, new_at: Row, indices: Row, table: ClassTable, active: Active
+    ) -> ClassStreams:
+        return classes.split_classes(kind, old, old_at, new_at, indices, table, active)
+
+    def count_exponents(self, kind: ElementType, bits: Row) -> Counts:
+        return compare.count_exponents(kind, bits)
+
+    def fingerprint(self, bits: Row, key: TensorKey, start: int = 0) -> Fingerprint:
+        return fingerprint.fingerprint(bits, key, start)
+
+    def fingerprint_at(self, bits: Row, key: TensorKey, indices: Row) -> Fingerprint:
+        return fingerprint.fingerprint_at(bits, key, indices)
+
+    def fingerprint_change(self, key: TensorKey, indices: Row, old_at: Row, new_at: Row) -> Fingerprint:
+        return fingerprint.fingerprint_change(key, indices, old_at, new_at)
 
 
 CPU_BACKEND = CpuBackend()

@@ -1,8 +1,8 @@
-"""The kernels of the weight loop, behind one interface, and its implementation on a CPU.
+"""The kernels of the weight loop, behind one interface: on each backend the same input gives the same bytes.
 
-On each backend the same input gives the same bytes. Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or
-u4), of the kind that the implementation works on: numpy arrays, or PyTorch tensors. Those of one call lie on one
-device. Tables, counts and streams are small and belong to the host: they are numpy arrays everywhere.
+Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or u4), of the kind that the implementation works on:
+numpy arrays, or PyTorch tensors. Those of one call lie on one device. Tables, counts and streams are small and belong
+to the host: they are numpy arrays everywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy.typing as npt
 
-from tidemill.kernels import classes, compare, fingerprint
 from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
 from tidemill.kernels.elements import ElementType
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
@@ -76,48 +75,3 @@ class KernelBackend(ABC, Generic[Array]):
     @abstractmethod
     def fingerprint_change(self, key: TensorKey, indices: Array, old_at: Array, new_at: Array) -> Fingerprint:
         """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
-
-
-Row = npt.NDArray[Any]
-
-
-class CpuBackend(KernelBackend[Row]):
-    """The compiled loops: numpy arrays in, numpy arrays out, one thread, without the interpreter lock."""
-
-    def host(self, array: Row) -> Row:
-        return array
-
-    def beside(self, array: Row, other: Row) -> Row:
-        return array
-
-    def compare_and_compact(self, old: Row, new: Row) -> Row:
-        return compare.changed_elements(old, new)[0]
-
-    def compare_and_take(self, old: Row, new: Row) -> tuple[Row, Row, Row]:
-        return compare.changed_elements(old, new)
-
-    def take(self, bits: Row, indices: Row) -> Row:
-        taken: Row = bits[indices]
-        return taken
-
-    def scatter(self, bits: Row, indices: Row, new_at: Row) -> None:
-        if indices.shape != new_at.shape or bits.dtype != new_at.dtype:
-            raise ValueError(f"{new_at.size} patterns ({new_at.dtype}) for {indices.size} elements ({bits.dtype})")
-        bits[indices] = new_at
-
-    def split_classes(
-        self, kind: ElementType, old: Row, old_at: Row, new_at: Row, indices: Row, table: ClassTable, active: Active
-    ) -> ClassStreams:
-        return classes.split_classes(kind, old, old_at, new_at, indices, table, active)
-
-    def count_exponents(self, kind: ElementType, bits: Row) -> Counts:
-        return compare.count_exponents(kind, bits)
-
-    def fingerprint(self, bits: Row, key: TensorKey, start: int = 0) -> Fingerprint:
-        return fingerprint.fingerprint(bits, key, start)
-
-    def fingerprint_at(self, bits: Row, key: TensorKey, indices: Row) -> Fingerprint:
-        return fingerprint.fingerprint_at(bits, key, indices)
-
-    def fingerprint_change(self, key: TensorKey, indices: Row, old_at: Row, new_at: Row) -> Fingerprint:
-        return fingerprint.fingerprint_change(key, indices, old_at, new_at)

@@ -115,7 +115,7 @@ class UserWish(StrEnum):
     """Delete what there is of me, and do not train on it."""
 
 
-class Exclusion(StrEnum):
+class OutcomeExclusion(StrEnum):
     """Why an interaction is left out of training (`Outcome.exclusion`)."""
 
     NO_CONSENT = "no_consent"

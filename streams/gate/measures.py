@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from tidemill.schemas.records import Exclusion, Outcome, SignalKind
+from tidemill.schemas.records import Outcome, OutcomeExclusion, SignalKind
 
 REWARD = "reward"
 EDIT_RATE = "edit_rate"
@@ -50,7 +50,7 @@ GUARDRAILS = (
     Guardrail(TOOL_ERROR_RATE, Harm.UP, ratio=False),
     Guardrail(TOKENS, Harm.EITHER, ratio=True),
     Guardrail(LATENCY_MS, Harm.UP, ratio=True),
-    *(Guardrail(EXCLUDED + reason, Harm.EITHER, ratio=False) for reason in Exclusion),
+    *(Guardrail(EXCLUDED + reason, Harm.EITHER, ratio=False) for reason in OutcomeExclusion),
 )
 """What is watched beside the reward."""
 
@@ -63,7 +63,7 @@ def measures(outcome: Outcome, low: float, high: float) -> dict[str, float]:
         high: greatest reward.
     """
     found = {name: min(1.0, max(0.0, outcome.observed.get(kind.value, 0.0))) for name, kind in _SIGNALS.items()}
-    found |= {EXCLUDED + reason: float(outcome.exclusion == reason) for reason in Exclusion}
+    found |= {EXCLUDED + reason: float(outcome.exclusion == reason) for reason in OutcomeExclusion}
     found |= {TOKENS: float(outcome.sampled_tokens), LATENCY_MS: outcome.latency_ms}
     if outcome.reward is not None:
         found[REWARD] = min(high, max(low, outcome.reward))

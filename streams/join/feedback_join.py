@@ -19,7 +19,15 @@ from collections.abc import Mapping
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import Exclusion, Interaction, Outcome, SignalKind, SignalUse, UserRequest, UserWish
+from tidemill.schemas.records import (
+    Interaction,
+    Outcome,
+    OutcomeExclusion,
+    SignalKind,
+    SignalUse,
+    UserRequest,
+    UserWish,
+)
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
 from tidemill.streams.join.join_input import Item, Tombstone, Vote
@@ -174,9 +182,9 @@ class FeedbackJoin:
         self._store.save(case)
         case.bot = self._is_bot(case.user_id, at_us)
         if self._store.wishes(case.user_id).erased(case.served_at):
-            return [self._end(case, Exclusion.ERASED, at_us)]
+            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
         if at_us - case.served_at > self._late_us:
-            return [self._end(case, Exclusion.TOO_LATE, at_us)]
+            return [self._end(case, OutcomeExclusion.TOO_LATE, at_us)]
         return []
 
     def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
@@ -339,7 +347,7 @@ class FeedbackJoin:
 
     def _erase_case(self, case: Case, at_us: int) -> list[Output]:
         if case.open:
-            return [self._end(case, Exclusion.ERASED, at_us)]
+            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
         self._seal(case, case.due_at)
         return []
 
@@ -349,20 +357,20 @@ class FeedbackJoin:
         """Why an interaction is left out for any signals; empty when it is not."""
         wishes = self._store.wishes(case.user_id)
         if wishes.erased(case.served_at):
-            return Exclusion.ERASED
+            return OutcomeExclusion.ERASED
         if not case.consent:
-            return Exclusion.NO_CONSENT
+            return OutcomeExclusion.NO_CONSENT
         if wishes.opted_out(case.served_at):
-            return Exclusion.OPTED_OUT
+            return OutcomeExclusion.OPTED_OUT
         if case.bot:
-            return Exclusion.BOT
-        return "" if case.sampled_tokens else Exclusion.NO_TOKENS
+            return OutcomeExclusion.BOT
+        return "" if case.sampled_tokens else OutcomeExclusion.NO_TOKENS
 
     def _end(self, case: Case, exclusion: str, at_us: int) -> Emit:
         """Give an interaction its one ending."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
-            observed = {} if exclusion == Exclusion.ERASED else result.observed
+            observed = {} if exclusion == OutcomeExclusion.ERASED else result.observed
             result = RewardResult(None, (), observed)
         case.revision, case.reward = 0, result.reward
         outcome = self._outcome(case, result, exclusion, None, at_us)
@@ -413,7 +421,7 @@ class FeedbackJoin:
             sampled_tokens=case.sampled_tokens,
             latency_ms=case.latency_ms,
             reward=result.reward,
-            exclusion=str(exclusion) or ("" if result.reward is not None else Exclusion.NO_SIGNAL.value),
+            exclusion=str(exclusion) or ("" if result.reward is not None else OutcomeExclusion.NO_SIGNAL.value),
             signals=signals,
             observed=dict(result.observed),
             map_version=self._map_version,

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from tidemill.kernels import backend, classes, compare, fingerprint
-from tidemill.kernels.backend import BackendChoice, BackendMode, KernelUnavailableError, backend_for, choose, mode_of
-from tidemill.kernels.backend_base import CpuBackend
+from tidemill.kernels.backend import (
+    BackendChoice,
+    BackendMode,
+    CpuBackend,
+    KernelUnavailableError,
+    backend_for,
+    choose,
+    mode_of,
+)
 from tidemill.kernels.backend_moving import ArrayAsTensor, TensorAsArray, TensorToDevice
 from tidemill.kernels.compare import changed_elements
 from tidemill.kernels.delta import CodecSettings, DeltaEncoder

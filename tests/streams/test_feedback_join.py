@@ -28,7 +28,7 @@ from machine_log import MachineLog, records_of, said, work, work_through_kills
 from pydantic import ValidationError
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import Document, Exclusion, Outcome, Segment, SignalKind, Tick, UserWish
+from tidemill.schemas.records import Document, Outcome, OutcomeExclusion, Segment, SignalKind, Tick, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings, RewardMap, SignalRule
 from tidemill.streams.join.join_state import JoinHead
@@ -660,7 +660,7 @@ def test_every_interaction_ends_exactly_once(logs, rules):
     wanted = sorted(name for name, run_id in first.items() if run_id == RUN_ID)
     assert sorted(o.interaction_id for o in ends) == wanted
     by_reason = Counter(o.exclusion for o in ends)
-    assert set(by_reason) <= {"", *Exclusion}
+    assert set(by_reason) <= {"", *OutcomeExclusion}
     assert by_reason[""] == sum(o.reward is not None for o in ends)
     for name in wanted:
         revisions = [o for o in found if o.interaction_id == name]

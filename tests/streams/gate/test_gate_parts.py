@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tidemill.consumers.weights.chain import Chain
 from tidemill.consumers.weights.decide import Following, Proposal, decision
 from tidemill.kernels.weights.graph import VersionError
-from tidemill.schemas.records import Exclusion, GateVerdict, Mode
+from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
 from tidemill.streams.gate.bench import Bench, BenchResult
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.contrast import TwoArms, difference
@@ -136,7 +136,7 @@ def test_every_outcome_is_measured_whether_it_has_a_reward_or_not():
     assert (rewarded["reward"], rewarded["edit_rate"], rewarded["tool_error_rate"]) == (1.0, 1.0, 0.0)
     dropped = measures(outcome(1, "canary", 1, 0, None, exclusion="bot", observed={"tool_error": 1.0}), -1.0, 1.0)
     assert "reward" not in dropped and dropped["tool_error_rate"] == dropped["excluded/bot"] == 1.0
-    assert sum(dropped[f"excluded/{reason}"] for reason in Exclusion) == 1.0
+    assert sum(dropped[f"excluded/{reason}"] for reason in OutcomeExclusion) == 1.0
 
 
 TOLERANCE = Tolerance(rate=0.1, ratio=1.5, alpha=ALPHA)
