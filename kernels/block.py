@@ -9,12 +9,20 @@ read only beside the weights that it changes. Layout, little-endian, integers va
                         changed, payload length; base fingerprint, target fingerprint, 16 bytes each. Of several
                         tensors: elements of all, start 0, and the sums of their fingerprints
     digest   16 bytes   of everything but itself: xxh3-128, or the first half of blake3
-    name                the tensor's name in the checkpoint, UTF-8; of several, their directory (`kernels.parts`)
+    name                the tensor's name in the checkpoint, UTF-8; of several, their directory
     payload             `kernels.payload`
+
+A block says some 200 bytes besides its changes (fingerprints, digest, names, the tables of its coder), which is much
+beside the changes of a small tensor; so small tensors share a block, whole, one after the other. Their directory:
+
+    size       varint, of what follows once it is unpacked
+    packed     u1 0: as it is; 1: a frame
+    entries    for each tensor: length of its name, a varint; the name, UTF-8; its elements, a varint
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import blake3
@@ -23,8 +31,77 @@ import xxhash
 from tidemill.kernels.coder import BLOCK_ELEMENTS, DigestChoice
 from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.parts import DIRECTORY_LIMIT, NAME_LIMIT, BlockPart, read_directory, read_name
-from tidemill.kernels.wire import WireReader, varint
+from tidemill.kernels.wire import WireReader, compress, decompress, varint
+
+NAME_LIMIT = 1024
+"""Longest name, in bytes."""
+DIRECTORY_LIMIT = 1 << 20
+"""Longest directory, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """Elements [start, start + n) of a tensor."""
+
+    name: str
+    tensor_elements: int
+    start: int
+    n: int
+
+
+def check_name(name: str) -> None:
+    """Raises DeltaError for a tensor's name that no block can carry."""
+    if not 0 < len(name.encode()) <= NAME_LIMIT:
+        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
+
+
+def read_name(data: memoryview) -> str:
+    """A tensor's name from its bytes. Raises DeltaError."""
+    if not 0 < len(data) <= NAME_LIMIT:
+        raise DeltaError(f"a tensor name of {len(data)} bytes")
+    try:
+        return bytes(data).decode()
+    except UnicodeDecodeError as error:
+        raise DeltaError(f"a tensor name is not UTF-8: {bytes(data)[:80]!r}") from error
+
+
+def write_directory(parts: Sequence[BlockPart]) -> bytes:
+    """The directory of several whole tensors."""
+    entries = b"".join(
+        varint(len(part.name.encode())) + part.name.encode() + varint(part.tensor_elements) for part in parts
+    )
+    frame = compress(entries)
+    packed = b"\1" + frame if len(frame) < len(entries) else b"\0" + entries
+    return varint(len(entries)) + packed
+
+
+def directory_entry_limit(part: BlockPart) -> int:
+    """Upper bound of the bytes that a tensor adds to a directory's entries."""
+    return len(part.name.encode()) + 16
+
+
+def read_directory(data: memoryview, elements: int) -> tuple[BlockPart, ...]:
+    """The tensors of a directory, at least two and each once, of `elements` elements together. Raises DeltaError."""
+    source = WireReader(data)
+    size, form = source.varint(), source.byte()
+    if size > DIRECTORY_LIMIT or form > 1:
+        raise DeltaError(f"a directory of {size} bytes in form {form}")
+    entries = decompress(source.rest(), size) if form else source.rest()
+    if len(entries) != size:
+        raise DeltaError(f"a directory of {len(entries)} bytes where it says {size}")
+    parts: dict[str, BlockPart] = {}
+    inner = WireReader(entries)
+    left = elements
+    while left > 0:
+        name, n = read_name(inner.take(inner.varint())), inner.varint()
+        if name in parts or n == 0:
+            raise DeltaError(f"a directory names {name[:80]!r} twice, or without elements")
+        parts[name] = BlockPart(name, n, 0, n)
+        left -= n
+    if left or len(inner.rest()) or len(parts) < 2:
+        raise DeltaError(f"a directory of {len(parts)} tensors does not fit a block of {elements} elements")
+    return tuple(parts.values())
+
 
 MAGIC, SEVERAL_MAGIC = b"TMb\x02", b"TMb\x03"
 TENSOR_LIMIT = 1 << 48
@@ -151,12 +228,6 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
     )
 
 
-def payload_limit(n_block: int, kind: ElementType) -> int:
-    """Upper bound, in bytes, of the payload of a block of `n_block` elements in any encoding."""
-    unpacked = n_block * kind.bits.itemsize
-    return unpacked + unpacked // 128 + 512
-
-
 def _check_bounds(header: BlockHeader) -> None:
     if not 0 < header.elements <= BLOCK_ELEMENTS or header.tensor_elements > TENSOR_LIMIT:
         raise DeltaError(f"a block of {header.elements} elements in a tensor of {header.tensor_elements}")
@@ -168,7 +239,9 @@ def _check_bounds(header: BlockHeader) -> None:
         raise DeltaError(f"a block of several tensors has {header.elements} of their {header.tensor_elements} elements")
     if not 0 < header.name_length <= (DIRECTORY_LIMIT if header.several else NAME_LIMIT):
         raise DeltaError(f"a tensor name or directory of {header.name_length} bytes")
-    if header.payload_length > payload_limit(header.elements, header.kind):
+    unpacked = header.elements * header.kind.bits.itemsize
+    # No encoding makes more of a block.
+    if header.payload_length > unpacked + unpacked // 128 + 512:
         raise DeltaError(f"a payload of {header.payload_length} bytes for {header.elements} elements")
 
 

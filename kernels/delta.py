@@ -17,14 +17,13 @@ from itertools import pairwise
 import numpy as np
 
 from tidemill.kernels.backend import backend_for, flat_rows
-from tidemill.kernels.block import EncodedBlock
+from tidemill.kernels.block import BlockPart, EncodedBlock
 from tidemill.kernels.coder import BLOCK_ELEMENTS, CodecSettings
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
 from tidemill.kernels.elements import AnyArray, DeltaError, TensorChange, element_type
 from tidemill.kernels.encoder import DeltaEncoder, Encoded, encode_delta, encode_tensor
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, Indices, TensorKey, fingerprint_change
-from tidemill.kernels.parts import BlockPart
 from tidemill.kernels.payload import ElementChanges, unpack
 
 __all__ = [

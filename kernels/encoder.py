@@ -1,7 +1,7 @@
 """Weight deltas, the writing side: from old and new bit patterns to blocks.
 
 A tensor becomes blocks of its own, cut at multiples of the block size. A small one waits for others of its type and
-shares a block with them (`kernels.parts`): what is held for that is a copy, bounded by a share of a block.
+shares a block with them (`kernels.block`): what is held for that is a copy, bounded by a share of a block.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidemill.kernels.backend import backend_for, flat_rows, is_on_host
-from tidemill.kernels.block import BlockHeader, write_block
+from tidemill.kernels.block import (
+    DIRECTORY_LIMIT,
+    BlockHeader,
+    BlockPart,
+    check_name,
+    directory_entry_limit,
+    write_block,
+    write_directory,
+)
 from tidemill.kernels.coder import CodecSettings
 from tidemill.kernels.container import StreamWriter
 from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
-from tidemill.kernels.parts import (
-    DIRECTORY_LIMIT,
-    BlockPart,
-    check_name,
-    directory_entry_limit,
-    write_directory,
-)
 from tidemill.kernels.payload import ElementChanges, pack
 
 DEFAULTS = CodecSettings()

@@ -12,13 +12,13 @@ from types import TracebackType
 from typing import Self
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_interaction
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, OnlineMember, StepInput, UserRequest
+from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_interaction
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepBatch
 from tidemill.trainer.config import OnlineSettings

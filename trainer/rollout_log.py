@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.claim import ClaimError, ForeignClaimError, claimed_rollout, load_claim
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader, MissingRecordError
 from tidemill.schemas.records import GroupMember, Rollout
+from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_rollout, load_claim
 from tidemill.trainer.batch import InvalidRolloutError
 from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape, checked_ids
 

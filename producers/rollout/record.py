@@ -17,10 +17,10 @@ from tidemill.producers.sampling.completion import BadResponse, Completion, Samp
 from tidemill.producers.sampling.replicas import ReplicaIdentity
 from tidemill.producers.sampling.segments import build_segment
 from tidemill.schemas.chat.contexts import Context
-from tidemill.schemas.claim import digest
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.expert_ids import unpacked_ids
 from tidemill.schemas.records import Claim, Rollout, RolloutStatus, SamplingParameters, Task, Turn, rollout_id
+from tidemill.schemas.stored_object import digest
 
 LOG = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from tidemill.producers.sampling.completion import Completion
 from tidemill.schemas.chat.contexts import Context, SampledTurn
-from tidemill.schemas.claim import digest, store_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import Claim, Interaction, Record, Rollout, Segment, VersionSpan
+from tidemill.schemas.stored_object import digest, store_claim
 
 OVERHEAD_BYTES = 4096
 """More than the fields of a rollout or an interaction beside its segments take."""
@@ -71,8 +71,8 @@ def build_expert_ids(contexts: Iterable[Context[Completion]]) -> bytes:
 class SegmentClaims:
     """Leaves the bytes of a record that is too large for the log in the object store.
 
-    What holds: the claimed bytes are the whole record, encoded as on the log, so that `schemas.claim` gives it back as
-    it was; their name is their digest, so that a repeated store is the same object.
+    What holds: the claimed bytes are the whole record, encoded as on the log, so that `schemas.stored_object` gives it
+    back as it was; their name is their digest, so that a repeated store is the same object.
     """
 
     def __init__(self, root: str, run_id: str, limit_bytes: int, codec: Codec) -> None:

@@ -79,12 +79,6 @@ def trainable(group: Group, policy: AdmissionPolicy) -> bool:
     return not policy.skip_no_signal or max(rewards) > min(rewards)
 
 
-def oldest_version(group: Group) -> int:
-    """The weight version of the oldest token of a group's completed members; -1 when none completed."""
-    completed = [m.version_min for m in group.members if m.status is RolloutStatus.COMPLETED]
-    return min(completed, default=-1)
-
-
 class ServedVersions:
     """What the replicas serve, by their acks."""
 
@@ -238,7 +232,9 @@ class AdmissionController:
             return
         if group.group_id in self._ended:
             return
-        self._closed[group.group_id] = oldest_version(group)
+        # The weight version of the oldest token of a group's completed members; -1 when none completed
+        completed = [m.version_min for m in group.members if m.status is RolloutStatus.COMPLETED]
+        self._closed[group.group_id] = min(completed, default=-1)
         self._moved_at = max(self._moved_at, group.closed_at)
         if not trainable(group, self._policy):
             self._end(group.group_id)

@@ -42,21 +42,6 @@ AGAIN_AFTER_US = to_us(10)
 """So long after a held-out rollout failed its task is asked for again, for the first time."""
 
 
-def admission_policy(run: RunSettings, feed: FeedSettings) -> AdmissionPolicy:
-    """The bounds of admission that the settings ask for."""
-    return AdmissionPolicy(
-        groups_per_step=run.groups_per_step,
-        max_policy_lag=0 if feed.sync else run.max_policy_lag,
-        stale_lag=run.max_policy_lag,
-        max_steps=run.max_steps,
-        replicas=feed.replicas,
-        replica_silence_us=to_us(feed.replica_silence_s),
-        overdue_us=to_us(feed.overdue_s),
-        min_completed=run.min_completed,
-        skip_no_signal=run.skip_no_signal,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What to do now."""
@@ -81,7 +66,19 @@ class FeederState:
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run = run
         self._feed = feed
-        self._admission = AdmissionController(admission_policy(run, feed))
+        self._admission = AdmissionController(
+            AdmissionPolicy(
+                groups_per_step=run.groups_per_step,
+                max_policy_lag=0 if feed.sync else run.max_policy_lag,
+                stale_lag=run.max_policy_lag,
+                max_steps=run.max_steps,
+                replicas=feed.replicas,
+                replica_silence_us=to_us(feed.replica_silence_s),
+                overdue_us=to_us(feed.overdue_s),
+                min_completed=run.min_completed,
+                skip_no_signal=run.skip_no_signal,
+            )
+        )
         self._unissued = 0
         """Every training task before this one was issued."""
         self._issued_ahead: set[int] = set()

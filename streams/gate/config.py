@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from tidemill.schemas.config import Section
-from tidemill.streams.gate.measures import GUARDRAILS
+from tidemill.streams.gate.guardrails import GUARDRAILS
 
 
 class OnAlert(StrEnum):

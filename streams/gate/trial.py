@@ -27,10 +27,8 @@ from typing import NamedTuple
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.records import Arm, GateVerdict, Outcome
 from tidemill.streams.gate.config import GateSettings, OnAlert
-from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, difference
-from tidemill.streams.gate.guardrails import Alert, ArmGuards, FrozenGuards, Tolerance, names
-from tidemill.streams.gate.measures import REWARD, measures
-from tidemill.streams.gate.sequential import Capital, Side
+from tidemill.streams.gate.guardrails import REWARD, Alert, ArmGuards, FrozenGuards, Tolerance, measures, names
+from tidemill.streams.gate.sequential import BASELINE, CANDIDATE, Capital, Side, TwoArms, difference
 
 
 class Settled(NamedTuple):

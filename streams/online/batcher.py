@@ -26,15 +26,17 @@ from tidemill.streams.online.batch_state import (
     Entry,
     ErasedUser,
     Fate,
+    Figures,
     Judged,
     OpenBatch,
     ServedUser,
+    Tally,
     Waiting,
     WaitingRoom,
+    compared,
     within_share,
 )
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
-from tidemill.streams.online.selection import Figures, Tally, compared
 from tidemill.streams.state import NEVER, NO_IDENTIFIER, Changes, MachineState, TimedEntries
 
 BATCHES_PARTITION = 0

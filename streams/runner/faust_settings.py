@@ -16,9 +16,17 @@ from faust.auth import Credentials, SASLCredentials, SSLCredentials
 from yarl import URL
 
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.access import (
+    FILES,
+    WITH_PASSWORD,
+    AccessRefused,
+    Security,
+    SecurityError,
+    check_access,
+    security_of,
+    security_options,
+)
 from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES, METADATA_TIMEOUT_S, groupless_settings
-from tidemill.schemas.log.security import FILES, WITH_PASSWORD, Security, SecurityError, security_of, security_options
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.streams.config import StreamSettings
 from tidemill.streams.runner.base import StreamFailure

@@ -30,7 +30,7 @@ from tidemill.schemas.catalogue import Names
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.access import AccessRefused, check_access
+from tidemill.schemas.log.access import AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
 from tidemill.schemas.log.client_settings import (
     METADATA_TIMEOUT_S,
@@ -43,7 +43,6 @@ from tidemill.schemas.log.consumed import Partition, consumed_record
 from tidemill.schemas.log.fenced_producer import FENCED
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
-from tidemill.schemas.log.security import SecurityError, security_of
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings

@@ -31,8 +31,7 @@ from tests.streams.gate.gate_support import (
     peeked_t_test,
 )
 from tests.streams.gate.hack_toy import MAPS, course
-from tidemill.streams.gate.contrast import CANDIDATE, TwoArms, difference
-from tidemill.streams.gate.sequential import Capital, Side
+from tidemill.streams.gate.sequential import CANDIDATE, Capital, Side, TwoArms, difference
 
 ALPHA = 0.05
 MIXTURE_SCALE = 0.2

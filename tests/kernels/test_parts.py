@@ -6,7 +6,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kernels.block import read_header, write_block
+from tidemill.kernels.block import DIRECTORY_LIMIT, BlockPart, read_directory, read_header, write_block, write_directory
 from tidemill.kernels.comparison import compare
 from tidemill.kernels.delta import (
     CodecSettings,
@@ -22,7 +22,6 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.elements import ELEMENT_TYPES
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
-from tidemill.kernels.parts import DIRECTORY_LIMIT, BlockPart, read_directory, write_directory
 from tidemill.kernels.wire import varint
 
 UNHURRIED = settings(deadline=None, max_examples=50)

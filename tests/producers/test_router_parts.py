@@ -14,9 +14,9 @@ from tidemill.producers.router.canary import CanaryShare
 from tidemill.producers.router.config import RouterSettings
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.segments import SegmentClaims
-from tidemill.schemas.claim import claimed_interaction
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.records import Arm, GateVerdict, Interaction, VersionSpan
+from tidemill.schemas.stored_object import claimed_interaction
 
 
 def after(*decisions) -> CanaryShare:

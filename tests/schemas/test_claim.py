@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.schemas.claim import ClaimError, load_claim, store_claim
+from tidemill.schemas.stored_object import ClaimError, load_claim, store_claim
 
 
 @pytest.mark.parametrize("payload", [b"", b"x", bytes(range(256)) * 5000])

@@ -30,10 +30,9 @@ from tidemill.schemas.records import (
 )
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
-from tidemill.streams.online.batch_state import BatchHead, WaitingRoom, within_share
+from tidemill.streams.online.batch_state import BatchHead, Figures, Tally, WaitingRoom, within_share
 from tidemill.streams.online.batcher import OnlineBatcher
 from tidemill.streams.online.config import BatchSettings, Corrections, Leftovers
-from tidemill.streams.online.selection import Figures, Tally
 from tidemill.streams.state import MachineState, StateError
 
 

@@ -20,10 +20,10 @@ from tests.secured_log import PASSWORD, USER, SecuredLog
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
+from tidemill.schemas.log.access import SecurityError
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.security import SecurityError
 from tidemill.schemas.records import OnlineBatch, Outcome
 from tidemill.streams.config import ProcessorName, StreamSettings
 from tidemill.streams.runner import faust_settings

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.records import build
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.claim import store_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.expert_ids import packed_ids
@@ -32,6 +31,7 @@ from tidemill.schemas.records import (
     StepInput,
     TrainStep,
 )
+from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.batch import routed_tokens
 from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, StepBatch, StepRules
 from tidemill.trainer.endings import TopicProgress

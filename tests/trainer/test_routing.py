@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from tests.trainer.conftest import segment, tiny_model, trainable_group
 from tests.trainer.families import make_model
-from tidemill.schemas.claim import store_claim
 from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.records import Claim
+from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import PackedRow, pack, routed_tokens
 from tidemill.trainer.choices import Routing

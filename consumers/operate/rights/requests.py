@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic, user_request_key
-from tidemill.schemas.claim import digest
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import UserRequest, UserWish
+from tidemill.schemas.stored_object import digest
 
 LONGEST_NAME = 200
 

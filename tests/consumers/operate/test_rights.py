@@ -14,9 +14,9 @@ from tidemill.consumers.operate.rights.erase import StoreRefused, delete_claims
 from tidemill.consumers.operate.rights.records import SWEPT, UserRecords
 from tidemill.consumers.operate.rights.requests import BadUser, UserRequests, checked_pseudonym, new_request
 from tidemill.schemas.catalogue import Topic, feedback_key
-from tidemill.schemas.claim import store_claim
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, Record, Tick, UserWish
+from tidemill.schemas.stored_object import store_claim
 
 TOPIC_OF = {Interaction: Topic.INTERACTIONS, Outcome: Topic.OUTCOMES, Feedback: Topic.FEEDBACK}
 USERS = st.sampled_from(["ann", "bob"])

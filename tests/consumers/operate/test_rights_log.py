@@ -30,7 +30,6 @@ from tidemill.consumers.operate.rights.requests import choose
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms
 from tidemill.schemas.catalogue import Names, Topic, user_request_key
-from tidemill.schemas.claim import store_claim
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
@@ -38,6 +37,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick, UserRequest, UserWish
+from tidemill.schemas.stored_object import store_claim
 
 PARTITIONS = 2
 DEADLINE_S = 120.0

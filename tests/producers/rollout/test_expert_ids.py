@@ -23,10 +23,10 @@ from tidemill.producers.rollout.record import recorded_turns, turn_record
 from tidemill.producers.sampling.completion import BadResponse, Sampling, parse_completion, request_body
 from tidemill.producers.sampling.replicas import open_replica_client
 from tidemill.producers.sampling.segments import SegmentClaims, build_expert_ids, build_segment
-from tidemill.schemas.claim import load_claim
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.expert_ids import packed_ids, unpacked_ids
 from tidemill.schemas.records import RolloutStatus, Turn
+from tidemill.schemas.stored_object import load_claim
 
 LAYERS, TOP_K = 3, 2
 

@@ -25,7 +25,6 @@ from tidemill.producers.rollout.intake import OffsetTracker
 from tidemill.producers.rollout.player import EXPIRED
 from tidemill.producers.sampling.anchor import anchor_of_run
 from tidemill.schemas.catalogue import Names, Topic
-from tidemill.schemas.claim import claimed_rollout
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings, StoreSettings
@@ -34,6 +33,7 @@ from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Anchor, Manifest, Rollout, RolloutStatus, Task, Tick
+from tidemill.schemas.stored_object import claimed_rollout
 
 RUN = RunSettings(run_id="run")
 HOUR_US = 3_600_000_000

@@ -14,13 +14,12 @@ from tests.secured_log import USER, SecuredLog
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log import group
-from tidemill.schemas.log.access import DEADLINE_S, AccessRefused, check_access
+from tidemill.schemas.log.access import DEADLINE_S, AccessRefused, SecurityError, check_access, security_of
 from tidemill.schemas.log.admin import check_topics, create_topics, wait_for_broker
 from tidemill.schemas.log.fenced_producer import FencedProducer
 from tidemill.schemas.log.group import GroupConsumer
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.log.security import SecurityError, security_of
 from tidemill.schemas.records import Document
 
 TEST_DEADLINE_S = 60.0

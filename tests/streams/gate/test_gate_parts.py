@@ -20,10 +20,8 @@ from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
 from tidemill.streams.gate.bench import Bench, BenchResult
 from tidemill.streams.gate.config import GateSettings
-from tidemill.streams.gate.contrast import TwoArms, difference
-from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance
-from tidemill.streams.gate.measures import measures
-from tidemill.streams.gate.sequential import Capital, Side
+from tidemill.streams.gate.guardrails import ArmGuards, FrozenGuards, Tolerance, measures
+from tidemill.streams.gate.sequential import Capital, Side, TwoArms, difference
 from tidemill.streams.gate.trial import Users
 
 sys.path.insert(0, str(Path(__file__).parent))

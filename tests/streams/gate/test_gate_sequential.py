@@ -12,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.streams.gate.contrast import BASELINE, CANDIDATE, TwoArms, block_shape, difference, log_ratio
-from tidemill.streams.gate.sequential import BETS, Capital, Side
+from tidemill.streams.gate.sequential import (
+    BASELINE,
+    BETS,
+    CANDIDATE,
+    Capital,
+    Side,
+    TwoArms,
+    block_shape,
+    difference,
+    log_ratio,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gate_support import arrivals, exact_first_passage, most_observations, peeked_t_test
