@@ -64,7 +64,13 @@ def pack(kind: ElementType, old: AnyArray, changes: ElementChanges, coder: Coder
     constant = _pack_constant(kernels, kind, old, kernels.host(changes.new))
     if constant is not None:
         return Encoding.CONSTANT, constant
-    classes = _pack_classes(kernels, kind, old, changes, coder)
+    active = find_active(kernels.host(changes.indices), len(old))
+    changed = kernels.count_exponents(kind, changes.old)
+    table = choose_table(_exponents(kernels, kind, old, active), changed)
+    streams = kernels.split_classes(kind, old, changes.old, changes.new, changes.indices, table, active)
+    code, coded = encode_streams(streams, coder)
+    counts = b"".join(varint(count) for count in streams.counts.tolist())
+    classes = b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
     if len(classes) * RAW_SHARE < len(old) * kind.bits.itemsize:
         return Encoding.CLASSES, classes
     new = kernels.host(old).copy()
@@ -113,18 +119,6 @@ def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray
     if ends[0] != ends[1] or np.any(move(kind, old, int(ends[0])) != new_at):
         return None
     return b"\1" + int(ends[0]).to_bytes(4, "little")
-
-
-def _pack_classes(
-    kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, changes: ElementChanges, coder: CoderChoice
-) -> bytes:
-    active = find_active(kernels.host(changes.indices), len(old))
-    changed = kernels.count_exponents(kind, changes.old)
-    table = choose_table(_exponents(kernels, kind, old, active), changed)
-    streams = kernels.split_classes(kind, old, changes.old, changes.new, changes.indices, table, active)
-    code, coded = encode_streams(streams, coder)
-    counts = b"".join(varint(count) for count in streams.counts.tolist())
-    return b"".join((bytes([code]), write_active(active), write_table(table), counts, coded))
 
 
 def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed: int, start: int) -> ElementChanges:

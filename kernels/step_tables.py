@@ -89,7 +89,13 @@ def fit_tables(steps: Values, counts: Counts) -> list[StepTable | None]:
         else:
             group, group_cost, group_at = own, own_cost, len(tables)
             tables.append(None)
-        tables[group_at] = _table(group)
+        plain_cost, directed_cost = _costs(group)
+        directed = directed_cost < plain_cost
+        used = _trimmed(group if directed else group.reshape(-1, 2).sum(axis=1))
+        top = int(used.max())
+        tables[group_at] = StepTable(
+            directed, np.array([_level(count * TOP_WEIGHT // top, count) for count in used.tolist()], np.uint8)
+        )
     return tables
 
 
@@ -110,16 +116,6 @@ def _costs(counts: Counts) -> tuple[int, int]:
     return (
         kind_cost(plain[:plain_size]) + (TABLE_BITS + LEVEL_BITS * plain_size + total) * BIT,
         kind_cost(counts[:directed_size]) + (TABLE_BITS + LEVEL_BITS * directed_size) * BIT,
-    )
-
-
-def _table(counts: Counts) -> StepTable:
-    plain_cost, directed_cost = _costs(counts)
-    directed = directed_cost < plain_cost
-    used = _trimmed(counts if directed else counts.reshape(-1, 2).sum(axis=1))
-    top = int(used.max())
-    return StepTable(
-        directed, np.array([_level(count * TOP_WEIGHT // top, count) for count in used.tolist()], np.uint8)
     )
 
 

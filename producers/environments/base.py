@@ -15,13 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.config import HELD_OUT_ONE_IN
 from tidemill.schemas.records import RewardComponent, Task
+
+Payload = TypeVar("Payload", bound=BaseModel)
 
 
 class TaskError(ValueError):
@@ -228,6 +230,14 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 - most environments hold nothing
         """Give back connections and processes."""
+
+
+def read_payload(model: type[Payload], payload: str, name: str) -> Payload:
+    """The task that a payload holds; `name` says in an error that it holds none. Raises TaskError."""
+    try:
+        return model.model_validate_json(payload)
+    except ValidationError as error:
+        raise TaskError(f"the payload is no {name}: {faults(error)}") from error
 
 
 def faults(error: ValidationError, root: str = "payload", most: int = 1) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tidemill.producers.environments.base import (
     Environment,
@@ -20,9 +20,8 @@ from tidemill.producers.environments.base import (
     Policy,
     Score,
     TaskDraft,
-    TaskError,
     TaskQuery,
-    faults,
+    read_payload,
 )
 from tidemill.producers.environments.toolbox import ToolBox
 from tidemill.schemas.chat.messages import Message
@@ -106,10 +105,7 @@ class LedgerTask(BaseModel):
 
 def parse_ledger(payload: str) -> LedgerTask:
     """The ledger of a task's payload. Raises TaskError."""
-    try:
-        return LedgerTask.model_validate_json(payload)
-    except ValidationError as error:
-        raise TaskError(f"the payload is no ledger: {faults(error)}") from error
+    return read_payload(LedgerTask, payload, "ledger")
 
 
 def closing(message: Message) -> tuple[int, bool] | None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import count
 from random import Random
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tidemill.producers.environments.base import (
     ContextFull,
@@ -31,7 +31,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
-    faults,
+    read_payload,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign import structured
@@ -44,8 +44,6 @@ from tidemill.producers.environments.openenv_session import (
 )
 from tidemill.schemas.chat.messages import BadMessage, Message, Tools, checked_tools
 from tidemill.schemas.records import RewardComponent, Task
-
-T = TypeVar("T")
 
 
 class OpenEnvOptions(EnvironmentOptions):
@@ -138,7 +136,9 @@ class OpenEnvEnvironment(Environment):
             task = OpenEnvTask(parameters=parameters, opening="")
             if options.repeatable:
                 try:
-                    asks = _in_a_thread(partial(self._opening, parameters))
+                    # In a thread, since an event loop may run around this.
+                    with ThreadPoolExecutor(1) as thread:
+                        asks = thread.submit(asyncio.run, self._opening(parameters)).result()
                 except EnvironmentFailed as error:
                     raise TaskError(str(error)) from error
                 task = OpenEnvTask(parameters=parameters, opening=_digest(asks))
@@ -146,7 +146,7 @@ class OpenEnvEnvironment(Environment):
 
     async def play(self, task: Task, policy: Policy) -> Score:
         """Play an episode on the server. Raises EnvironmentFailed for a server that does not answer in form."""
-        begin, options = self._task(task.payload), self.options
+        begin, options = read_payload(OpenEnvTask, task.payload, "task of OpenEnv"), self.options
         if options.turn == "text" and not self._field:
             self._field = text_field(await action_schema(self._url, options.timeout_s), self._url)
         async with self._free, self._session(begin.parameters) as (session, first):
@@ -227,12 +227,6 @@ class OpenEnvEnvironment(Environment):
     async def _opening(self, parameters: Mapping[str, object]) -> str:
         async with self._session(parameters) as (_, first):
             return self._shown(first)
-
-    def _task(self, payload: str) -> OpenEnvTask:
-        try:
-            return OpenEnvTask.model_validate_json(payload)
-        except ValidationError as error:
-            raise TaskError(f"the payload is no task of OpenEnv: {faults(error)}") from error
 
 
 class _Episode:
@@ -332,9 +326,3 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine from code that is not asynchronous, whether or not an event loop runs around it."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(work())).result()

@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskQuery,
 )
-from tidemill.producers.environments.spawning import child_variables
+from tidemill.producers.environments.spawning import child_variables, keeper_command
 from tidemill.schemas.chat.messages import Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
 
@@ -56,7 +55,6 @@ class Program(Environment):
         self.version = f"{inner.version}+agent-{digest}"  # type: ignore[misc]  # of the instance, not of the class
 
     def tasks(self, query: TaskQuery) -> Iterator[TaskDraft]:
-        """The inner environment's."""
         return self._inner.tasks(query)
 
     async def play(self, task: Task, policy: Policy) -> Score:
@@ -92,19 +90,15 @@ class Program(Environment):
         return score
 
     async def cut_off(self, task: Task, messages: Sequence[Message]) -> Score:
-        """The inner environment's."""
         return await self._inner.cut_off(task, messages)
 
     async def rescore(self, task: Task, messages: Sequence[Message]) -> Score | None:
-        """The inner environment's."""
         return await self._inner.rescore(task, messages)
 
     def option_rows(self) -> list[dict[str, Any]]:
-        """The inner environment's."""
         return self._inner.option_rows()
 
     async def close(self) -> None:
-        """Close the inner environment."""
         await self._inner.close()
 
     async def _first_request(self, task: Task) -> tuple[list[Message], Sequence[Tool]]:
@@ -160,15 +154,7 @@ async def _run(command: Sequence[str], model: Endpoint, told: str) -> tuple[int,
         task.write(told.encode())
         task.seek(0)
         keeper = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-P",
-                "-m",
-                "tidemill.producers.environments.launch",
-                f"{os.getpid()}",
-                f"{task.fileno()}",
-                *command,
-            ),
+            *keeper_command("program", task.fileno(), *command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=variables,

@@ -24,7 +24,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.producers.environments.base import (
     Environment,
@@ -34,7 +34,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
-    faults,
+    read_payload,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign import OwnRandomness, options_model
@@ -254,10 +254,7 @@ def draft_of(item: Mapping[str, Any]) -> TaskDraft:
 
 def parse_item(payload: str) -> GymItem:
     """The item of a task's payload. Raises TaskError."""
-    try:
-        item = GymItem.model_validate_json(payload)
-    except ValidationError as error:
-        raise TaskError(f"the payload is no item of reasoning-gym: {faults(error)}") from error
+    item = read_payload(GymItem, payload, "item of reasoning-gym")
     return item.model_copy(update={"metadata": _without_tuples(item.metadata)})
 
 

@@ -60,15 +60,7 @@ class SpawnedProcess:
         self.marks = marks.Marks(shared)
         with theirs:
             self._keeper = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "tidemill.producers.environments.child",
-                    f"{os.getpid()}",
-                    f"{theirs.fileno()}",
-                    f"{shared}",
-                ],
+                keeper_command("environment", theirs.fileno(), shared),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -123,6 +115,12 @@ class SpawnedProcess:
         else:
             how = f"its process ended with code {code}"
         return f"{how}; it wrote: {written}" if written else how
+
+
+def keeper_command(kind: str, *arguments: object) -> list[str]:
+    """The command that starts a process of this worker under a keeper, as `launch` takes it."""
+    module = "tidemill.producers.environments.launch"
+    return [sys.executable, "-P", "-m", module, f"{os.getpid()}", kind, *map(str, arguments)]
 
 
 def child_variables(given: Mapping[str, str]) -> dict[str, str]:

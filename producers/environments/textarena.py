@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Optional, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tidemill.producers.environments.base import (
     Environment,
@@ -29,7 +29,7 @@ from tidemill.producers.environments.base import (
     TaskDraft,
     TaskError,
     TaskQuery,
-    faults,
+    read_payload,
 )
 from tidemill.producers.environments.find import EnvironmentType, Family, Listed, UnknownEnvironment
 from tidemill.producers.environments.foreign import OwnRandomness, options_model
@@ -186,11 +186,7 @@ class TextArenaEnvironment(Environment):
         return game.score()
 
     def _begin(self, task: Task) -> TextGame:
-        try:
-            read = TextArenaTask.model_validate_json(task.payload)
-        except ValidationError as error:
-            raise TaskError(f"the payload is no game of TextArena: {faults(error)}") from error
-        return copy.deepcopy(self._begun(read.seed))
+        return copy.deepcopy(self._begun(read_payload(TextArenaTask, task.payload, "game of TextArena").seed))
 
 
 class TextArena(Family):

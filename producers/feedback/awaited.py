@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import weakref
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from types import TracebackType
@@ -13,14 +12,12 @@ from typing import Any, Self, Unpack
 from tidemill.producers.feedback.event import (
     EventFields,
     FailedEvent,
-    FeedbackMaker,
     FeedbackNotDelivered,
     FeedbackQueueFull,
     Report,
-    check_source,
 )
-from tidemill.producers.feedback.producer import FLUSH_S, Shorthand, close_at_exit, open_queue
-from tidemill.producers.feedback.queue import Ended, FeedbackCounts, FeedbackQueue
+from tidemill.producers.feedback.producer import FLUSH_S, Shorthand
+from tidemill.producers.feedback.queue import FeedbackQueue
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings
@@ -34,11 +31,13 @@ Waiter = asyncio.Future[str]
 
 
 class Acknowledged:
-    """The awaited side of a queue. Used from one event loop."""
+    """The awaited side of a queue, used from one event loop. Ends that come together take one wake-up of the loop."""
 
     def __init__(self, queue: FeedbackQueue) -> None:
         self._queue = queue
-        self._answers: _Answers | None = None
+        self._come: deque[tuple[Waiter, str]] = deque()
+        """Ended records, from the queue's thread."""
+        self._woken = False
 
     async def deliver(self, records: Sequence[Feedback], deadline_s: float) -> list[str]:
         """Write records and wait for the log: why each failed, in order; empty for what the log has.
@@ -73,36 +72,23 @@ class Acknowledged:
             return
 
     async def _offer(self, record: Feedback, deadline: float) -> Waiter | None:
-        if self._answers is None:
-            self._answers = _Answers(asyncio.get_running_loop())
-        waiter, ended = self._answers.expect()
+        """Queue a record: what waits for its end; None when there was no room in time."""
+        loop = asyncio.get_running_loop()
+        waiter: Waiter = loop.create_future()
+
+        def ended(_record: Feedback, reason: str) -> None:
+            """Called from the queue's thread."""
+            self._come.append((waiter, reason))
+            # Set before the loop reads the deque and cleared before it does: no answer is left without a wake-up.
+            if not self._woken and not loop.is_closed():
+                self._woken = True
+                loop.call_soon_threadsafe(self._settle)
+
         while not self._queue.offer(record, ended):
             if time.monotonic() >= deadline:
                 return None
             await asyncio.sleep(ROOM_POLL_S)
         return waiter
-
-
-class _Answers:
-    """Carries ends from the queue's thread to the event loop, all that came together in one wake-up."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._come: deque[tuple[Waiter, str]] = deque()
-        self._woken = False
-
-    def expect(self) -> tuple[Waiter, Ended]:
-        """A waiter, and what to call from the queue's thread to end it."""
-        waiter: Waiter = self._loop.create_future()
-
-        def ended(_record: Feedback, reason: str) -> None:
-            self._come.append((waiter, reason))
-            # Set before the loop reads the deque and cleared before it does: no answer is left without a wake-up.
-            if not self._woken and not self._loop.is_closed():
-                self._woken = True
-                self._loop.call_soon_threadsafe(self._settle)
-
-        return waiter, ended
 
     def _settle(self) -> None:
         self._woken = False
@@ -135,17 +121,8 @@ class AsyncFeedbackProducer(Shorthand[Coroutine[Any, Any, str]]):
         linger_ms: float = 5.0,
         delivery_timeout_s: float = 120.0,
     ) -> None:
-        self._maker = FeedbackMaker(product)
-        self._source = check_source(source)
-        self._deadline_s = deadline_s
-        self._queue = open_queue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
+        super().__init__(kafka, product, source, deadline_s, max_queued, linger_ms, delivery_timeout_s)
         self._acknowledged = Acknowledged(self._queue)
-        self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
-
-    @property
-    def counts(self) -> FeedbackCounts:
-        """Signals accepted, delivered and failed so far."""
-        return self._queue.counts
 
     async def send(
         self,

@@ -33,7 +33,29 @@ Sent = TypeVar("Sent")
 
 
 class Shorthand(ABC, Generic[Sent]):
-    """Thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
+    """A producer's queue; thumbs and withdrawals in terms of `send`, whose arguments and errors they have."""
+
+    def __init__(
+        self,
+        kafka: str | KafkaSettings,
+        product: ProductSettings,
+        source: str,
+        deadline_s: float,
+        max_queued: int,
+        linger_ms: float,
+        delivery_timeout_s: float,
+    ) -> None:
+        self._maker = FeedbackMaker(product)
+        self._source = check_source(source)
+        self._deadline_s = deadline_s
+        self._queue = open_queue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
+        # A finalizer runs at the end of the process too, and holds the queue, not this object.
+        self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
+
+    @property
+    def counts(self) -> FeedbackCounts:
+        """Signals accepted, delivered and failed so far."""
+        return self._queue.counts
 
     @abstractmethod
     def send(self, interaction: str, kind: SignalKind | str, value: float | None, **event: Unpack[EventFields]) -> Sent:
@@ -97,18 +119,8 @@ class FeedbackProducer(Shorthand[str]):
         delivery_timeout_s: float = 120.0,
         on_failure: Callable[[FailedEvent], None] | None = None,
     ) -> None:
-        self._maker = FeedbackMaker(product)
-        self._source = check_source(source)
-        self._deadline_s = deadline_s
+        super().__init__(kafka, product, source, deadline_s, max_queued, linger_ms, delivery_timeout_s)
         self._ended = None if on_failure is None else _failures_to(on_failure)
-        self._queue = open_queue(kafka, source, max_queued, linger_ms, delivery_timeout_s)
-        # A finalizer runs at the end of the process too, and holds the queue, not this object.
-        self._at_exit = weakref.finalize(self, close_at_exit, self._queue)
-
-    @property
-    def counts(self) -> FeedbackCounts:
-        """Signals accepted, delivered and failed so far."""
-        return self._queue.counts
 
     def send(
         self,

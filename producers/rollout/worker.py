@@ -103,7 +103,19 @@ class Worker:
                 liveness.beat(f"a round with {len(self._jobs)} tasks in hand", LOG_WAIT_S)
                 await self._round(intake, thread, self._in_hand() < self._settings.max_concurrent_episodes)
             liveness.beat("finishing what is in hand", self._settings.grace_s + LOG_WAIT_S)
-            await self._finish(intake, thread)
+            loop = asyncio.get_running_loop()
+            deadline = loop.time() + self._settings.grace_s
+            if self._jobs:
+                LOG.info(
+                    "stopping: %d episodes get up to %g s to finish (rollout.grace_s); others are played again later",
+                    self._in_hand(),
+                    self._settings.grace_s,
+                )
+            while self._jobs and loop.time() < deadline:
+                await self._round(intake, thread, wanted=False)
+            await self._abandon(list(self._jobs))
+            await self._outbox.drain()
+            await loop.run_in_executor(thread, intake.round, False, self._tracker.committable())
         finally:
             await self._abandon(list(self._jobs))
             thread.shutdown(wait=True)
@@ -176,21 +188,6 @@ class Worker:
         running.failed += rollout.status is RolloutStatus.FAILED
         self._moved.set()
         await self._outbox.write(rollout.group_id, rollout)
-
-    async def _finish(self, intake: TaskIntake, thread: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._settings.grace_s
-        if self._jobs:
-            LOG.info(
-                "stopping: %d episodes get up to %g s to finish (rollout.grace_s); others are played again later",
-                self._in_hand(),
-                self._settings.grace_s,
-            )
-        while self._jobs and loop.time() < deadline:
-            await self._round(intake, thread, wanted=False)
-        await self._abandon(list(self._jobs))
-        await self._outbox.drain()
-        await loop.run_in_executor(thread, intake.round, False, self._tracker.committable())
 
     async def _abandon(self, jobs: list[asyncio.Task[None]]) -> None:
         for job in jobs:

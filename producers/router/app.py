@@ -26,7 +26,6 @@ from tidemill.producers.router.config import LogFailure
 from tidemill.producers.router.exchange import Client, Exchange, Router
 from tidemill.producers.sampling.completion import BadResponse
 from tidemill.producers.sampling.replicas import ReplicaUnavailable
-from tidemill.schemas.config import HttpSettings
 
 LOG = logging.getLogger(__name__)
 CONSENT_HEADER = "x-tidemill-consent"
@@ -60,16 +59,6 @@ class Application:
                 Route("/metrics", self._metrics),
             ]
         )
-
-    @property
-    def grace_s(self) -> float:
-        """Seconds that running answers get to finish."""
-        return self._router.settings.grace_s
-
-    @property
-    def http(self) -> HttpSettings:
-        """What the server bears from clients' connections."""
-        return self._router.settings.http
 
     async def drain(self) -> None:
         """Wait until every request in hand has been recorded."""

@@ -117,7 +117,18 @@ class Exchange:
             await self._break_off(ABANDONED)
             raise
         except (ReplicaUnavailable, BadResponse, TimeoutError) as error:
-            await self._fail(error)
+            LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
+            if isinstance(error, BadResponse):
+                refusal = Refusal(502, "a replica returned an invalid answer", "bad_gateway_error")
+            elif isinstance(error, ReplicaUnavailable):
+                refusal = unavailable("the answer was interrupted")
+            else:
+                refusal = Refusal(504, "no whole answer in time", "timeout_error")
+            if not self._client.begun:
+                raise refusal from error
+            await self._break_off(FAILED)
+            if self._ask.stream:
+                await self._send_event(refusal.body())
         finally:
             if self._turn is not None:
                 self._turn.close()
@@ -239,20 +250,6 @@ class Exchange:
         except LogUnavailable as error:
             LOG.error("not recorded: %s", error)
             self._router.metrics.unrecorded.labels(finish_reason).inc()
-
-    async def _fail(self, error: ReplicaUnavailable | BadResponse | TimeoutError) -> None:
-        LOG.warning("interaction %s: %s: %s", self._id, type(error).__name__, error)
-        if isinstance(error, BadResponse):
-            refusal = Refusal(502, "a replica returned an invalid answer", "bad_gateway_error")
-        elif isinstance(error, ReplicaUnavailable):
-            refusal = unavailable("the answer was interrupted")
-        else:
-            refusal = Refusal(504, "no whole answer in time", "timeout_error")
-        if not self._client.begun:
-            raise refusal from error
-        await self._break_off(FAILED)
-        if self._ask.stream:
-            await self._send_event(refusal.body())
 
     @asynccontextmanager
     async def _answered(self, body: bytes) -> AsyncIterator[ReplicaAnswer]:

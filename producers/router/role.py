@@ -92,14 +92,18 @@ async def _serve(
         async def follow() -> None:
             await asyncio.gather(_follow(canary, decisions, metrics, stop, kafka.stall_timeout_s), load_chat())
 
-        await _until_stopped(Application(router), listener, follow(), stop)
+        await _until_stopped(Application(router), settings, listener, follow(), stop)
 
 
 async def _until_stopped(
-    application: Application, listener: socket.socket, following: Coroutine[None, None, None], stop: threading.Event
+    application: Application,
+    settings: RouterSettings,
+    listener: socket.socket,
+    following: Coroutine[None, None, None],
+    stop: threading.Event,
 ) -> None:
     """Serve and follow until one ends, then record what is in hand. Raises what ended them."""
-    config = BoundedConfig(application.build(), application.http, lifespan="off", grace_s=application.grace_s)
+    config = BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s)
     server = _Server(config)
     tasks = [asyncio.create_task(server.serve(sockets=[listener])), asyncio.create_task(following)]
     try:

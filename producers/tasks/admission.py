@@ -136,8 +136,10 @@ class AdmissionController:
         self._moved_at = 0
         self._spare = 0
         self._served = ServedVersions(policy.replica_silence_us)
-        self._ready = False
-        self._newest_version = -1
+        self.ready = False
+        """Whether enough replicas have served a proved version; once so, it stays so."""
+        self.newest_version = -1
+        """The newest version known from steps and manifests; -1 when there is none."""
 
     def observe(self, record: Record) -> int:
         """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`.
@@ -153,10 +155,10 @@ class AdmissionController:
             case TrainStep():
                 self._observe_step(record)
             case Manifest():
-                self._newest_version = max(self._newest_version, record.version)
+                self.newest_version = max(self.newest_version, record.version)
             case WeightAck():
                 self._served.observe(record)
-                self._ready = self._ready or self._served.replicas >= self._policy.replicas
+                self.ready = self.ready or self._served.replicas >= self._policy.replicas
                 self._release()
             case _:
                 pass
@@ -179,11 +181,6 @@ class AdmissionController:
         """Training tasks that may be issued now."""
         free = self._policy.places + self._spare - len(self._open)
         return max(0, min(free, self._needed())) if self.ready else 0
-
-    @property
-    def ready(self) -> bool:
-        """Whether enough replicas have served a proved version; once so, it stays so."""
-        return self._ready
 
     @property
     def outstanding(self) -> int:
@@ -209,11 +206,6 @@ class AdmissionController:
     def finished(self) -> bool:
         """Whether every step of the run is recorded."""
         return self.steps >= self._policy.max_steps
-
-    @property
-    def newest_version(self) -> int:
-        """The newest version known from steps and manifests; -1 when there is none."""
-        return self._newest_version
 
     @property
     def served_version(self) -> int:
@@ -244,7 +236,7 @@ class AdmissionController:
         self._steps.add(step.step)
         self._moved_at = max(self._moved_at, step.finished_at)
         self._spare = 0
-        self._newest_version = max(self._newest_version, step.version)
+        self.newest_version = max(self.newest_version, step.version)
         for exclusion in step.exclusions:
             if exclusion.reason not in SECOND_RECORDS:
                 self._end(exclusion.group_id)

@@ -66,7 +66,7 @@ class FeederState:
     def __init__(self, run: RunSettings, feed: FeedSettings) -> None:
         self._run = run
         self._feed = feed
-        self._admission = AdmissionController(
+        self.admission = AdmissionController(
             AdmissionPolicy(
                 groups_per_step=run.groups_per_step,
                 max_policy_lag=0 if feed.sync else run.max_policy_lag,
@@ -79,6 +79,7 @@ class FeederState:
                 skip_no_signal=run.skip_no_signal,
             )
         )
+        """The admission controller, to read from."""
         self._unissued = 0
         """Every training task before this one was issued."""
         self._issued_ahead: set[int] = set()
@@ -90,16 +91,11 @@ class FeederState:
         """Held-out groups with a rollout that failed, and when they closed."""
         self._manifest_version = -1
 
-    @property
-    def admission(self) -> AdmissionController:
-        """The admission controller, to read from."""
-        return self._admission
-
     def observe(self, record: Record) -> None:
         """Take one record of `tasks`, `groups`, `train.steps`, `weights.manifests` or `weights.acks`."""
         if not self._ours(record):
             return
-        self._admission.observe(record)
+        self.admission.observe(record)
         match record:
             case Task():
                 self._observe_task(record)
@@ -116,20 +112,20 @@ class FeederState:
 
     def decide(self, now_us: int) -> Decision:
         """What to issue at `now_us`, and whether the run is over. The tasks count once they are observed."""
-        expired = self._admission.expire(now_us)
+        expired = self.admission.expire(now_us)
         limit = now_us - to_us(self._feed.overdue_s)
         overdue = [group for group, deadline in self._eval_open.items() if deadline < limit]
         for group in overdue:
             del self._eval_open[group]
             self._eval_closed.add(group)
             self._eval_failed[group] = now_us
-        names = (*self._evaluations(now_us), *self._training()) if self._admission.ready else ()
+        names = (*self._evaluations(now_us), *self._training()) if self.admission.ready else ()
         done = not names and self._over()
         return Decision(names, done, ExpiredTasks((*expired.groups, *overdue), expired.replicas))
 
     def waiting_for(self) -> frozenset[Topic]:
         """The topics that have to speak for the run to go on."""
-        admission = self._admission
+        admission = self.admission
         waits = {
             Topic.MANIFESTS: self._manifest_version < max(0, admission.newest_version),
             Topic.ACKS: not admission.ready or admission.served_version < self._manifest_version,
@@ -168,7 +164,7 @@ class FeederState:
         if self._feed.eval_before and (self._incomplete(Stage.EVAL_BEFORE) or self._stage_open(Stage.EVAL_BEFORE)):
             return
         unissued = (index for index in count(self._unissued) if index not in self._issued_ahead)
-        for index in islice(unissued, self._admission.capacity()):
+        for index in islice(unissued, self.admission.capacity()):
             yield TaskName(self._run.run_id, Stage.TRAIN, 0, index)
 
     def _evaluations(self, now_us: int) -> Iterator[TaskName]:
@@ -177,7 +173,7 @@ class FeederState:
             for index in range(self._size(due.stage)):
                 if index not in issued:
                     yield self._name(due, index)
-                elif due.version == self._admission.served_version:
+                elif due.version == self.admission.served_version:
                     yield from self._again(due, index, now_us)
 
     def _again(self, due: _EvalSet, index: int, now_us: int) -> Iterator[TaskName]:
@@ -192,13 +188,13 @@ class FeederState:
         return TaskName(self._run.run_id, due.stage, due.version, index)
 
     def _due(self) -> Iterator[_EvalSet]:
-        served = self._admission.served_version
+        served = self.admission.served_version
         if self._feed.eval_before:
             yield self._begun(Stage.EVAL_BEFORE) or _EvalSet(Stage.EVAL_BEFORE, served)
         every = self._feed.eval_every
-        if every > 0 and served >= every and not self._admission.finished:
+        if every > 0 and served >= every and not self.admission.finished:
             yield _EvalSet(Stage.EVAL_DURING, served - served % self._feed.eval_every)
-        if self._feed.eval_after and self._admission.finished and served >= self._admission.newest_version:
+        if self._feed.eval_after and self.admission.finished and served >= self.admission.newest_version:
             yield self._begun(Stage.EVAL_AFTER) or _EvalSet(Stage.EVAL_AFTER, served)
 
     def _begun(self, stage: Stage) -> _EvalSet | None:
@@ -216,7 +212,7 @@ class FeederState:
         return any(name is not None and name.stage is stage for name in names)
 
     def _over(self) -> bool:
-        admission = self._admission
+        admission = self.admission
         last_served = admission.finished and admission.ready and admission.served_version >= admission.newest_version
         evaluated = not self._feed.eval_after or not self._incomplete(Stage.EVAL_AFTER)
         return last_served and evaluated and not self._eval_open

@@ -292,16 +292,12 @@ class Watch:
         self._gate, self.version, self.fallback, self.since = gate, version, fallback, since
         self._users = Users(gate.outcomes_per_user, to_us(gate.user_window_s))
         self._guards = FrozenGuards(before, drift_tolerance(gate), gate.reward_width, gate.watch_margin)
-        self._counted = 0
+        self.users = 0
+        """How many users were counted."""
 
     def over(self, at_us: int) -> bool:
         """Whether the window has passed."""
         return at_us - self.since > to_us(self._gate.watch_seconds)
-
-    @property
-    def users(self) -> int:
-        """How many users were counted."""
-        return self._counted
 
     @property
     def alerts(self) -> list[Alert]:
@@ -326,5 +322,5 @@ class Watch:
 
     def _take(self, settled: Iterable[Settled]) -> None:
         for user in settled:
-            self._counted += 1
+            self.users += 1
             self._guards.observe(user.user_id, user.means)

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
@@ -65,12 +64,8 @@ class FeedbackJoin:
         self._store = JoinStore(partition, state)
         head = join_state.decode_head(state.head) if state.head is not None else JoinHead({}, {})
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
-        self._counts = Counter(head.counts)
-
-    @property
-    def counts(self) -> Mapping[str, int]:
+        self.counts = Counter(head.counts)
         """Records that left no outcome of their own, by why."""
-        return self._counts
 
     @property
     def open_cases(self) -> int:
@@ -110,7 +105,7 @@ class FeedbackJoin:
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
-        return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self._counts))))
+        return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self.counts))))
 
     def _advance(self, time_us: int) -> list[Output]:
         """Everything that falls due up to a time, in the order of time."""
@@ -163,7 +158,7 @@ class FeedbackJoin:
 
     def _admit(self, interaction: Interaction, offset: int, at_us: int) -> list[Output]:
         if self._store.case(interaction.interaction_id) is not None:
-            self._counts["duplicate_interaction"] += 1
+            self.counts["duplicate_interaction"] += 1
             return []
         case = self._new_case(interaction, offset, at_us)
         early = self._store.early(case.interaction_id)
@@ -172,7 +167,7 @@ class FeedbackJoin:
         outputs: list[Output] = []
         if interaction.run_id != self._run_id:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
-            self._counts["other_run"] += 1
+            self.counts["other_run"] += 1
             self._seal(case, self._remembered_until(at_us))
         else:
             outputs += self._begin(case, at_us)
@@ -219,37 +214,35 @@ class FeedbackJoin:
         held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
         if case is None:
-            return self._hold(feedback.interaction_id, held, at_us)
+            name = feedback.interaction_id
+            early = self._store.early(name) or Early(name, self._patience_ends(held))
+            # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
+            if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
+                self.counts["duplicate_feedback"] += 1
+                return []
+            self._is_bot(held.user_id, at_us)
+            if len(early.held) >= self._settings.max_signals:
+                return [self._too_many(held)]
+            self._keep_held(early, [*early.held, held])
+            return []
         if not case.sealed and signal.event_id not in case.signals:
             self._is_bot(feedback.user_id, at_us)
         return self._add(case, held, at_us)
 
-    def _hold(self, interaction_id: str, held: Held, at_us: int) -> list[Output]:
-        early = self._store.early(interaction_id) or Early(interaction_id, self._patience_ends(held))
-        # Whether a signal is within its horizon is not known yet: only what is the same in all is a duplicate for sure.
-        if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
-            self._counts["duplicate_feedback"] += 1
-            return []
-        self._is_bot(held.user_id, at_us)
-        if len(early.held) >= self._settings.max_signals:
-            return [self._too_many(held)]
-        self._keep_held(early, [*early.held, held])
-        return []
-
     def _add(self, case: Case, held: Held, at_us: int) -> list[Output]:
         signal = held.signal
         if case.sealed:
-            self._counts["after_exclusion"] += 1
+            self.counts["after_exclusion"] += 1
             return []
         if held.user_id != case.user_id:
             reason = f"user {held.user_id!r} was not served interaction {case.interaction_id!r}"
             return [self._rejected(held.key, held.value, held.timestamp_ms, signal, reason)]
         if signal.event_id in case.signals:
-            self._counts["duplicate_feedback"] += 1
+            self.counts["duplicate_feedback"] += 1
             return []
         earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
         if not (earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]):
-            self._counts["out_of_horizon"] += 1
+            self.counts["out_of_horizon"] += 1
             return []
         if len(case.signals) >= self._settings.max_signals:
             return [self._too_many(held)]
@@ -317,7 +310,7 @@ class FeedbackJoin:
                 outputs += self._erase_case(case, at_us)
         for early in self._store.early_of(user_id):
             kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > until_us]
-            self._counts["erased_feedback"] += len(early.held) - len(kept)
+            self.counts["erased_feedback"] += len(early.held) - len(kept)
             self._keep_held(early, kept)
         return outputs
 
@@ -328,7 +321,7 @@ class FeedbackJoin:
             return self._erase_case(case, at_us)
         unclaimed = self._store.early(key)
         if unclaimed is not None:
-            self._counts["erased_feedback"] += len(unclaimed.held)
+            self.counts["erased_feedback"] += len(unclaimed.held)
             self._store.forget(unclaimed)
         # Either id may hold a slash, so that every one of them may be the one between the two.
         for place in (place for place, letter in enumerate(key) if letter == "/"):
@@ -336,12 +329,12 @@ class FeedbackJoin:
             found, early = self._store.case(interaction_id), self._store.early(interaction_id)
             if found is not None and event_id in found.signals:
                 del found.signals[event_id], found.arrivals[event_id]
-                self._counts["erased_feedback"] += 1
+                self.counts["erased_feedback"] += 1
                 if found.open:
                     return self._signals_changed(found, at_us)
                 self._store.save(found)
             elif early is not None and any(held.signal.event_id == event_id for held in early.held):
-                self._counts["erased_feedback"] += 1
+                self.counts["erased_feedback"] += 1
                 self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])
         return []
 

@@ -107,33 +107,35 @@ class OnlineBatcher:
             return []
         self._head.offset = located.offset
         self._head.clock_us = max(self._head.clock_us, located.timestamp_ms * 1_000)
-        outputs: list[Output] = [*self._fall_due()]
-        outputs += self._decide(located)
-        return outputs
-
-    def take_changes(self) -> Changes:
-        """What changed since the last call."""
-        return self._store.changes(batch_state.encode_head(self._head))
-
-    def _fall_due(self) -> list[Emit]:
-        batches = []
+        outputs: list[Output] = []
         for entry in self._store.due(self._head.clock_us):
             match entry:
                 case OpenBatch():
                     entry.due_at = NEVER
                     self._store.save(entry)
-                    batches += self._close_if_ready(entry)
+                    outputs += self._close_if_ready(entry)
                     self._end_leftovers()
                 case Judged() if self._waiting(entry.interaction_id) is not None:
                     # Who waits must not come in a second time.
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
                     self._store.forget(entry)
-        return batches
+        return outputs + self._decide(located)
+
+    def take_changes(self) -> Changes:
+        """What changed since the last call."""
+        return self._store.changes(batch_state.encode_head(self._head))
 
     def _decide(self, located: ConsumedRecord) -> list[Output]:
         if located.value is None and located.record is None:
-            return self._bury(located)
+            try:
+                key = (located.key or b"").decode()
+            except UnicodeDecodeError:
+                return [Rejected(located, f"the key {located.key!r} of a tombstone is no text")]
+            waiting = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
+            if waiting is not None:
+                self._drop(waiting, ERASED)
+            return []
         match located.record:
             case Tick():
                 return []
@@ -150,17 +152,6 @@ class OnlineBatcher:
                 return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
 
     # Erasure
-
-    def _bury(self, located: ConsumedRecord) -> list[Output]:
-        """A tombstone: of an outcome, or of one of Tidemill's own records."""
-        try:
-            key = (located.key or b"").decode()
-        except UnicodeDecodeError:
-            return [Rejected(located, f"the key {located.key!r} of a tombstone is no text")]
-        waiting = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
-        if waiting is not None:
-            self._drop(waiting, ERASED)
-        return []
 
     def _erase(self, request: UserRequest) -> None:
         # A demand is never for a later time than the one at which it was read.

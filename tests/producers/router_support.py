@@ -222,7 +222,7 @@ async def rig(
             ChatServer(chat or chat_format(), chosen.remembered_turns, chosen.max_prompt_tokens),
         )  # fmt: skip
         application = Application(router)
-        base = await stack.enter_async_context(_routed(application))
+        base = await stack.enter_async_context(_routed(application, chosen))
         session = await stack.enter_async_context(aiohttp.ClientSession(base))
         yield Rig(outbox, router, session, replicas, application)
 
@@ -244,10 +244,10 @@ async def served(replica: FakeReplica) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def _routed(application: Application) -> AsyncIterator[str]:
+async def _routed(application: Application, settings: RouterSettings) -> AsyncIterator[str]:
     listener = bind("127.0.0.1", 0, "router.port")
     listener.listen()
-    config = BoundedConfig(application.build(), application.http, lifespan="off", grace_s=application.grace_s)
+    config = BoundedConfig(application.build(), settings.http, lifespan="off", grace_s=settings.grace_s)
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server._serve([listener]))
     try:
