@@ -18,8 +18,14 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from tidemill.producers.environments.base import EnvironmentFailed, EnvironmentHung, GenerationFailed, Policy, TaskError
-from tidemill.producers.environments.frames import PORTABLE, FrameTooLarge, encode, failure
-from tidemill.producers.environments.spawning import HostLimits, SpawnedProcess
+from tidemill.producers.environments.spawning import (
+    PORTABLE,
+    FrameTooLarge,
+    HostLimits,
+    SpawnedProcess,
+    encode,
+    failure,
+)
 from tidemill.schemas.chat.messages import Message, Tools, checked_tools
 from tidemill.schemas.records import Task
 

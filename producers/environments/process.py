@@ -32,8 +32,7 @@ from tidemill.producers.environments.base import (
     faults,
 )
 from tidemill.producers.environments.episode_process import EpisodeProcess, ProcessLost, hello_of
-from tidemill.producers.environments.frames import encode
-from tidemill.producers.environments.spawning import HostLimits, SpawnedProcess
+from tidemill.producers.environments.spawning import HostLimits, SpawnedProcess, encode
 from tidemill.schemas.chat.messages import Message
 from tidemill.schemas.records import Task
 

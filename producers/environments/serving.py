@@ -38,8 +38,8 @@ from tidemill.producers.environments.base import (
 )
 from tidemill.producers.environments.confinement import OUT_OF_MEMORY, deny_network, limit_resources
 from tidemill.producers.environments.find import environment_type, options_json
-from tidemill.producers.environments.frames import PORTABLE, FrameTooLarge, encode, failure
 from tidemill.producers.environments.marks import EPISODE, MarkedLoop, Marks
+from tidemill.producers.environments.spawning import PORTABLE, FrameTooLarge, encode, failure
 from tidemill.schemas.chat.messages import BadMessage, Message, Tool, checked_messages, checked_tools
 from tidemill.schemas.records import Task
 
