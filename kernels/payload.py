@@ -2,7 +2,7 @@
 
     RAW        u1 0: the new patterns of all elements, little-endian; 1: a frame of their byte planes
     CONSTANT   u1 0: all elements of the block become one pattern; 1: all take one folded step; then that as u4
-    CLASSES    u1 coder; active segments (`kernels.activity`); classes (`kernels.class_table`); for each class how many
+    CLASSES    u1 coder; active segments, then classes (`kernels.class_table`); for each class how many
                changed, a varint; the coder's bytes
 
 A decoder knows the exact size of what it unpacks before it unpacks it, so hostile bytes cannot ask for memory. That the
