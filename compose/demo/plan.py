@@ -201,6 +201,8 @@ class DemoPlan:
         options = tree["kafka"]["client_options"]
         tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
         tree["sink"]["path"] = str(self.sink_directory)
+        if "http_port" not in self.settings.sink.model_fields_set:
+            tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may hold the usual one
         tree["view"] |= {"host": "127.0.0.1", "port": self.ports.view, "token": "", "model": str(self.model_directory)}
         tree["midtrain"]["output"] = str(self.model_directory)
         tree["trainer"]["model"] = str(self.model_directory)

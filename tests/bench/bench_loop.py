@@ -43,8 +43,6 @@ def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
     """Run one demonstration; its summary."""
     output = data_dir / f"{name}.json"
     command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--act", "one", "--json", str(output)]
-    # A free port, so that another demonstration may run meanwhile.
-    command += ["--set", "sink.http_port=0"]
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))

@@ -33,7 +33,7 @@ KEPT = (
 def demo(data_dir: Path, name: str, *arguments: str) -> Summary:
     """Run one demonstration; its summary."""
     output = data_dir / f"{name}.json"
-    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output), "--set", "sink.http_port=0"]
+    command = [sys.executable, "-m", "tidemill.compose.cli", "demo", "--json", str(output)]
     with (data_dir / f"{name}.log").open("wb") as log:
         subprocess.run([*command, "--data-dir", str(data_dir), *arguments], stdout=log, stderr=log, check=True)
     return json.loads(output.read_text("utf-8"))

@@ -31,7 +31,6 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 
 SMALL = (
-    "sink.http_port=0",
     "midtrain.steps=80",
     "corpus.documents=3000",
     "feed.eval_tasks=8",

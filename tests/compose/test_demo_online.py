@@ -307,6 +307,13 @@ def test_the_plan_writes_no_secret_and_turns_learning_from_users_on_for_the_seco
     assert not repr(plan).count(plan.api_key)
 
 
+def test_demonstrations_beside_each_other_share_no_port_unless_it_is_asked_for(tmp_path: Path):
+    for sink, port in (({}, 0), ({"http_port": 8124}, 8124)):
+        plan = DemoPlan.of(load_settings(None, {"demo": {"data_dir": str(tmp_path / str(port))}, "sink": sink}))
+        plan.write_config()
+        assert load_settings(plan.directory / CONFIG_NAME).sink.http_port == port
+
+
 def test_the_log_s_passwords_reach_the_roles_by_their_environment_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

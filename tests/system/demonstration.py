@@ -21,7 +21,6 @@ STEPS = 5
 GROUPS = 4
 DEADLINE_S = 1200.0
 SMALL = [
-    "sink.http_port=0",
     "midtrain.steps=80",
     "corpus.documents=3000",
     "feed.eval_tasks=8",

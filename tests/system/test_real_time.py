@@ -38,7 +38,6 @@ from tidemill.schemas.records import (
 
 BATCHES = 2
 QUICK = [
-    "sink.http_port=0",
     f"demo.online_batches={BATCHES}",
     "demo.online_limit_s=300",
     "demo.start_timeout_s=600",
