@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import Field, model_validator
 
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, Section
@@ -67,7 +69,26 @@ class FeedSettings(Section):
     """Seconds without a sign of progress after which the feeder says which topic is silent."""
 
 
-class RolloutSettings(Section):
+class ReplicaRequests(Section):
+    """How requests to replicas are made and tried again."""
+
+    connect_timeout_s: float = Field(default=5.0, gt=0)
+    """Longest time to connect to a replica."""
+
+    backoff_s: float = Field(default=0.1, gt=0)
+    """How long a replica is left alone after its first failure; doubles with each further one."""
+
+    backoff_limit_s: float = Field(default=5.0, gt=0)
+    """Longest time that a failing replica is left alone."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.backoff_limit_s < self.backoff_s:
+            raise ValueError(f"backoff_limit_s ({self.backoff_limit_s:g}) is below backoff_s ({self.backoff_s:g})")
+        return self
+
+
+class RolloutSettings(ReplicaRequests):
     """How a rollout worker plays its episodes."""
 
     replicas: list[str] = Field(default=["http://127.0.0.1:8000"], min_length=1)
@@ -107,15 +128,6 @@ class RolloutSettings(Section):
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Longest time for one completion request; past it the request is tried again."""
 
-    connect_timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time to connect to a replica."""
-
-    backoff_s: float = Field(default=0.1, gt=0)
-    """How long a replica is left alone after its first failure; doubles with each further one."""
-
-    backoff_limit_s: float = Field(default=5.0, gt=0)
-    """Longest time that a failing replica is left alone."""
-
     expert_ids: bool = False
     """Ask the replicas which experts each token was sent to (replica.expert_ids), and keep that in the object store
     beside the rollout, for trainer.routing. It costs layers x experts a token, in bytes, for each token of a rollout,
@@ -141,9 +153,3 @@ class RolloutSettings(Section):
 
     grace_s: float = Field(default=10.0, ge=0)
     """Seconds that running episodes get to finish on shutdown; the rest is abandoned and redelivered."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RolloutSettings:
-        if self.backoff_limit_s < self.backoff_s:
-            raise ValueError(f"backoff_limit_s ({self.backoff_limit_s:g}) is below backoff_s ({self.backoff_s:g})")
-        return self

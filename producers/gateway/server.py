@@ -67,20 +67,16 @@ class GatewayServer:
         self._listener.close()
 
 
-def run(kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings) -> None:
-    """Take feedback until SIGTERM or SIGINT, then finish what is being answered and flush.
+def run(
+    kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings, stop: threading.Event | None = None
+) -> None:
+    """Take feedback until `stop` is set (without one: SIGTERM or SIGINT comes); then finish the answers, and flush.
 
     Raises:
         KeysMissing, ValueError, PortTaken: as `GatewayServer`.
         RuntimeError: the server ended by itself; its log says why.
     """
-    serve_until(stop_on_signals(), kafka, product, settings)
-
-
-def serve_until(
-    stop: threading.Event, kafka: KafkaSettings, product: ProductSettings, settings: GatewaySettings
-) -> None:
-    """As `run`, until `stop` is set; needs no main thread."""
+    stop = stop or stop_on_signals()
     with GatewayServer(kafka, product, settings) as server:
         log.info("gateway at %s (API page /docs), for %s", server.url, ", ".join(sorted(settings.api_keys)))
         while not stop.wait(WATCH_S):

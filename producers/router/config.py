@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
+from tidemill.producers.config import ReplicaRequests
 from tidemill.producers.product.settings import checked_hashes
 from tidemill.schemas.config import CLAIM_CHECK_BYTES, HttpSettings, Section
 
@@ -40,7 +40,7 @@ class PoolAddresses(Section):
     """Replicas with `replica.pool = "canary"`. None: nobody is in the canary arm."""
 
 
-class RouterSettings(Section):
+class RouterSettings(ReplicaRequests):
     """How product traffic is served and recorded."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -89,15 +89,6 @@ class RouterSettings(Section):
     request_timeout_s: float = Field(default=120.0, gt=0)
     """Longest time for one answer, tries on other replicas included."""
 
-    connect_timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time to connect to a replica."""
-
-    backoff_s: float = Field(default=0.1, gt=0)
-    """How long a replica is left alone after its first failure; doubles with each further one."""
-
-    backoff_limit_s: float = Field(default=5.0, gt=0)
-    """Longest time that a failing replica is left alone."""
-
     max_concurrent_requests: int = Field(default=256, ge=1)
     """Requests in hand; further ones are answered 429."""
 
@@ -117,9 +108,3 @@ class RouterSettings(Section):
     @classmethod
     def _names_and_hashes(cls, keys: dict[str, str]) -> dict[str, str]:
         return checked_hashes(keys, "router")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.backoff_limit_s < self.backoff_s:
-            raise ValueError(f"backoff_limit_s ({self.backoff_limit_s:g}) is below backoff_s ({self.backoff_s:g})")
-        return self

@@ -17,7 +17,7 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.schemas.log.producer import DeliveryError, RecordProducer
-from tidemill.schemas.records import Interaction, Record
+from tidemill.schemas.records import Interaction
 
 APPLICATION = "tidemill-router"
 
@@ -69,11 +69,7 @@ async def open_recorder(
     limit = {"delivery.timeout.ms": str(round(1000 * settings.log_timeout_s))}
     options = kafka.model_copy(update={"client_options": {**limit, **kafka.client_options}})
     claims = SegmentClaims(store.root, run.run_id, settings.claim_check_bytes, Codec(kafka.registry_url))
-
-    def checked(record: Record) -> Record:
-        return claims.checked(record) if isinstance(record, Interaction) else record
-
-    outbox = Outbox(RecordProducer(options, APPLICATION), Topic.INTERACTIONS, checked)
+    outbox = Outbox(RecordProducer(options, APPLICATION), Topic.INTERACTIONS, claims.checked)
     try:
         yield Recorder(outbox, settings.log_timeout_s + 1.0, settings.log_rest_s)
     finally:

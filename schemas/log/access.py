@@ -163,7 +163,7 @@ class _Found:
         return False
 
 
-def check_access(kafka: KafkaSettings, deadline_s: float = DEADLINE_S) -> None:
+def check_access(kafka: KafkaSettings) -> None:
     """Return once a broker has answered, or it is certain that none refuses: that none is there is not told here.
 
     Raises:
@@ -179,8 +179,8 @@ def check_access(kafka: KafkaSettings, deadline_s: float = DEADLINE_S) -> None:
         client = AdminClient(settings, logger=log)
     except KafkaException as error:
         raise SecurityError(f"kafka.client_options cannot be used: {error.args[0].str()}") from error
-    answer = client.describe_cluster(request_timeout=deadline_s)
-    deadline = time.monotonic() + deadline_s
+    answer = client.describe_cluster(request_timeout=DEADLINE_S)
+    deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         client.poll(POLL_S)
         if answer.done() and answer.exception() is None:

@@ -46,10 +46,10 @@ class FencedProducer:
     Raises DeliveryError when the log cannot be reached.
     """
 
-    def __init__(self, kafka: KafkaSettings, client_id: str, name: str, codec: Codec | None = None) -> None:
+    def __init__(self, kafka: KafkaSettings, client_id: str, name: str) -> None:
         self._name = name
         self._names = Names(kafka.topic_prefix)
-        self._codec = codec or Codec(kafka.registry_url)
+        self._codec = Codec(kafka.registry_url)
         self._one_call = threading.Lock()
         self._producer = Producer(
             {

@@ -30,10 +30,9 @@ class GroupConsumer:
         topics: Iterable[Topic],
         *,
         client_id: str,
-        codec: Codec | None = None,
     ) -> None:
         self._names = Names(kafka.topic_prefix)
-        self._codec = codec or Codec(kafka.registry_url)
+        self._codec = Codec(kafka.registry_url)
         settings = consumer_settings(kafka, client_id, kafka.topic_prefix + group_id)
         self._consumer = Consumer({**settings, "auto.offset.reset": "error"})
         self._guard = ReadingGuard(self._consumer, f"{client_id} in group {group_id}", kafka)

@@ -119,9 +119,7 @@ class FeedbackJoin:
                 overdue = [held for held in entry.held if self._patience_ends(held) <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
                 reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
-                return [
-                    self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason) for held in overdue
-                ]
+                return [self._rejected(held, reason) for held in overdue]
             case _:
                 self._store.forget(entry)
                 return []
@@ -236,7 +234,7 @@ class FeedbackJoin:
             return []
         if held.user_id != case.user_id:
             reason = f"user {held.user_id!r} was not served interaction {case.interaction_id!r}"
-            return [self._rejected(held.key, held.value, held.timestamp_ms, signal, reason)]
+            return [self._rejected(held, reason)]
         if signal.event_id in case.signals:
             self.counts["duplicate_feedback"] += 1
             return []
@@ -428,8 +426,8 @@ class FeedbackJoin:
 
     def _too_many(self, held: Held) -> Rejected:
         reason = f"the interaction has {self._settings.max_signals} signals already"
-        return self._rejected(held.key, held.value, held.timestamp_ms, held.signal, reason)
+        return self._rejected(held, reason)
 
-    def _rejected(self, key: bytes, value: bytes, timestamp_ms: int, signal: Signal, reason: str) -> Rejected:
-        located = ConsumedRecord(Topic.FEEDBACK, self._partition, signal.offset, timestamp_ms, key, value, None)
-        return Rejected(located, reason)
+    def _rejected(self, held: Held, reason: str) -> Rejected:
+        place = Topic.FEEDBACK, self._partition, held.signal.offset
+        return Rejected(ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None), reason)

@@ -31,7 +31,7 @@ from tests.producers.feedback_support import (
     written,
 )
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import GatewayServer, serve_until
+from tidemill.producers.gateway.server import GatewayServer, run
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_room import PortTaken, bind
@@ -510,7 +510,7 @@ def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: Kafk
 def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(GatewayServer, "_serve", lambda self: None)
     with pytest.raises(RuntimeError, match="ended by itself"):
-        serve_until(threading.Event(), log_settings, PRODUCT, FREE)
+        run(log_settings, PRODUCT, FREE, threading.Event())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
