@@ -279,9 +279,8 @@ class Collected:
                     f"`weight_versions` does not cover {count} sampled tokens: is this a Tidemill replica?"
                 )
             # Until the end only the beginning of the last span is known: a further version would have been told.
-            made = Completion(
-                self.tokens, self._logprobs, ((*spans[:-1], replace(spans[-1], end=count))), str(self.finish_reason)
-            )
+            covering = (*spans[:-1], replace(spans[-1], end=count))
+            made = Completion(self.tokens, self._logprobs, covering, str(self.finish_reason))
             start = len(self.prompt)
             turns.append(SampledTurn(start, start + len(self.tokens), made))
         return build_segment([*self.prompt, *self.tokens], turns)

@@ -59,8 +59,6 @@ class CanaryShare:
             unit: what is always in the same arm: a pseudonym; without one, a conversation or a single request.
             salt: the experiment's.
         """
-        # Uniform in [0, 1) over texts
-        canary = (
-            int.from_bytes(hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()[:7]) / 2**56
-        ) < self.share
-        return Lot(Arm.CANARY, self.share) if canary else Lot(Arm.STABLE, 1.0 - self.share)
+        digest = hashlib.sha256(f"{salt}\x00{self.version}\x00{unit}".encode()).digest()
+        drawn = int.from_bytes(digest[:7]) / 2**56  # uniform in [0, 1)
+        return Lot(Arm.CANARY, self.share) if drawn < self.share else Lot(Arm.STABLE, 1.0 - self.share)
