@@ -1,4 +1,5 @@
 """Figures of the delta codec, JSON lines: `bench_delta.py sizes | small | pairs | coders | speed | memory | recency`.
+And of a trainer that publishes its deltas: `bench_delta.py beside [--model DIR]`.
 
 Sizes are wire bytes for each changed element, all headers and digests in, beside the bounds of `kernels.bounds` and the
 formats of `kernels.formats` in the same run; the learning rate that made a density stands beside it. Speeds are GB of
@@ -18,16 +19,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from bench_prefix import groups_of, model_of, sizes
 from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.comparison import DeltaReport, compare
 from tidemill.kernels.delta import (
     BLOCK_ELEMENTS,
@@ -41,6 +47,13 @@ from tidemill.kernels.delta import (
 )
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import map_checkpoint, tensor_changes
+from tidemill.kernels.weights.config import PublishSettings
+from tidemill.kernels.weights.publish import WeightPublisher
+from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.admin import create_topics
+from tidemill.trainer.checkpoint import CheckpointStore
+from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
+from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 LEARNING_RATES = {
     "bfloat16": (3e-7, 1e-6, 3e-6, 6e-6),
@@ -337,6 +350,64 @@ def _report_recency(versions: Iterable[Iterable[TensorChange]], steps: int, **to
     )
 
 
+def measure_beside(chosen: argparse.Namespace) -> None:
+    """Seconds and peak memory of a trainer's round, with the version before published first, beside it, or not in it.
+
+    The three take turns in one run of `--model`, or of random weights in the shape of SmolLM2, with a broker of its
+    own. `waited_s` is what the loop waited of `publish_s`; `cost_s`, which says less on a busy machine, is how much
+    longer a round took than one without a publication. All are medians.
+    """
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        broker = LocalStack(StackSettings(data_dir=Path(directory, "stack")))
+        stack.callback(broker.down)
+        kafka, run, store = KafkaSettings(bootstrap=broker.up().bootstrap), RunSettings(), StoreSettings(root=directory)
+        create_topics(kafka)
+        model = chosen.model or Path(directory, "model")
+        if chosen.model is None:
+            model_of(None).bfloat16().save_pretrained(model)
+        settings = TrainerSettings(
+            model=str(model),
+            kl=KlSettings(coefficient=0.0),
+            optimizer=OptimizerSettings(learning_rate=chosen.learning_rate),
+            publish=PublishSettings(anchor_every=1000, anchor_bytes_ratio=1e6, skips=()),
+        )
+        publisher = stack.enter_context(WeightPublisher.open(kafka, run, store, settings.publish, base_model=model))
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        checkpoints = CheckpointStore(directory, run.run_id, run.branch, 1)
+        weights = TrainedWeights(settings, make_learner(settings), checkpoints, publisher, beside=threads)
+        weights.snapshot()
+        groups = groups_of(chosen.groups, *sizes(chosen.shape), vocab=weights.vocab_size)
+        rounds: dict[str, list[tuple[float, ...]]] = {"none": [], "first": [], "beside": []}
+        for step in range(1, 3 * (chosen.runs + 1) + 1):
+            kind = list(rounds)[step % 3]
+            if kind == "none":
+                weights.publish(step - 1)
+                weights.published()
+            before, begun = _reset_peak(), time.monotonic()
+            if kind != "none":
+                weights.publish(step - 1)
+            if kind == "first":
+                weights.published()
+            weights.train(groups, step, step - 1, step, None)
+            weights.published()
+            weights.snapshot()
+            seconds = time.monotonic() - begun
+            rounds[kind].append((seconds, (_peak() - before) / MEGA, *weights.publish_costs.values()))
+            report("round", publication=kind, seconds=seconds)
+        medians = {kind: [*map(statistics.median, zip(*found[1:], strict=True))] for kind, found in rounds.items()}
+        for kind, (seconds, peak, published, waited) in medians.items():
+            report(
+                "beside",
+                publication=kind,
+                rounds=chosen.runs,
+                seconds=seconds,
+                cost_s=seconds - medians["none"][0],
+                publish_s=published,
+                waited_s=waited,
+                peak_mb=peak,
+            )
+
+
 def main() -> None:
     """Measure what the command line asks for and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -355,6 +426,10 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=24, help="versions that `recency` follows")
         command.add_argument("--pairs", type=Path, help="what checkpoint_pairs.py printed")
         command.add_argument("--name", default="pairs", help="what to call those pairs")
+        command.add_argument("--model", type=Path, help="model that `beside` trains")
+        command.add_argument("--groups", type=int, default=1, help="groups of a step of `beside`")
+        command.add_argument("--shape", default="8x54+20", help="rollouts x prompt + answer of a group of `beside`")
+        command.add_argument("--learning-rate", type=float, default=1e-6, help="of the steps of `beside`")
         command.add_argument("--block", type=int, default=BLOCK_ELEMENTS, help=argparse.SUPPRESS)
         command.add_argument("--matrices", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -371,6 +446,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "memory": measure_memory,
     "memory-point": measure_memory_point,
     "recency": measure_recency,
+    "beside": measure_beside,
 }
 
 
