@@ -1,7 +1,7 @@
-"""Mismatch by part over a run at several policy lags; what it learns with and without routing replay: JSON lines.
+"""Mismatch by part over a run at several policy lags; what it learns by routing and by serving format: JSON lines.
 
     python tests/bench/bench_lag.py [--models dense experts] [--lags 0 1 4] [--routings own replayed shuffled]
-                                    [--seeds 0 1 2] [--steps 16] [--noise 0 0.05]
+                                    [--formats bf16 nvfp4] [--seeds 0 1 2] [--steps 16] [--noise 0 0.05]
 
 The loop without a log: a vLLM engine samples answers to random prompts, the trainer takes a step on them, and the
 engine gets the weights of `lag` steps ago. A reward is the share of an answer's tokens that are in the first eighth of
@@ -9,7 +9,8 @@ the vocabulary. With `noise` the engine's routers are not the trainer's: to each
 many times the deviation of the weights, another one for each version. `lag.step`: the mismatch of one step, by part
 (`all`, `engines`, `staleness`, `lagged`: k3 and the largest difference of logprobs in nats), the shares of tokens and
 of layers routed otherwise, tokens that the correction cut, the mean reward. `lag.run`: the reward of each step, the
-mean of the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense model has none.
+mean of the last quarter, the mean k3. Routings are those of `trainer.routing`; a dense model has none. Formats are
+those of `trainer.serving_format`.
 """
 
 from __future__ import annotations
@@ -132,11 +133,14 @@ def run(options: argparse.Namespace, directory: Path) -> None:
     settings = TrainerSettings(
         kl=KlSettings(coefficient=0.0), optimizer=OptimizerSettings(learning_rate=options.learning_rate),
         routing=options.routing if options.model == "experts" else "off", score_older_every=2, length_divisor=32.0,
+        serving_format=options.format,
     )  # fmt: skip
-    learner = Learner(load_model(str(directory)), settings, None)
+    model = load_model(str(directory))
+    # The engine begins with the checkpoint, the trainer with what its format makes of it.
+    sampler = Sampler(directory, serving_view(model), options)
+    learner = Learner(model, settings, None)
     views = [serving_view(learner.model)]
-    sampler = Sampler(directory, views[0], options)
-    facts = {name: getattr(options, name) for name in ("model", "lag", "routing", "noise", "seed")}
+    facts = {name: getattr(options, name) for name in ("model", "lag", "routing", "format", "noise", "seed")}
     rewards, k3 = [], []
     for step in range(1, options.steps + 1):
         version = max(0, step - 1 - options.lag)
@@ -161,6 +165,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["dense", "experts"], choices=["dense", "experts"])
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 4], help="policy lags, in steps")
     parser.add_argument("--routings", nargs="+", default=["own"], help="for experts: own, replayed, shuffled")
+    parser.add_argument("--formats", nargs="+", default=["bf16"], help="of the weights that the engine serves")
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0], help="on the engine's routers")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of model, prompts and sampling")
     parser.add_argument("--steps", type=int, default=16)
@@ -182,9 +187,9 @@ def main() -> None:
             family, changes = ("Qwen3", {}) if model == "dense" else ("Qwen3Moe", {"num_experts": 8})
             made = make_model(family, seed, **changes, tie_word_embeddings=False)
             made.bfloat16().save_pretrained(directory)
-            ways = product(options.lags, options.routings if model == "experts" else ["off"], options.noise)
-            for lag, routing, noise in ways:
-                one = {"model": model, "lag": lag, "routing": routing, "noise": noise, "seed": seed}
+            routings = options.routings if model == "experts" else ["off"]
+            for lag, routing, form, noise in product(options.lags, routings, options.formats, options.noise):
+                one = {"model": model, "lag": lag, "routing": routing, "format": form, "noise": noise, "seed": seed}
                 command = [sys.executable, __file__, *sys.argv[1:], "--run", json.dumps(one | {"directory": directory})]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
                 print("\n".join(line for line in done.stdout.splitlines() if line.startswith('{"figure"')), flush=True)
