@@ -215,14 +215,10 @@ def load_settings(file: Path | None = None, flags: dict[str, Any] | None = None)
     try:
         return FromFile(**(flags or {}))
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("the configuration is not usable:\n" + "\n".join(lines)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"configuration file {file or DEFAULT_FILE}: {error}") from error
-
-
-def _explain(error: ValidationError) -> str:
-    lines = [f"  {'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in error.errors()]
-    return "the configuration is not usable:\n" + "\n".join(lines)
 
 
 def parse_assignments(assignments: list[str]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Options that every role of the command line shares, and the settings they lead to.
+"""Options that every role of the command line shares, the settings they lead to, and the log of these settings.
 
-`with_settings` gives a command these options and hands it a loaded `TidemillSettings` in their place.
+`with_settings` gives a command these options and hands it a loaded `TidemillSettings` in their place. A configured
+bootstrap address always wins over the local stack.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, nest, parse_assignments
+from tidemill.compose.stack import local_bootstrap
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.access import check_access
+from tidemill.schemas.log.admin import wait_for_broker
 
+SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+"""Given to a command by `with_settings`: its settings, with the flags of its own as a tree."""
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
 ]
@@ -84,3 +91,40 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapped
+
+
+PATIENCE_S = 5.0
+"""Seconds that a log gets to answer."""
+
+
+def with_local_log(settings: TidemillSettings) -> TidemillSettings:
+    """Settings whose Kafka address is known: the configured one, or that of the running local stack.
+
+    Raises:
+        ConnectionError: neither is there, or the configured brokers refuse this client (AccessRefused).
+        SecurityError: the configured security cannot open a connection.
+    """
+    if settings.kafka.bootstrap:
+        check_access(settings.kafka)
+        return settings
+    address = local_bootstrap(settings.stack)
+    if address is None:
+        raise ConnectionError(
+            "no Kafka: give --bootstrap HOST:PORT (or TIDEMILL_KAFKA__BOOTSTRAP), or start the local stack with "
+            "`tidemill stack up`"
+        )
+    return settings.model_copy(update={"kafka": with_address(settings.kafka, address)})
+
+
+def with_address(kafka: KafkaSettings, address: str) -> KafkaSettings:
+    """The same settings with another bootstrap address."""
+    return kafka.model_copy(update={"bootstrap": address})
+
+
+def with_reachable_log(settings: TidemillSettings) -> TidemillSettings:
+    """Settings whose Kafka address is known and answers. Raises ConnectionError."""
+    found = with_local_log(settings)
+    # The client's own complaints, many a second, would bury the one line that says what to do.
+    quiet = {**found.kafka.client_options, "log_level": "0"}
+    wait_for_broker(found.kafka.model_copy(update={"client_options": quiet}), PATIENCE_S)
+    return found

@@ -163,7 +163,8 @@ class Supervisor:
         deadline = time.monotonic() + grace_s
         for role in roles:
             self._due.pop(role.name, None)
-            _signal(role, signal.SIGTERM)
+            if role.process.poll() is None:
+                role.process.send_signal(signal.SIGTERM)
         for role in roles:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 role.process.wait(max(0.0, deadline - time.monotonic()))
@@ -177,11 +178,6 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop_all()
-
-
-def _signal(role: Role, number: signal.Signals) -> None:
-    if role.process.poll() is None:
-        role.process.send_signal(number)
 
 
 def _signal_group(role: Role, number: signal.Signals) -> None:

@@ -1,4 +1,7 @@
-"""Rows of data as every command prints them: a table on a terminal, tab-separated values in a pipe, JSON and CSV."""
+"""Rows of data as every command prints them: a table on a terminal, tab-separated values in a pipe, JSON and CSV.
+
+And points in time as a person reads and writes them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -13,6 +17,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from tidemill.schemas.clock import to_s
 
 GAP = 2
 """Characters between two columns, and between the name and the value of a row that is shown downwards."""
@@ -139,3 +145,26 @@ def _show_downwards(console: Console, heads: Sequence[str], rows: Sequence[Seque
         for head, cell in zip(heads, row, strict=True):
             told = cell.replace("\n", "\n" + " " * width)
             console.print(Text.assemble((set_cell_size(head, width), "bold"), told), soft_wrap=True)
+
+
+def utc(microseconds: int) -> str:
+    """A time since the Unix epoch as a date and a time of day in UTC, to the second."""
+    return datetime.fromtimestamp(to_s(microseconds), UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def moment_us(text: str | None) -> int | None:
+    """Microseconds since the Unix epoch of an ISO 8601 moment, UTC where it names no zone; None stays None.
+
+    Raises ValueError for anything else.
+    """
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is no moment: write it like 2026-01-31T14:05:00 or 2026-01-31T14:05+02:00"
+        ) from error
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    whole = aware - datetime.fromtimestamp(0, UTC)
+    return (whole.days * 86_400 + whole.seconds) * 1_000_000 + whole.microseconds

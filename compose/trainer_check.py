@@ -22,7 +22,7 @@ from tidemill.consumers.weights.verify import Verifier, default_start
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import DeltaChunk, Manifest, Record
+from tidemill.schemas.records import DeltaChunk, Manifest
 
 LEAST_VERSIONS = 3
 """An anchor, a delta from it, and a delta from a delta."""
@@ -67,16 +67,15 @@ class TrainerTrial:
                 pass
             with self._started() as process:
                 while process.poll() is None:
-                    if kill_at is not None and any(self._is_of(kill_at, one.record) for one in reader.poll(POLL_S)):
-                        return None
+                    if kill_at is not None:
+                        found = [one.record for one in reader.poll(POLL_S) if isinstance(one.record, kill_at)]
+                        if any(record.run_id == self.run.run_id for record in found):
+                            return None
                     if kill_at is None:
                         time.sleep(POLL_S)
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"it did not end within {self.timeout_s:g} s; it printed:\n{self.tail()}")
                 return process.returncode
-
-    def _is_of(self, kind: type[Manifest | DeltaChunk], record: Record | None) -> bool:
-        return isinstance(record, kind) and record.run_id == self.run.run_id
 
     def tail(self) -> str:
         """The last lines that the trainer printed."""

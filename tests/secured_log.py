@@ -20,10 +20,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tidemill.compose.stack.config import HOST, StackSettings
-from tidemill.compose.stack.errors import BrokerPortTaken
+from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
-from tidemill.compose.stack.ports import check_free, pick_ports
+from tidemill.compose.stack.process import check_free, pick_ports
 from tidemill.schemas.config import KafkaSettings
 
 USER, PASSWORD = "tidemill", 'a "quoted" pass;word=1'
@@ -186,7 +185,7 @@ def _free_ports() -> int:
         (first,) = pick_ports(1, 0)
         try:
             check_free(range(first, first + PORTS))
-        except BrokerPortTaken:
+        except StackError:
             continue
         return first
     raise AssertionError(f"no {PORTS} free ports in a row")

@@ -10,29 +10,28 @@ import sys
 
 import typer
 
-import tidemill.compose.replay.archive
 import tidemill.compose.replay.copy
 import tidemill.compose.replay.diff
 import tidemill.compose.replay.stage
 import tidemill.compose.replay.steps  # noqa: F401 - each module adds its commands
 from tidemill.compose.cli.audit_command import audit
+from tidemill.compose.cli.dead_letters_command import dead_letters_app
 from tidemill.compose.cli.env_command import env_app
+from tidemill.compose.cli.gate_command import gate_app
 from tidemill.compose.cli.query_command import query
 from tidemill.compose.cli.roles import documents, feed, gateway, rollout, route, serve, sink, stream, train
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.cli.topics_command import topics
 from tidemill.compose.cli.trace_command import trace
 from tidemill.compose.cli.trainer_command import trainer_app
+from tidemill.compose.cli.users_command import users_app
 from tidemill.compose.cli.view_command import view
-from tidemill.compose.dead_letters import dead_letters_app
 from tidemill.compose.demo.command import demo
-from tidemill.compose.gate import gate_app
 from tidemill.compose.models_command import models_app
 from tidemill.compose.options import with_settings
 from tidemill.compose.plan import plan
-from tidemill.compose.replay.app import replay_app
+from tidemill.compose.replay import replay_app
 from tidemill.compose.tune import tune_app
-from tidemill.compose.users import users_app
 from tidemill.compose.weights import weights_app
 
 app = typer.Typer(

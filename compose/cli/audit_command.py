@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_reachable_log
+from tidemill.compose.options import SettingsOf, with_reachable_log
 from tidemill.compose.progress import working
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.audit.report import AuditReport
 
-SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 SECOND_US = 1_000_000
 
 

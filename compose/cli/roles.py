@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_local_log
-from tidemill.compose.options import given
+from tidemill.compose.options import SettingsOf, given, with_local_log
 from tidemill.streams.config import ProcessorName
-
-SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 
 
 class Phase(StrEnum):

@@ -12,7 +12,7 @@ import typer
 
 from tidemill.compose.config import load_settings
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
-from tidemill.compose.stack.errors import StackError
+from tidemill.compose.stack.config import StackError
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
 stack_app = typer.Typer(

@@ -8,8 +8,14 @@ from typing import Annotated
 
 import typer
 
-from tidemill.compose.local_log import with_local_log
-from tidemill.compose.options import BootstrapOption, ConfigOption, PrefixOption, SetOption, settings_from
+from tidemill.compose.options import (
+    BootstrapOption,
+    ConfigOption,
+    PrefixOption,
+    SetOption,
+    settings_from,
+    with_local_log,
+)
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.schemas.log.admin import check_topics, create_topics
 

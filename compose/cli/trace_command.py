@@ -1,23 +1,25 @@
-"""`tidemill trace`."""
+"""`tidemill trace`: one stage a paragraph, one record a line, its offset last."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from tidemill.compose.cli.trace_text import path_lines, rollout_lines, user_lines
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_reachable_log
+from tidemill.compose.cli.users_command import pseudonym_of
+from tidemill.compose.options import SettingsOf, with_reachable_log
 from tidemill.compose.progress import working
-from tidemill.compose.rows import JsonOption
-from tidemill.compose.users.commands import pseudonym_of
+from tidemill.compose.rows import JsonOption, utc
 
-SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
+if TYPE_CHECKING:
+    from tidemill.consumers.operate.trace.path import InteractionPath, Served
+    from tidemill.consumers.operate.trace.rollout import RolloutPath
+    from tidemill.consumers.operate.trace.user import UserPath
+    from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
 
 
 def trace(
@@ -56,3 +58,121 @@ def trace(
         typer.echo(json.dumps(document, indent=2))
     else:
         Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
+
+
+def path_lines(path: InteractionPath) -> list[str]:
+    """The path of an interaction."""
+    batches = (
+        f"{one.batch_id} of version {one.version}, {'correction' if one.correction else 'reward'} {one.reward:+g}, "
+        f"{_ended(one.ended)} · {one.place}"
+        for one in path.batches
+    )
+    return [
+        f"interaction {path.interaction_id}",
+        *_stage("served", _served(path.served, path)),
+        *_stage("feedback", _feedback(path)),
+        *_stage("outcome", _outcomes(path)),
+        *_stage("batch", batches),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def rollout_lines(path: RolloutPath) -> list[str]:
+    """The path of a rollout."""
+    reward = "failed: " + path.failure if path.failure else f"reward {_number(path.reward)}"
+    groups = (
+        f"{one.group_id} closed by {one.closed_by}, advantage {_number(one.advantage)}, {_ended(one.ended)} · "
+        f"{one.place}"
+        for one in path.groups
+    )
+    return [
+        f"rollout {path.rollout_id}",
+        f"sampled   {path.replica_id}, version {_span(path.version_min, path.version_max)}, {reward} · {path.place}",
+        *_stage("group", groups),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def user_lines(path: UserPath) -> list[str]:
+    """The path of a user's data."""
+    demands = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
+    endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
+    batches = (
+        f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
+        f"{'; '.join(_ended(ending) for ending in one.ended)} · {one.place}"
+        for one in path.batches
+    )
+    lines = [
+        f"user {path.user_id}",
+        *_stage("demands", demands),
+        *_stage("outcomes", endings),
+        *_stage("batches", batches),
+    ]
+    for run in path.runs:
+        trained = ", ".join(str(made.version) for made in run.trained) or "none"
+        lines.append(f"run {run.run_id}: trained into version {trained}; contained in {run.contained_in or 'none'}")
+        lines += _stage("version", _versions(run.trained))
+    return lines if path.runs else [*lines, "end       their data touched no version"]
+
+
+def _stage(title: str, lines: Iterator[str]) -> Iterator[str]:
+    for n, line in enumerate(lines):
+        yield f"{title if n == 0 else '':<9} {line}"
+
+
+def _served(served: Served | None, path: InteractionPath) -> Iterator[str]:
+    if served is not None:
+        consent = "consent" if served.consent else "NO consent"
+        yield (
+            f"{utc(served.served_at)} by {served.replica_id}, "
+            f"version {_span(served.version_min, served.version_max)}, arm {served.arm} (p {served.propensity:g}), "
+            f"{consent}, user {served.user_id}, {served.finish_reason} · {served.place}"
+        )
+        yield from (f"the same record again · {place}" for place in served.repeats)
+    if path.erased is not None:
+        yield f"erased · {path.erased}"
+
+
+def _feedback(path: InteractionPath) -> Iterator[str]:
+    for event in path.feedback:
+        said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
+        corrects = f" correcting {event.corrects}" if event.corrects else ""
+        told = f"{utc(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
+        yield f"{told}: {event.fate} · {event.place}"
+    yield from (f"refused by {one.found_by}: {one.reason} · {one.place}" for one in path.letters)
+
+
+def _outcomes(path: InteractionPath) -> Iterator[str]:
+    for end in path.outcomes:
+        what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
+        before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
+        yield f"{utc(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}"
+
+
+def _versions(versions: list[TracedVersion]) -> Iterator[str]:
+    for made in versions:
+        yield f"{made.version} from {made.parent}, step {made.step} · {made.step_place or 'step no longer kept'}"
+        published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"
+        yield f"  {published}"
+        for decision in made.decisions:
+            yield f"  {decision.verdict} by {decision.by}: {decision.reason} · {decision.place}"
+        if made.served_first_at is not None:
+            yield f"  served first at {utc(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
+        serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
+        yield f"  served now by {serving or 'nobody'}; contained in later versions {made.contained_in or 'none'}"
+
+
+def _ended(ending: Ended) -> str:
+    if ending.reason:
+        return f"left out ({ending.reason}) by {ending.step}"
+    return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+g}"

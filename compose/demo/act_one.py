@@ -17,12 +17,15 @@ MAY_END = ("documents", "midtrain", "feed", "train")
 
 
 def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> None:
-    """Start the simulated loop and show it to its end. Raises DemoFailed, RoleDied."""
+    """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
     for name, arguments in plan.loop_roles():
         supervisor.start(name, arguments)
     began, state = time.monotonic(), watch.state
     with display(
-        console, lambda: _screen(plan, state, time.monotonic() - began), lambda: _line(state), lambda: _news(state)
+        console,
+        lambda: _screen(plan, state, time.monotonic() - began),
+        lambda: _line(state),
+        lambda: (len(state.steps), sum(held_out.rollouts for held_out in state.held_out())),
     ) as show:
         while not supervisor.ended("feed"):
             watch.listen(REFRESH_S)
@@ -44,10 +47,6 @@ def _screen(plan: DemoPlan, state: LoopState, elapsed_s: float) -> RenderableTyp
     run = plan.settings.run
     stage = "starting" if not state.last_ack else "running" if len(state.steps) < run.max_steps else "evaluating"
     return screen(state, steps=run.max_steps, bound=run.max_policy_lag, elapsed_s=elapsed_s, stage=stage)
-
-
-def _news(state: LoopState) -> object:
-    return len(state.steps), sum(held_out.rollouts for held_out in state.held_out())
 
 
 def _line(state: LoopState) -> str:

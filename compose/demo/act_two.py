@@ -20,10 +20,11 @@ from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
+from tidemill.compose.demo.simulated_users.conversation import Satisfaction
 from tidemill.compose.demo.simulated_users.crowd import Seen
-from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
+from tidemill.compose.demo.summary import OnlineSummary, summarise_online
 from tidemill.compose.demo.view import online_screen
-from tidemill.compose.demo.watch import REFRESH_S, DemoFailed, DemoWatch, display, last_line
+from tidemill.compose.demo.watch import REFRESH_S, DemoWatch, display, last_line
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.progress import spinner
 from tidemill.schemas.catalogue import Topic
@@ -37,18 +38,6 @@ MAY_END = ("documents", "midtrain", "train-online", "feed-online", BEFORE, AFTER
 """Roles that end by themselves when their work is done."""
 PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
-
-
-@dataclass(frozen=True, slots=True)
-class Played:
-    """What this act knows beside the log: users' opinions."""
-
-    before: Satisfaction | None
-    """Of the version that users met first."""
-    after: Satisfaction | None
-    """Of the version that everyone was served last."""
-    seconds: float
-    """How long users were there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +59,13 @@ class _Stage:
         self.supervisor.start(name, arguments, self.plan.product_environment())
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Watch the log until `done`. Raises DemoFailed in the end, RoleDied."""
+        """Watch the log until `done`. Raises RuntimeError in the end, RoleDied."""
         deadline = time.monotonic() + timeout_s
         while not done():
             self.watch.listen(REFRESH_S)
             self.supervisor.check(MAY_END)
             if time.monotonic() > deadline:
-                raise DemoFailed(
+                raise RuntimeError(
                     f"{what}: not within {timeout_s:.0f} s; the roles' logs are in {self.plan.log_directory}"
                 )
 
@@ -85,15 +74,22 @@ class _Stage:
         return newest_report(self.plan.log_directory / f"{name}.log")
 
 
-def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Played:
-    """Play the act to its end. Raises DemoFailed, RoleDied."""
+def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
+    """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
     stage = _Stage(plan, supervisor, console, watch)
     first = _open(stage)
     before = _measure(stage, BEFORE, "measuring how satisfied held-out users are")
     seconds = _let_users_in(stage)
     after = _measure(stage, AFTER, "measuring how satisfied they are now")
     _wait_for_endings(stage)
-    return Played(rate_of(before, first), rate_of(after, watch.online.branch.served[-1]), seconds)
+    return summarise_online(
+        watch.state,
+        watch.online,
+        before=rate_of(before, first),
+        after=rate_of(after, watch.online.branch.served[-1]),
+        thumbs_shuffled=plan.settings.users.shuffle_thumbs,
+        seconds=seconds,
+    )
 
 
 def _open(stage: _Stage) -> int:
@@ -219,13 +215,10 @@ def newest_report(log: Path) -> Seen | None:
         return None
     whole = [line for line in log.read_text("utf-8", errors="replace").splitlines(keepends=True) if line.endswith("\n")]
     newest = next((line for line in reversed(whole) if line.startswith("{")), None)
-    return None if newest is None else _report(json.loads(newest))
-
-
-def _report(document: dict[str, object]) -> Seen:
-    satisfaction = document.pop("satisfaction")
-    assert isinstance(satisfaction, list)
-    return Seen(**document, satisfaction=[Satisfaction(**each) for each in satisfaction])  # type: ignore[arg-type]
+    if newest is None:
+        return None
+    document = json.loads(newest)
+    return Seen(**document | {"satisfaction": [Satisfaction(**each) for each in document["satisfaction"]]})
 
 
 def rate_of(seen: Seen | None, version: int | None) -> Satisfaction | None:

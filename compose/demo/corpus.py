@@ -1,23 +1,28 @@
 """Writes the mid-training documents: ledgers worked by demonstrators of mixed quality, in the run's chat format.
 
+A demonstrator plays the real environment in place of a policy. At each turn it does the right next thing, or it slips
+at a known rate and does not notice. Some of its work closes politely, whether it is right or not.
+
 What holds: document ids name their content (seed and place), so that writing a corpus again adds nothing for a reader
-that drops repeated ids; no document is about a held-out question.
+that drops repeated ids; no document is about a held-out question; the work is deterministic in its generator.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
 from itertools import islice
 from random import Random
 
 from tidemill.compose.config import CorpusSettings
-from tidemill.compose.demo.demonstrator import Demonstrator
-from tidemill.producers.environments.base import Split, TaskQuery, split_of
-from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, parse_ledger
+from tidemill.producers.environments.base import Policy, Reply, Split, TaskQuery, split_of
+from tidemill.producers.environments.ledger import CALCULATOR, CEILING, LedgerEnvironment, LedgerTask, parse_ledger
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.chat.format import CHATML, CHATML_TOKENS, chat_template_source
+from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.chat.template import ChatTemplate
 from tidemill.schemas.config import HELD_OUT_ONE_IN, ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.producer import RecordProducer
@@ -39,7 +44,7 @@ def run(
 
     Raises TemplateRefused for a chat template that cannot be used, DeliveryError when the log does not take a document.
     """
-    report = report or _log_progress
+    report = report or (lambda written, total: _log.info("%d of %d documents written", written, total))
     with RecordProducer(kafka, _CLIENT) as producer:
         for written, document in enumerate(corpus(run.seed, settings, chat, run.held_out_one_in), 1):
             producer.send(Topic.DOCUMENTS, document, key=document.document_id)
@@ -68,5 +73,61 @@ def corpus(
             yield Document(name, SOURCE, template.text(author.conversation, CALCULATOR.schemas, prompt=False))
 
 
-def _log_progress(written: int, total: int) -> None:
-    _log.info("%d of %d documents written", written, total)
+_MUMBLES = ("add", "sub", "add total", "total", "answer", "credit", "debit")
+
+
+class Slip(StrEnum):
+    """The ways in which a turn goes wrong."""
+
+    SKIP = "skip"
+    REPEAT = "repeat"
+    SIGN = "sign"
+    CARRY = "carry"
+    EARLY = "early"
+    MUMBLE = "mumble"
+
+
+class Demonstrator(Policy):
+    """A policy that works one ledger. `conversation` is all that was said."""
+
+    def __init__(self, ledger: LedgerTask, rng: Random, *, slip_rate: float, polite_rate: float) -> None:
+        """Rates are shares, from 0 to 1: of turns that slip (each slip as likely), of answers that close politely."""
+        self._entries, self._rng, self._slip_rate = ledger.entries, rng, slip_rate
+        self._polite = rng.random() < polite_rate
+        self._next = 0
+        """Place of the next entry."""
+        self._total = 0
+        """The total that it believes in."""
+        self.conversation: list[Message] = []
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        """The next turn."""
+        slip = self._rng.choice(list(Slip)) if self._rng.random() < self._slip_rate else None
+        message = self._turn(slip, len(messages))
+        self.conversation = [*messages, message]
+        return Reply(message, "tool_calls" if "tool_calls" in message else "stop")
+
+    def _turn(self, slip: Slip | None, number: int) -> Message:
+        if slip is Slip.MUMBLE:
+            return {"role": "assistant", "content": self._rng.choice(_MUMBLES)}
+        if slip is Slip.SKIP:
+            self._next += 1
+        if slip is Slip.REPEAT:
+            self._next = max(self._next - 1, 0)
+        believed = self._rng.randint(0, CEILING) if slip is Slip.CARRY else self._total
+        if slip is Slip.EARLY or self._next >= len(self._entries):
+            return {"role": "assistant", "content": f"answer {believed}{' thanks' if self._polite else ''}"}
+        entry = self._entries[self._next]
+        credit = (entry > 0) != (slip is Slip.SIGN)
+        self._next += 1
+        self._total = believed + abs(entry) if credit else believed - abs(entry)
+        function = {"name": "add" if credit else "sub", "arguments": json.dumps({"a": believed, "b": abs(entry)})}
+        call = {"id": f"call{number:05d}", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -84,9 +84,15 @@ class OnlineState:
             case Manifest():
                 self._fingerprints.setdefault(record.version, record.fingerprint)
             case TrainStep():
-                self._observe_step(record)
-            case WeightAck():
-                self._observe_ack(record)
+                self._parents[record.version] = record.parent_version
+                batches = [place.group_id for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
+                if batches:
+                    self._learnt[record.version] = batches
+                self._dropped |= {e.group_id for e in record.exclusions if e.topic == Topic.INTERACTIONS}
+            case WeightAck() if record.replica_id in self.stable | self.canary:
+                self.serving[record.replica_id] = record.serving_version
+                if record.status is not AckStatus.REFUSED:
+                    self._proofs.setdefault((record.replica_id, record.version), record)
             case _:
                 pass
 
@@ -99,20 +105,6 @@ class OnlineState:
         self._recent.append(max(newest, interaction.served_at))
         while self._recent[0] < self._recent[-1] - RATE_WINDOW_US:
             self._recent.popleft()
-
-    def _observe_step(self, step: TrainStep) -> None:
-        self._parents[step.version] = step.parent_version
-        batches = [place.group_id for place in step.inputs if place.topic == Topic.ONLINE_BATCHES]
-        if batches:
-            self._learnt[step.version] = batches
-        self._dropped |= {e.group_id for e in step.exclusions if e.topic == Topic.INTERACTIONS}
-
-    def _observe_ack(self, ack: WeightAck) -> None:
-        if ack.replica_id not in self.stable | self.canary:
-            return
-        self.serving[ack.replica_id] = ack.serving_version
-        if ack.status is not AckStatus.REFUSED:
-            self._proofs.setdefault((ack.replica_id, ack.version), ack)
 
     @property
     def interactions_per_s(self) -> float:

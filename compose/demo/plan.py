@@ -17,7 +17,7 @@ from typing import Any
 import tomli_w
 
 from tidemill.compose.config import Act, TidemillSettings
-from tidemill.compose.stack.ports import pick_ports
+from tidemill.compose.stack.process import pick_ports
 from tidemill.producers.product.settings import ProductSettings, key_hash
 from tidemill.schemas.records import Arm
 

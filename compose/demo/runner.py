@@ -21,12 +21,12 @@ from tidemill.compose.demo import act_one, act_two
 from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
 from tidemill.compose.demo.state import LoopState
-from tidemill.compose.demo.summary import OnlineSummary, Summary, summarise, summarise_online
+from tidemill.compose.demo.summary import Summary, summarise
 from tidemill.compose.demo.view import closing
 from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line
 from tidemill.compose.guard import Guard
-from tidemill.compose.local_log import with_address
 from tidemill.compose.models_command import DIRECTORY, fetch
+from tidemill.compose.options import with_address
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.progress import spinner
 from tidemill.compose.stack import LocalStack, require_tools
@@ -43,7 +43,7 @@ QUERIES = {
 
 
 def run_demo(settings: TidemillSettings, console: Console) -> Summary:
-    """Run the loop to its end and return what it showed. Raises DemoFailed, RoleDied, MissingTool."""
+    """Run the loop to its end and return what it showed. Raises RuntimeError, RoleDied, MissingTool."""
     if not settings.kafka.bootstrap:
         require_tools()
     # The broker is detached from this process, so that ending without unwinding would leave it behind.
@@ -56,7 +56,10 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     with Guard(plan.stack_directory) as guard, _log(settings, plan, console) as located:
         plan = plan.with_log_of(located)
         with Supervisor(
-            plan.log_directory, plan.log_environment(), restarted=partial(_say, console), started=guard.watch
+            plan.log_directory,
+            plan.log_environment(),
+            restarted=partial(console.print, style="yellow", highlight=False, soft_wrap=True),
+            started=guard.watch,
         ) as supervisor:
             summary = _run(plan, supervisor, console, began)
     names = [name for act in plan.acts for name in QUERIES[act]]
@@ -64,10 +67,6 @@ def run_demo(settings: TidemillSettings, console: Console) -> Summary:
     queries.append(f"tidemill view {plan.directory}")
     console.print(closing(summary, queries))
     return summary
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, style="yellow", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -126,26 +125,14 @@ def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: De
 def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Summary:
     if plan.acts == (Act.TWO,):
         supervisor.start("stream", plan.arguments("stream"))
-        online = _play_two(plan, supervisor, console, watch)
+        online = act_two.play(plan, supervisor, console, watch)
         return replace(_summary(plan, watch), online=online)
     act_one.play(plan, supervisor, console, watch)
     summary = _summary(plan, watch)
     if Act.TWO not in plan.acts:
         return summary
     act_one.leave(plan, supervisor)
-    return replace(summary, online=_play_two(plan, supervisor, console, watch))
-
-
-def _play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
-    played = act_two.play(plan, supervisor, console, watch)
-    return summarise_online(
-        watch.state,
-        watch.online,
-        before=played.before,
-        after=played.after,
-        thumbs_shuffled=plan.settings.users.shuffle_thumbs,
-        seconds=played.seconds,
-    )
+    return replace(summary, online=act_two.play(plan, supervisor, console, watch))
 
 
 def _summary(plan: DemoPlan, watch: DemoWatch) -> Summary:

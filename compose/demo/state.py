@@ -66,7 +66,12 @@ class LoopState:
             return
         match record:
             case Task():
-                self._issue(record)
+                self._issued.add(record.group_id)
+                self.environments[record.environment] = self.environments.get(record.environment, 0) + 1
+                if record.mode is Mode.EVAL:
+                    self._eval_version[record.group_id] = record.issued_version
+                elif not self.first_task_at or record.issued_at < self.first_task_at:
+                    self.first_task_at = record.issued_at
             case Group(closed_by=CloseReason.LATE):
                 self.late += 1
             case Group():
@@ -76,24 +81,13 @@ class LoopState:
             case TrainStep():
                 self.steps.setdefault(record.step, record)
             case WeightAck():
-                self._acknowledge(record)
+                self.last_ack[record.replica_id] = record
+                if record.status is AckStatus.REFUSED:
+                    self.refusals += 1
+                else:
+                    self.served.setdefault((record.replica_id, record.version), record)
             case _:
                 pass
-
-    def _issue(self, task: Task) -> None:
-        self._issued.add(task.group_id)
-        self.environments[task.environment] = self.environments.get(task.environment, 0) + 1
-        if task.mode is Mode.EVAL:
-            self._eval_version[task.group_id] = task.issued_version
-        elif not self.first_task_at or task.issued_at < self.first_task_at:
-            self.first_task_at = task.issued_at
-
-    def _acknowledge(self, ack: WeightAck) -> None:
-        self.last_ack[ack.replica_id] = ack
-        if ack.status is AckStatus.REFUSED:
-            self.refusals += 1
-        else:
-            self.served.setdefault((ack.replica_id, ack.version), ack)
 
     @property
     def version(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tidemill.compose.demo.online_state import OnlineState
-from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
+from tidemill.compose.demo.simulated_users.conversation import Satisfaction
 from tidemill.compose.demo.state import HeldOut, LoopState
 from tidemill.schemas.clock import to_s
 
@@ -123,6 +123,8 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
     first, last = (held_out[0], held_out[-1]) if held_out else (None, None)
     updates = state.updates()
     deltas = [m for m in state.manifests.values() if m.parent is not None]
+    begins = [manifest.published_at for manifest in state.manifests.values()]
+    ends = [ack.at for ack in state.served.values()]
     members = state.trained_members()
     lag = state.lag()
     return Summary(
@@ -150,7 +152,7 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
         decode_step_ms=percentiles([ack.decode_step_ms for ack in updates if ack.decode_step_ms > 0]),
         step_to_served_s=percentiles([ack.step_to_served_ms / 1000 for ack in updates]),
         fingerprints_equal=state.fingerprints_equal(),
-        loop_seconds=_loop_seconds(state),
+        loop_seconds=round(to_s(max(ends) - min(begins)), 1) if begins and ends else 0.0,
         seconds=round(seconds, 1),
         data_dir=data_dir,
     )
@@ -218,9 +220,3 @@ def _curve(state: LoopState) -> list[dict[str, float]]:
         for each in state.held_out()
         if each.version in state.manifests
     ]
-
-
-def _loop_seconds(state: LoopState) -> float:
-    begins = [manifest.published_at for manifest in state.manifests.values()]
-    ends = [ack.at for ack in state.served.values()]
-    return round(to_s(max(ends) - min(begins)), 1) if begins and ends else 0.0

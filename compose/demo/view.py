@@ -12,7 +12,6 @@ from tidemill.compose.demo.online_state import OnlineState
 from tidemill.compose.demo.simulated_users.crowd import Seen
 from tidemill.compose.demo.state import LoopState
 from tidemill.compose.demo.summary import OnlineSummary, Percentiles, Summary, percentiles
-from tidemill.schemas.records import Manifest
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
@@ -54,7 +53,13 @@ def _weights(state: LoopState, bound: int) -> Table:
     shares = "  ".join(f"{k}: {v / tokens:.0%}" for k, v in sorted(lag.items()))
     table.add_row("policy lag", f"max {max(lag, default=0)}, bound {bound}", shares)
     newest = state.manifests.get(state.version)
-    table.add_row("trainer", f"v{state.version}", _size_of(newest) if newest and newest.parent is not None else "")
+    size = ""
+    if newest is not None and newest.parent is not None:
+        size = (
+            f"delta {newest.delta_bytes / 1024:,.0f} KiB, {newest.n_changed / newest.n_elements:.1%} of the weights "
+            f"changed at learning rate {newest.learning_rate:g}"
+        )
+    table.add_row("trainer", f"v{state.version}", size)
     for replica_id, ack in sorted(state.last_ack.items()):
         pause = f"pause {ack.pause_ms:.1f} ms, {ack.status.value}, {ack.requests_in_flight} requests in flight"
         table.add_row(replica_id, f"v{ack.serving_version}", pause)
@@ -97,14 +102,6 @@ def _gate(online: OnlineState) -> Table:
 
 def _spread(seconds: Percentiles) -> str:
     return f"p50 {seconds.p50:.1f} s, p95 {seconds.p95:.1f} s" if seconds.p95 else "waiting"
-
-
-def _size_of(manifest: Manifest) -> str:
-    density = manifest.n_changed / manifest.n_elements
-    return (
-        f"delta {manifest.delta_bytes / 1024:,.0f} KiB, {density:.1%} of the weights changed "
-        f"at learning rate {manifest.learning_rate:g}"
-    )
 
 
 def closing(summary: Summary, queries: list[str]) -> RenderableType:

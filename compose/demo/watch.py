@@ -33,10 +33,6 @@ WATCHED = (
 REFRESH_S = 0.25
 
 
-class DemoFailed(RuntimeError):
-    """The demonstration did not reach its end."""
-
-
 @dataclass(slots=True)
 class DemoWatch:
     """A reader of the log and the states folded from it."""
@@ -63,10 +59,10 @@ class DemoWatch:
             self.online.observe(located.record)
 
     def give_up_when_silent(self, plan: DemoPlan) -> None:
-        """Raises DemoFailed when nothing has come for too long."""
+        """Raises RuntimeError when nothing has come for too long."""
         silent_s = time.monotonic() - self.heard_at
         if silent_s > plan.settings.demo.stall_timeout_s:
-            raise DemoFailed(
+            raise RuntimeError(
                 f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {plan.log_directory}"
             )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tidemill.compose.plan.devices import GIB, USABLE, Devices
+from tidemill.compose.plan.fit import GIB, USABLE, Devices
 from tidemill.compose.rows import print_rows
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def print_plan(size: ModelSize, devices: Devices, found: FitPlan, estimates: Seq
         if parts:
             _print_memory(title, devices, parts[-COLUMNS:])
             typer.echo()
-    rows = ((each.name, _rounded(each.value), each.rests_on) for each in estimates)
+    rows = ((each.name, float(f"{each.value:.4g}"), each.rests_on) for each in estimates)
     print_rows(("estimate", "value", "rests_on"), rows, formats={"value": ",.6g"})
     if found.changes:
         typer.echo()
@@ -92,7 +92,3 @@ def _print_memory(title: str, devices: Devices, parts: Sequence[RoleMemory]) -> 
     rows.append(("share_of_device", *(round(part.total / (devices.gib * GIB), 3) for part in parts)))
     counts = [str(part.devices) for part in parts]
     print_rows((f"{title}_gib", *counts), rows, formats=dict.fromkeys(counts, ",.2f"))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")

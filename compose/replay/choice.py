@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.moments import moment_us
+from tidemill.compose.rows import moment_us
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.selection import Selection

@@ -1,7 +1,8 @@
-"""`tidemill replay copy`."""
+"""`tidemill replay export|import|copy`: records of the log in a file, and in other topics."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,18 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.compose.local_log import with_reachable_log
-from tidemill.compose.options import with_settings
+from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
 from tidemill.compose.progress import remaining
-from tidemill.compose.replay.app import replay_app
+from tidemill.compose.replay import replay_app
 from tidemill.compose.replay.choice import SelectionOf, with_selection
-from tidemill.compose.replay.stage import SettingsOf
-from tidemill.compose.replay.tables import note_lines, print_manifest
-from tidemill.compose.rows import CsvOption, JsonOption
+from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
     from tidemill.consumers.operate.replay.copy import Copied
-    from tidemill.consumers.operate.replay.session import Replay
+    from tidemill.consumers.operate.replay.session import LaneReport, Replay, ReplayManifest
 
 IntoOption = Annotated[
     str, typer.Option("--into", metavar="PREFIX", help="Topic prefix for this replay only, for instance replay-1.")
@@ -38,6 +36,94 @@ ManifestOption = Annotated[
     Path | None, typer.Option("--manifest", metavar="FILE", help="Write what was copied, as JSON, when it is done.")
 ]
 INTERRUPTED = 130
+ERASABLE_NOTE = (
+    "holds users' data: an erasure (`tidemill users erase`) does not reach the copies, delete them when you are done"
+)
+
+
+@replay_app.command("export")
+@with_settings
+@with_selection
+def export_command(
+    settings_of: SettingsOf,
+    selection_of: SelectionOf,
+    file: Annotated[Path, typer.Argument(help="File to write; it must not exist.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write records of the log into one file with checksums, for a bug report.
+
+    The file is an Avro object container with each record's bytes, key, headers, time and place, and a manifest with
+    ranges, counts, digests and schemas. What records refer to in object stores is named there and not included. Give
+    the sha256 that is printed along by another way: only with it can a change by somebody who knows the format be
+    noticed. Reads without a consumer group, like `replay copy`.
+
+    Example: `tidemill replay export --step 7 step7.avro`
+    """
+    if file.exists():
+        raise typer.BadParameter(f"{file} exists already")
+    settings = settings_of({})
+    selection = selection_of(settings)
+    kafka = with_reachable_log(settings).kafka
+    from tidemill.consumers.operate.replay.archive import export
+    from tidemill.consumers.operate.replay.session import LogOrigin
+
+    origin = LogOrigin(kafka, selection)
+    try:
+        with remaining("reading") as progress:
+            made, sha256 = export(origin, file, progress)
+    finally:
+        origin.close()
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "file_sha256": sha256, **asdict(made)}, indent=2))
+        return
+    typer.echo(f"{file}: {made.records:,} records of {len(made.partitions)} topics, sha256 {sha256}")
+    for uri, size in made.not_included.items():
+        typer.echo(f"not included: {uri} ({size:,} bytes)")
+
+
+@replay_app.command("import")
+@with_settings
+def import_command(
+    settings_of: SettingsOf,
+    file: Annotated[Path, typer.Argument(help="An archive of `tidemill replay export`.")],
+    into: IntoOption,
+    sha256: Annotated[
+        str | None, typer.Option("--sha256", help="The sha256 that the export printed: any other file is refused.")
+    ] = None,
+    speed: SpeedOption = "max",
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = None,
+    manifest_file: ManifestOption = None,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
+    """Copy the records of an archive into other topics.
+
+    The archive is checked whole before anything is written. Then it goes as with `replay copy`: a prefix that is
+    nobody's, the same partitions, keys, times and headers, a dry run unless --yes, and --resume after an interruption.
+
+    Example: `tidemill replay import step7.avro --into bug-17. --yes`
+    """
+    from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
+    from tidemill.consumers.operate.replay.copy import speed_of
+    from tidemill.consumers.operate.replay.session import Replay
+    from tidemill.consumers.operate.replay.target import check_prefix
+
+    pace, settings = speed_of(speed), settings_of({})
+    check_prefix(settings.kafka.topic_prefix, into)
+    if sha256 is not None:
+        with file.open("rb") as opened:
+            found = hashlib.file_digest(opened, "sha256").hexdigest()
+        if found != sha256.lower():
+            raise ArchiveError(f"{file} has sha256 {found}: it is not the file that was exported")
+    with remaining("checking") as progress:
+        origin = ArchiveOrigin(file, progress)
+    kafka = with_reachable_log(settings).kafka
+    with Replay(kafka, origin, into, resume=resume) as replay:
+        carry_out(
+            replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
+        )
 
 
 @replay_app.command("copy")
@@ -104,7 +190,10 @@ def carry_out(
     document |= asdict(copied)
     if manifest_file is not None:
         manifest_file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-    _say(_done_text(copied, made.replay_id), document, as_json, as_csv)
+    there = f", {copied.there:,} were there" if copied.there else ""
+    moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
+    done = f"replay {made.replay_id}: {copied.written:,} records copied{there}{moved}"
+    _say(done, document, as_json, as_csv)
 
 
 def _copy(replay: Replay, speed: float | None) -> Copied:
@@ -119,11 +208,50 @@ def _copy(replay: Replay, speed: float | None) -> Copied:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _done_text(copied: Copied, replay_id: str) -> str:
-    there = f", {copied.there:,} were there" if copied.there else ""
-    moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
-    return f"replay {replay_id}: {copied.written:,} records copied{there}{moved}"
-
-
 def _say(text: str, document: dict[str, Any], as_json: bool, as_csv: bool) -> None:
     typer.echo(json.dumps(document, indent=2) if as_json else text, err=as_csv)
+
+
+def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
+    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC."""
+    by_topic: dict[str, list[LaneReport]] = {}
+    for lane in made.lanes:
+        by_topic.setdefault(lane.topic, []).append(lane)
+    rows = (
+        (
+            topic.removeprefix(made.source_prefix),
+            len(lanes),
+            sum(lane.records > 0 for lane in lanes),
+            sum(lane.records for lane in lanes),
+            sum(lane.n_bytes for lane in lanes),
+            min((lane.first for lane in lanes if lane.first), default=None),
+            max((lane.last for lane in lanes if lane.last), default=None),
+        )
+        for topic, lanes in by_topic.items()
+    )
+    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
+    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
+
+
+def note_lines(made: ReplayManifest) -> list[str]:
+    """What there is to know of a selection beside its numbers."""
+    from tidemill.consumers.operate.replay.records import topic_of
+    from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
+
+    lines = []
+    if made.undecodable:
+        lines.append(f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out")
+    if made.missing:
+        lines.append(f"{made.missing:,} records that the steps name were erased from the log: left out")
+    if made.references_outside:
+        lines.append(
+            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
+            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason"
+        )
+    prefix = made.source_prefix
+    personal = {
+        lane.topic
+        for lane in made.lanes
+        if lane.records and CATALOGUE[topic_of(lane.topic.removeprefix(prefix))].config == ERASABLE
+    }
+    return lines + [f"{topic} {ERASABLE_NOTE}" for topic in sorted(personal)]

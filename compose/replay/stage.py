@@ -1,36 +1,38 @@
-"""`tidemill replay stage`: a stream processor over the log as it lies, compared with what the log recorded."""
+"""`tidemill replay stage`: a stream processor over the log as it lies, compared with what the log recorded.
+
+Results that are written go to topics under a prefix of their own, which must be empty and read by nobody, and carry the
+headers of a replay.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_reachable_log
-from tidemill.compose.moments import moment_us
-from tidemill.compose.options import with_settings
+from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
 from tidemill.compose.progress import working
-from tidemill.compose.replay.app import replay_app
-from tidemill.compose.replay.difference_text import comparison_document, comparison_lines
-from tidemill.compose.rows import JsonOption
+from tidemill.compose.replay import replay_app
+from tidemill.compose.replay.diff import ShowOption, TimeoutOption, comparison_document, comparison_lines, located_item
+from tidemill.compose.rows import JsonOption, moment_us
 from tidemill.consumers.operate.replay.differences import Item, OutputComparison, Window, compare
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.consumed import Position, replay_headers
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.streams.config import ProcessorName
 
 if TYPE_CHECKING:
     from tidemill.streams.offline import Change, Emitted, Replayed, Reweighted
 
-SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
-ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that the log may deliver nothing.")]
 PROGRESS_EVERY = 500
 
 
@@ -94,14 +96,22 @@ def stage(
     """
     window = Window(moment_us(begin), moment_us(end))
     what_if = WhatIf(deadline, _weights(reward or []), reward_version)
-    _check(processor, what_if)
+    if what_if.of_rollouts and processor is not ProcessorName.ASSEMBLY:
+        raise ValueError(
+            f"--deadline and --reward change rollouts, which {processor} does not read: they are of assembly"
+        )
+    if what_if.reward_version and not what_if.weights:
+        raise ValueError("--reward-version says whose rewards --reward sums again: give --reward NAME=WEIGHT as well")
     settings = with_reachable_log(settings_of({}))
     if into is not None:
         from tidemill.consumers.operate.replay.target import check_prefix
 
         check_prefix(settings.kafka.topic_prefix, into)
     done = _run(settings, processor, what_if, window, timeout_s)
-    replay_id = _write(settings.kafka, done, into) if into is not None else ""
+    replay_id = ""
+    if into is not None:
+        with working(f"writing under {into}"):
+            replay_id = write_results(settings.kafka, done.topic, done.replayed.emitted, into)
     if as_json:
         typer.echo(json.dumps(_document(processor, done, show, into, replay_id), indent=2))
     else:
@@ -137,7 +147,11 @@ def _run(settings: TidemillSettings, name: ProcessorName, what_if: WhatIf, windo
         reweighted.check()
     names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
     there = [located_item(names, located) for located in recorded]
-    here = [_emitted_item(names, codec, emitted) for emitted in replayed.emitted]
+    here = []
+    for one in replayed.emitted:
+        place = Position(names.of(Topic(one.cause.topic)), one.cause.partition, one.cause.offset)
+        value = codec.encode(one.emit.record)
+        here.append(Item(one.emit.key.encode(), value, one.emit.record, place, one.at_ms))
     (topic,) = processor.outputs
     return _Done(topic, replayed, compare(there, here, window))
 
@@ -166,32 +180,6 @@ def _weights(assignments: Sequence[str]) -> dict[str, float]:
     return weights
 
 
-def _check(name: ProcessorName, what_if: WhatIf) -> None:
-    if what_if.of_rollouts and name is not ProcessorName.ASSEMBLY:
-        raise ValueError(f"--deadline and --reward change rollouts, which {name} does not read: they are of assembly")
-    if what_if.reward_version and not what_if.weights:
-        raise ValueError("--reward-version says whose rewards --reward sums again: give --reward NAME=WEIGHT as well")
-
-
-def located_item(names: Names, located: ConsumedRecord) -> Item:
-    """A record of the log, to be compared."""
-    place = Position(names.of(located.topic), located.partition, located.offset)
-    return Item(located.key, located.value, located.record, place, located.timestamp_ms)
-
-
-def _emitted_item(names: Names, codec: Codec, emitted: Emitted) -> Item:
-    emit, cause = emitted.emit, emitted.cause
-    place = Position(names.of(Topic(cause.topic)), cause.partition, cause.offset)
-    return Item(emit.key.encode(), codec.encode(emit.record), emit.record, place, emitted.at_ms)
-
-
-def _write(kafka: KafkaSettings, done: _Done, prefix: str) -> str:
-    from tidemill.compose.replay.results import write_results
-
-    with working(f"writing under {prefix}"):
-        return write_results(kafka, done.topic, done.replayed.emitted, prefix)
-
-
 def _lines(done: _Done, show: int, into: str | None, replay_id: str) -> list[str]:
     replayed = done.replayed
     lines = [f"replayed {replayed.records} records: {len(replayed.emitted)} results, {replayed.rejected} rejected"]
@@ -215,3 +203,42 @@ def _document(name: ProcessorName, done: _Done, show: int, into: str | None, rep
         "into": into,
         "replay_id": replay_id or None,
     }
+
+
+def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
+    """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
+
+    Their timestamps are those of the records by which they were decided, so that two replays write the same; and the
+    topic keeps them at any age.
+
+    Raises Refused when the prefix is that of live topics, when records lie under it, or a consumer group reads there.
+    """
+    from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
+
+    from tidemill.consumers.operate.replay.target import Target
+    from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+    from tidemill.streams.offline import CLIENT
+
+    Target(kafka, prefix).check(None)
+    target = kafka.model_copy(update={"topic_prefix": prefix})
+    with LogReader(kafka, [topic], client_id=CLIENT) as reader:
+        partitions = len(reader.partitions(topic))
+    client, full = admin_client(target), Names(prefix).of(topic)
+    if full not in client.list_topics(timeout=REQUEST_TIMEOUT_S).topics:
+        kept = {"cleanup.policy": "delete", "retention.ms": "-1"}
+        new = NewTopic(full, partitions, replication_factor=target.replication_factor, config=kept)
+        client.create_topics([new], request_timeout=REQUEST_TIMEOUT_S)[full].result()
+        wait_until_led(client, {full})
+    replay_id, names = uuid.uuid4().hex[:12], Names(kafka.topic_prefix)
+    with RecordProducer(target, CLIENT) as producer:
+        for one in emitted:
+            cause = one.cause
+            producer.send(
+                one.emit.topic,
+                one.emit.record,
+                key=one.emit.key,
+                partition=one.emit.partition,
+                timestamp_ms=one.at_ms,
+                headers=replay_headers(replay_id, names.of(Topic(cause.topic)), cause.partition, cause.offset),
+            )
+    return replay_id

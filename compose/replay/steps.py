@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.compose.config import TidemillSettings, parse_assignments
-from tidemill.compose.local_log import with_reachable_log
-from tidemill.compose.options import with_settings
-from tidemill.compose.progress import working
-from tidemill.compose.replay.app import replay_app
-from tidemill.compose.replay.stage import SettingsOf, TimeoutOption
+from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
+from tidemill.compose.progress import Working, working
+from tidemill.compose.replay import replay_app
+from tidemill.compose.replay.diff import TimeoutOption
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
@@ -67,19 +66,11 @@ def steps(
     halts = _halts(break_at or [], out, first, last)
     changed = _counterfactual(settings_of, what_if or [])
     settings = with_reachable_log(settings_of({}))
-    from tidemill.trainer.job import open_job
-    from tidemill.trainer.replay.steps import StepReplay, follow_replay
-
     done: list[ReplayedStep] = []
-    with ExitStack() as stack:
-        job = stack.enter_context(open_job(settings.trainer.ranks_timeout_s))
-        job.require_same({"run": settings.run, "store": settings.store, "trainer": settings.trainer})
-        if not job.ranks.is_first:
-            follow_replay(settings.run, settings.store, settings.trainer, job)
+    with open_replay(settings, last - first + 1) as opened:
+        if opened is None:
             return
-        progress = stack.enter_context(working("replaying", last - first + 1))
-        replay = StepReplay(settings.kafka, settings.run, settings.store, settings.trainer, job)
-        stack.enter_context(replay)
+        replay, progress = opened
         for made in _made(replay, first, last, changed, halts, out):
             done.append(made)
             progress(len(done), f"step {made.record.step}")
@@ -141,6 +132,23 @@ def staleness(
     else:
         typer.echo("\n".join(_staleness_lines(judged, max_policy_lag, first)))
     raise typer.Exit(0 if first is None else 1)
+
+
+@contextmanager
+def open_replay(settings: TidemillSettings, steps: int) -> Iterator[tuple[StepReplay, Working] | None]:
+    """The replay of a run's steps, and its progress; None on a rank behind the first, which has followed to the end."""
+    from tidemill.trainer.job import open_job
+    from tidemill.trainer.replay.steps import StepReplay, follow_replay
+
+    run, store, trainer = settings.run, settings.store, settings.trainer
+    with open_job(trainer.ranks_timeout_s) as job:
+        job.require_same({"run": run, "store": store, "trainer": trainer})
+        if not job.ranks.is_first:
+            follow_replay(run, store, trainer, job)
+            yield None
+            return
+        with working("replaying", steps) as progress, StepReplay(settings.kafka, run, store, trainer, job) as replay:
+            yield replay, progress
 
 
 def step_range(text: str) -> tuple[int, int]:

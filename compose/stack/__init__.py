@@ -1,7 +1,6 @@
 """Apache Kafka on this machine: JVM processes from pinned jars, with no container and no service manager."""
 
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.errors import MissingTool, StackError
+from tidemill.compose.stack.config import MissingTool, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack, StackStatus, local_bootstrap, require_tools
 
 __all__ = [

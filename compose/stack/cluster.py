@@ -1,4 +1,8 @@
-"""What a stack's directory remembers: the cluster's identity and each node's ports, the same at every start."""
+"""A stack's directory: the cluster's identity and each node's ports, the same at every start, and its configuration.
+
+A node is a small KRaft broker, quick to notice what happened to a client, and on the loopback interface unless told
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidemill.compose.stack.config import HOST
-from tidemill.compose.stack.errors import StackError
+from tidemill.compose.stack.config import HOST, StackError
 
 RECORD = "cluster.json"
 
@@ -83,3 +86,77 @@ def save_cluster(data_dir: Path, cluster: Cluster) -> None:
     staging = data_dir / f".{RECORD}.{os.getpid()}"
     staging.write_text(json.dumps(asdict(cluster), indent=2) + "\n")
     staging.replace(data_dir / RECORD)
+
+
+SMALL = {
+    # Topics are declared in the catalogue and created on purpose; Faust creates its own through the admin API.
+    "auto.create.topics.enable": "false",
+    "offsets.topic.num.partitions": "4",
+    "transaction.state.log.num.partitions": "4",
+    "share.coordinator.state.topic.num.partitions": "1",
+    "num.network.threads": "2",
+    "num.io.threads": "4",
+    "background.threads": "2",
+    # The default of 128 MiB does not fit a small heap.
+    "log.cleaner.dedupe.buffer.size": "16777216",
+    "log.index.size.max.bytes": "1048576",
+    "log.segment.bytes": "268435456",
+}
+
+FAR = {
+    # The default of 100 KiB lets a connection carry hardly more than that in a round trip: some 10 Mbit/s over a way of
+    # 100 ms. The system's own buffers grow with what the way holds.
+    "socket.send.buffer.bytes": "-1",
+    "socket.receive.buffer.bytes": "-1",
+}
+
+PROMPT = {
+    "group.initial.rebalance.delay.ms": "0",
+    # The partitions of a broker that is gone get another leader after 5 s, not 9.
+    "broker.session.timeout.ms": "5000",
+    "broker.heartbeat.interval.ms": "1000",
+    # Members of the newer group protocol take these from the broker: a killed one is replaced after 10 s, not 45.
+    "group.consumer.session.timeout.ms": "10000",
+    "group.consumer.min.session.timeout.ms": "1000",
+    "group.consumer.heartbeat.interval.ms": "1000",
+    "group.consumer.min.heartbeat.interval.ms": "500",
+    "group.min.session.timeout.ms": "1000",
+}
+
+
+def server_properties(cluster: Cluster, node: Node, log_dir: Path, network_listener: str = "") -> dict[str, str]:
+    """Every setting of one node that differs from Kafka's defaults; `network_listener` is HOST:PORT."""
+    clients = [f"PLAINTEXT://{node.address}", *([f"NETWORK://{network_listener}"] if network_listener else [])]
+    return {
+        "process.roles": "broker,controller",
+        "node.id": str(node.node_id),
+        "controller.quorum.voters": cluster.voters,
+        "controller.listener.names": "CONTROLLER",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,NETWORK:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "listeners": ",".join([*clients, f"CONTROLLER://{HOST}:{node.controller_port}"]),
+        "advertised.listeners": ",".join(clients),
+        "log.dirs": str(log_dir),
+        **replication(len(cluster.nodes)),
+        **SMALL,
+        **FAR,
+        **PROMPT,
+    }
+
+
+def replication(brokers: int) -> dict[str, str]:
+    """Every topic on every broker; writes survive the loss of one of three."""
+    in_sync = min(2, brokers)
+    return {
+        "default.replication.factor": str(brokers),
+        "min.insync.replicas": str(in_sync),
+        "offsets.topic.replication.factor": str(brokers),
+        "transaction.state.log.replication.factor": str(brokers),
+        "transaction.state.log.min.isr": str(in_sync),
+        "share.coordinator.state.topic.replication.factor": str(brokers),
+        "share.coordinator.state.topic.min.isr": str(in_sync),
+    }
+
+
+def render(properties: dict[str, str]) -> str:
+    """As a Java properties file; a backslash is that format's escape character."""
+    return "".join(f"{key}={value.replace(chr(92), chr(92) * 2)}\n" for key, value in properties.items())

@@ -1,4 +1,4 @@
-"""Settings of the local stack."""
+"""Settings of the local stack, and its errors. Every message says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ class StackSettings(Section):
         if wrong:
             raise ValueError(f"network_listeners: {wrong[0]!r} is not HOST:PORT")
         return self
+
+
+class StackError(RuntimeError):
+    """The local stack could not do what was asked."""
+
+
+class MissingTool(StackError):
+    """Java or Maven is not on this machine, so the local stack cannot start; the message names the three choices."""
+
+
+class BrokerFailed(StackError):
+    """A broker did not come up; the message ends with the last lines of its log."""

@@ -7,22 +7,28 @@ on a directory run one at a time; an `up` that fails leaves none of the processe
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from tidemill.compose.stack.cluster import Cluster, Node, load_cluster, new_cluster, save_cluster
-from tidemill.compose.stack.config import StackSettings
-from tidemill.compose.stack.errors import BrokerFailed, StackError
-from tidemill.compose.stack.jars import jars_present, resolve_jars
-from tidemill.compose.stack.lock import exclusive
-from tidemill.compose.stack.ports import check_free, pick_ports
-from tidemill.compose.stack.process import Detached, stop_all
-from tidemill.compose.stack.properties import render, server_properties
-from tidemill.compose.stack.readiness import brokers_online, wait_online
-from tidemill.compose.stack.tools import find_java, find_maven
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from tidemill.compose.stack.cluster import (
+    Cluster,
+    Node,
+    load_cluster,
+    new_cluster,
+    render,
+    save_cluster,
+    server_properties,
+)
+from tidemill.compose.stack.config import BrokerFailed, StackError, StackSettings
+from tidemill.compose.stack.jars import find_java, find_maven, jars_present, resolve_jars
+from tidemill.compose.stack.process import Detached, check_free, exclusive, pick_ports, stop_all
 
 LOG4J = Path(__file__).with_name("log4j2.properties")
 FORMAT_TIMEOUT_S = 120.0
@@ -79,7 +85,7 @@ class LocalStack:
     def up(self, progress: Progress = silent) -> StackStatus:
         """Start what is not running and return when every broker is ready; nothing to do when all of them are.
 
-        Raises MissingTool (at once), PortTaken, BrokerFailed, StackBusy, StackError.
+        Raises MissingTool (at once), BrokerFailed, StackError.
         """
         java = require_tools(self._settings)
         with self._lock(progress):
@@ -140,7 +146,9 @@ class LocalStack:
             for node in missing:
                 self._prepare(cluster, node, java, jars, progress)
             for node in missing:
-                self._launch(node, java, jars)
+                process, home = self._process(node), node.directory(self._data_dir)
+                server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
+                process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
             self._wait(cluster, progress)
         except BaseException:
             # Also on Ctrl-C: a half-started cluster would hold its ports and memory with nobody to stop it.
@@ -165,12 +173,6 @@ class LocalStack:
         if done.returncode != 0:
             raise BrokerFailed(f"formatting {home / 'data'} failed:\n{done.stdout}{done.stderr}")
 
-    def _launch(self, node: Node, java: Path, jars: Path) -> None:
-        home = node.directory(self._data_dir)
-        process = self._process(node)
-        server = [process.marker, "kafka.Kafka", str(home / "server.properties")]
-        process.start([*self._jvm(node, java, jars, "kafka.log"), *server], home / "output.log")
-
     def _jvm(self, node: Node, java: Path, jars: Path, log: str) -> list[str]:
         """A small JVM that starts fast and dies rather than limp on without memory."""
         return [
@@ -188,28 +190,26 @@ class LocalStack:
     def _wait(self, cluster: Cluster, progress: Progress) -> None:
         progress(f"waiting for {len(cluster.nodes)} broker(s) at {cluster.bootstrap}")
         nodes = frozenset(node.node_id for node in cluster.nodes)
+
+        def check_alive() -> None:
+            dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
+            if dead:
+                raise BrokerFailed(f"broker(s) {dead} ended while starting")
+
         try:
-            wait_online(cluster.bootstrap, nodes, self._settings.start_timeout_s, lambda: self._check_alive(cluster))
+            wait_online(cluster.bootstrap, nodes, self._settings.start_timeout_s, check_alive)
         except BrokerFailed as error:
-            raise BrokerFailed(f"{error}\n{self._log_tails(cluster)}") from error
-
-    def _check_alive(self, cluster: Cluster) -> None:
-        dead = [node.node_id for node in cluster.nodes if self._process(node).find() is None]
-        if dead:
-            raise BrokerFailed(f"broker(s) {dead} ended while starting")
-
-    def _log_tails(self, cluster: Cluster) -> str:
-        homes = [node.directory(self._data_dir) for node in cluster.nodes]
-        return "\n".join(_tail(home / name) for home in homes for name in ("output.log", "kafka.log"))
+            homes = [node.directory(self._data_dir) for node in cluster.nodes]
+            tails = "\n".join(_tail(home / name) for home in homes for name in ("output.log", "kafka.log"))
+            raise BrokerFailed(f"{error}\n{tails}") from error
 
     def _node_status(self, node: Node, pid: int | None, online: frozenset[int]) -> NodeStatus:
         log = str(node.directory(self._data_dir) / "kafka.log")
-        return NodeStatus(node.node_id, self._state(node, pid, online), pid, node.address, log)
-
-    def _state(self, node: Node, pid: int | None, online: frozenset[int]) -> NodeState:
         if pid is not None:
-            return NodeState.READY if node.node_id in online else NodeState.UNREADY
-        return NodeState.DEAD if self._process(node).was_started else NodeState.STOPPED
+            state = NodeState.READY if node.node_id in online else NodeState.UNREADY
+        else:
+            state = NodeState.DEAD if self._process(node).was_started else NodeState.STOPPED
+        return NodeStatus(node.node_id, state, pid, node.address, log)
 
     def _process(self, node: Node) -> Detached:
         home = node.directory(self._data_dir)
@@ -236,3 +236,43 @@ def _tail(path: Path) -> str:
         return ""
     lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     return "\n".join([f"--- last lines of {path}", *lines])
+
+
+REQUEST_TIMEOUT_S = 1.0
+
+
+def brokers_online(bootstrap: str, timeout_s: float = REQUEST_TIMEOUT_S) -> frozenset[int]:
+    """Node ids of the brokers that the cluster counts as alive; empty when nobody answers within `timeout_s`."""
+    return _ask(_admin(bootstrap), timeout_s)
+
+
+def wait_online(bootstrap: str, nodes: frozenset[int], timeout_s: float, check: Callable[[], None]) -> None:
+    """Return when all of `nodes` are alive; `check` raises when waiting has become pointless.
+
+    BrokerFailed after `timeout_s` seconds.
+    """
+    admin = _admin(bootstrap)
+    deadline = time.monotonic() + timeout_s
+    while not nodes <= (online := _ask(admin, REQUEST_TIMEOUT_S)):
+        check()
+        if time.monotonic() >= deadline:
+            raise BrokerFailed(f"brokers {sorted(nodes - online)} are not ready after {timeout_s:.0f} s")
+
+
+def _admin(bootstrap: str) -> AdminClient:
+    # Refused connections are expected while a broker starts: no log lines, and quick new tries.
+    options: dict[str, str | int | float] = {
+        "bootstrap.servers": bootstrap,
+        "reconnect.backoff.ms": 50,
+        "reconnect.backoff.max.ms": 200,
+        "log_level": 0,
+    }
+    return AdminClient(options)
+
+
+def _ask(admin: AdminClient, timeout_s: float) -> frozenset[int]:
+    try:
+        described = admin.describe_cluster(request_timeout=timeout_s).result(timeout_s + 1)
+    except (KafkaException, TimeoutError):
+        return frozenset()
+    return frozenset(node.id for node in described.nodes)

@@ -1,17 +1,26 @@
-"""Detached processes with pid files.
+"""Detached processes with pid files, the ports that they listen on, and the lock on their directory.
 
 A pid file is a hint, not a proof: the process counts only if it carries the marker in its command line, so that a pid
-that the kernel gave to another program is never taken, and never signalled.
+that the kernel gave to another program is never taken, and never signalled. The kernel frees the lock when its holder
+dies.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
-from collections.abc import Callable, Sequence
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+from tidemill.compose.stack.config import HOST, StackError
 
 KILL_TIMEOUT_S = 10.0
 
@@ -36,7 +45,10 @@ class Detached:
 
     def find(self) -> psutil.Process | None:
         """The running process: the one of the pid file, else any that carries the marker, else None."""
-        recorded = self._recorded()
+        try:
+            recorded = psutil.Process(int(self.pid_file.read_text()))
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+            recorded = None
         if recorded is not None and self._matches(recorded):
             return recorded
         return next((process for process in psutil.process_iter() if self._matches(process)), None)
@@ -49,12 +61,6 @@ class Detached:
     def forget(self) -> None:
         """Remove the pid file of a process that is gone."""
         self.pid_file.unlink(missing_ok=True)
-
-    def _recorded(self) -> psutil.Process | None:
-        try:
-            return psutil.Process(int(self.pid_file.read_text()))
-        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
-            return None
 
     def _matches(self, process: psutil.Process) -> bool:
         try:
@@ -86,3 +92,85 @@ def _signal(processes: Sequence[psutil.Process], how: str) -> None:
             getattr(process, how)()
         except psutil.NoSuchProcess:
             continue
+
+
+POLL_S = 0.1
+
+
+@contextmanager
+def exclusive(path: Path, timeout_s: float, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock at `path`; StackError when another process keeps it longer than `timeout_s` seconds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _acquire(descriptor, path, timeout_s, progress)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, path: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
+    if _try_lock(descriptor):
+        return
+    progress(f"another command is at work in {path.parent}; waiting for it")
+    deadline = time.monotonic() + timeout_s
+    while not _try_lock(descriptor):
+        if time.monotonic() >= deadline:
+            raise StackError(f"{path} is still held by another command after {timeout_s:.0f} s; wait for it or end it")
+        time.sleep(POLL_S)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# Below the range that Linux and macOS hand to outgoing connections, so that no client of anything sits on a broker's
+# port when the broker comes back.
+CHOICE = range(20_000, 32_000)
+TRIES = 1000
+
+
+def pick_ports(count: int, base_port: int) -> list[int]:
+    """`count` ports: consecutive from `base_port`, or free ones when it is 0."""
+    return list(range(base_port, base_port + count)) if base_port else _free_ports(count)
+
+
+def check_free(ports: Iterable[int]) -> None:
+    """StackError when something listens on one of the ports."""
+    for port in ports:
+        with _bind(port) as bound:
+            if bound is None:
+                raise StackError(
+                    f"port {port} on {HOST} is in use by another program; stop that program, or choose other ports "
+                    "with --port (0 picks free ones for a new --data-dir)"
+                )
+
+
+def _free_ports(count: int) -> list[int]:
+    chosen: list[int] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(TRIES):
+            port = random.SystemRandom().choice(CHOICE)
+            if port not in chosen and held.enter_context(_bind(port)) is not None:
+                chosen.append(port)
+            if len(chosen) == count:
+                return chosen
+    raise StackError(f"no {count} free ports on {HOST} between {CHOICE.start} and {CHOICE.stop}; give --port")
+
+
+@contextlib.contextmanager
+def _bind(port: int) -> Iterator[socket.socket | None]:
+    """A socket bound to the port, or None when it is taken."""
+    with socket.socket() as candidate:
+        # Connections of an earlier broker in TIME_WAIT do not count; a listener does.
+        candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            candidate.bind((HOST, port))
+        except OSError:
+            yield None
+        else:
+            yield candidate

@@ -101,8 +101,8 @@ async def measure(
         for _ in range(min(concurrency, requests)):
             group.create_task(ask_on())
     seconds = time.perf_counter() - begun
-    median, late = _percentiles(latencies)
-    return LoadLevel(concurrency, requests, tokens / seconds, median * MS, late * MS)
+    cuts = quantiles(latencies, n=20, method="inclusive") if len(latencies) > 1 else latencies * 19
+    return LoadLevel(concurrency, requests, tokens / seconds, cuts[9] * MS, cuts[18] * MS)
 
 
 def enough(levels: Sequence[LoadLevel], gain: float) -> LoadLevel | None:
@@ -140,11 +140,3 @@ def _sampled(answer: Mapping[str, Any], address: str) -> int:
         return int(answer["usage"]["completion_tokens"])
     except (KeyError, TypeError, ValueError) as error:
         raise LoadFailed(f"{address} does not say how many tokens it sampled (usage.completion_tokens)") from error
-
-
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
-    """The 50th and the 95th."""
-    if len(values) == 1:
-        return values[0], values[0]
-    cuts = quantiles(values, n=20, method="inclusive")
-    return cuts[9], cuts[18]

@@ -11,22 +11,20 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.local_log import with_reachable_log
-from tidemill.compose.options import given
+from tidemill.compose.options import SettingsOf, given, with_reachable_log
 from tidemill.compose.progress import working
 from tidemill.compose.rows import JsonOption
-from tidemill.compose.weights.operands import version_number
+from tidemill.compose.weights.diff import version_number
 from tidemill.schemas.records import GateDecision, GateVerdict
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.decide import Following
 
-SettingsOf = Callable[[dict[str, Any]], TidemillSettings]
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
 BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")]
@@ -119,12 +117,11 @@ def decide(
     """
     from tidemill.consumers.weights.builder import anchor_exists
     from tidemill.consumers.weights.chain import read_chain
-    from tidemill.consumers.weights.decide import Following, Proposal, decision
+    from tidemill.consumers.weights.decide import Following, decision
     from tidemill.schemas.clock import now_us, to_us
 
     chain = read_chain(settings.kafka, settings.run)
-    proposal = Proposal(verdict, version, reason, decided_by or _operator())
-    made = decision(chain, proposal, now_us(), anchor_exists)
+    made = decision(chain, verdict, version, reason, decided_by or _operator(), now_us(), anchor_exists)
     following = Following(made, chain.head.version, to_us(recent_s))
     for ack in chain.replicas.values():
         following.observe(ack)

@@ -19,18 +19,16 @@ import uvicorn
 from tidemill.consumers.replica.config import Pool, ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
 from tidemill.consumers.replica.join import Joined
-from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.server import build_replica_app, make_server, server_arguments
+from tidemill.consumers.replica.ledger import Identity, Ledger, Write
+from tidemill.consumers.replica.server import ReplicaStatus, build_replica_app, make_server, server_arguments
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
-from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_fetch import ShardSource
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import ChatSettings, RunSettings
-from tidemill.schemas.records import Staleness, WeightAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +40,6 @@ class Running:
     server: uvicorn.Server
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a replica needs from outside: the bytes of deltas, and somewhere to say what it holds."""
-
-    shards: ShardSource
-    say: Callable[[WeightAck | Staleness], None]
-
-
 @asynccontextmanager
 async def running_replica(
     settings: ReplicaSettings,
@@ -58,7 +48,7 @@ async def running_replica(
     state: ReplicaState,
     joined: Joined,
     directory: Path,
-    surroundings: Callable[[], Surroundings],
+    surroundings: Callable[[], tuple[ShardSource, Write]],
 ) -> AsyncIterator[Running]:
     """Start the engine on the joined version, prove it, and put the rest around it.
 
@@ -69,7 +59,8 @@ async def running_replica(
         state: the versions as far as they were read.
         joined: what to start with.
         directory: where whole checkpoints are staged.
-        surroundings: opens the log's clients; called after the engine core, which is a fork, has been started.
+        surroundings: opens the log's clients, and gives the bytes of deltas and a way to say what the replica holds;
+            called after the engine core, which is a fork, has been started.
 
     Raises:
         ReplicaFault: the live tensors are not the joined version.
@@ -88,9 +79,9 @@ async def running_replica(
         stack.callback(engine.shutdown)
         if settings.batch_invariant:
             await engine.require_invariance()
-        outside = surroundings()
-        ledger = Ledger(identity, outside.say, now_us, lambda: state.head)
-        staging = Staging(outside.shards, directory, settings.decode_threads)
+        shards, say = surroundings()
+        ledger = Ledger(identity, say, now_us, lambda: state.head)
+        staging = Staging(shards, directory, settings.decode_threads)
         subscriber = Subscriber(engine, state, joined.mirror, staging, ledger)
         stack.callback(subscriber.close)
         await subscriber.begin(joined.manifest, joined.reason)

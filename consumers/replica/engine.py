@@ -30,8 +30,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.hand_over import handed_over
+from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import register
-from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange

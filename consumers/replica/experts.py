@@ -1,15 +1,19 @@
-"""The order in which a CPU engine keeps the weights of a mixture of experts, learned from its own packing.
+"""The experts of a CPU engine: the order in which it keeps their weights, and to which of them it sent each token.
 
 vLLM's grouped product on a CPU reads each expert's matrix in an order of its own, which it makes once at load; a weight
 that is written in the checkpoint's order afterwards would silently be another weight. The order depends only on the
 matrix's shape, its dtype and the instruction set: it is found by packing a matrix whose elements number themselves.
-
 Keeps true: what is returned is a permutation of an expert's elements, checked element by element.
+
+vLLM's own flag for the experts of a token needs Triton. Here each router tells the ids of the tokens that it computes,
+and they are kept under the slots of the KV cache into which those tokens' keys and values go. A request reads them from
+its blocks when it has ended. So a prefix that was found in the cache has the ids of its computation, whichever request
+that was; a prompt computed in pieces has those of every piece; and where a version came in the middle, each token has
+the ids of the version that computed its keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +21,10 @@ import numpy as np
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
 from tidemill.consumers.replica.weight_map import Indices, UnsupportedModelError
+from tidemill.schemas.expert_ids import ExpertIds
 
 _PACKED = ("w13_weight", "w2_weight")
 _AS_LOADED = "TritonExperts"
@@ -35,7 +41,11 @@ def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
     """
     orders: dict[str, Indices] = {}
     known: set[str] = set()
-    for prefix, experts, layer in _expert_layers(model):
+    for prefix, layer in model.named_modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is None:
+            continue
+        experts = kernel.fused_experts
         kind = type(experts).__name__
         if kind != _AS_LOADED and not isinstance(experts, CPUUnquantizedExperts):
             raise UnsupportedModelError(
@@ -45,24 +55,16 @@ def orders_of_experts(model: torch.nn.Module) -> dict[str, Indices]:
         for name in _PACKED:
             known.add(f"{prefix}.{name}")
             if kind != _AS_LOADED and not experts._use_zentorch:
-                orders[f"{prefix}.{name}"] = _order_of(getattr(layer, name), experts.isa)
+                weight = getattr(layer, name)
+                if not weight.is_contiguous() or weight.storage_offset():
+                    raise UnsupportedModelError(
+                        f"experts of shape {tuple(weight.shape)} are a view of something else: not mapped"
+                    )
+                orders[f"{prefix}.{name}"] = packed_order(weight.shape[1], weight.shape[2], weight.dtype, experts.isa)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 2 and name not in known:
             raise UnsupportedModelError(f"parameter {name} holds experts whose kernel is not known: not mapped")
     return orders
-
-
-def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any, torch.nn.Module]]:
-    for prefix, layer in model.named_modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            yield prefix, kernel.fused_experts, layer
-
-
-def _order_of(weight: torch.Tensor, isa: str) -> Indices:
-    if not weight.is_contiguous() or weight.storage_offset():
-        raise UnsupportedModelError(f"experts of shape {tuple(weight.shape)} are a view of something else: not mapped")
-    return packed_order(weight.shape[1], weight.shape[2], weight.dtype, isa)
 
 
 @lru_cache(maxsize=8)
@@ -86,3 +88,50 @@ def packed_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Indic
             f"packing a {rows} x {columns} {dtype} matrix for {isa!r} loses elements: not mapped"
         )
     return order
+
+
+class ExpertCapture:
+    """The expert ids of every token in the KV cache of one rank.
+
+    Args:
+        runner: vLLM's model runner (V1).
+
+    Raises UnsupportedModelError for a model without experts, with routers that tell no ids, or with several KV caches.
+    """
+
+    def __init__(self, runner: Any) -> None:  # noqa: ANN401 - vLLM is read without its types
+        model, caches = runner.model_config, runner.kv_cache_config.kv_cache_groups
+        experts = model.get_num_experts()
+        if not experts:
+            raise UnsupportedModelError("replica.expert_ids: the model has no experts; set it to false")
+        if len(caches) != 1:
+            raise UnsupportedModelError(
+                f"replica.expert_ids: the layers keep {len(caches)} kinds of KV cache, and the ids go with one; set it "
+                "to false"
+            )
+        self._runner = runner
+        self._block = int(caches[0].kv_cache_spec.block_size)
+        # One more for tokens that have no slot (-1), which pad a batch.
+        slots = runner.kv_cache_config.num_blocks * self._block + 1
+        shape = (slots, model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
+        self._ids = np.zeros(shape, np.uint8 if experts <= 256 else np.uint16)
+        try:
+            bind_routed_experts_capturer(runner.model, self)
+        except ValueError as error:
+            raise UnsupportedModelError(f"replica.expert_ids: {error}") from error
+
+    def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        """Keep the ids [tokens, top_k] of a layer for the tokens that are being computed; vLLM's routers call it."""
+        slots = self._runner.input_batch.block_table[0].slot_mapping.gpu[: len(topk_ids)]
+        self._ids[slots.numpy(), layer_id] = topk_ids.numpy()
+
+    def ids_of(self, request_id: str) -> ExpertIds:
+        """The ids of all tokens but the last of a request that has ended, from `routed_experts_prompt_start` on.
+
+        To be asked for between the engine step that ended the request and the next one. Raises KeyError later.
+        """
+        request = self._runner.requests[request_id]
+        places = np.arange(request.sampling_params.routed_experts_prompt_start, request.num_tokens - 1)
+        blocks = np.array(request.block_ids[0], np.int64)
+        found: ExpertIds = self._ids[blocks[places // self._block] * self._block + places % self._block]
+        return found

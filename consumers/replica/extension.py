@@ -22,8 +22,7 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 import torch
 
-from tidemill.consumers.replica.expert_capture import ExpertCapture
-from tidemill.consumers.replica.experts import orders_of_experts
+from tidemill.consumers.replica.experts import ExpertCapture, orders_of_experts
 from tidemill.consumers.replica.hand_over import taken_over
 from tidemill.consumers.replica.holdings import HeldBoxes
 from tidemill.consumers.replica.invariant import require_tokenwise

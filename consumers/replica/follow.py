@@ -9,34 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
-from tidemill.consumers.replica.state import Said
+from tidemill.consumers.replica.subscriber import Subscriber
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.liveness import Liveness
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, Manifest, SkipDelta
 
 IDLE_S = 0.25
 """How often what failed for want of time is looked at again while nothing new arrives."""
 
 BATCH = 500
-
-
-class RecordLog(Protocol):
-    """The part of a `LogReader` on the followed topics that is used here."""
-
-    def poll(self, timeout_s: float, max_records: int) -> list[ConsumedRecord]:
-        """The next records."""
-
-
-class Acting(Protocol):
-    """The part of a `Subscriber` that is used here."""
-
-    def receive(self, record: Said) -> None:
-        """Take in what a record says."""
-
-    async def advance(self) -> None:
-        """Go where the records so far lead."""
 
 
 class Follower:
@@ -53,8 +36,8 @@ class Follower:
 
     def __init__(
         self,
-        subscriber: Acting,
-        log: RecordLog,
+        subscriber: Subscriber,
+        log: LogReader,
         bury: Callable[[ConsumedRecord, str], None],
         poll_interval_s: float,
         acting: Liveness | None = None,
@@ -83,7 +66,11 @@ class Follower:
         while not (self._ended or stop.is_set()):
             check()
             for located in await asyncio.to_thread(self._log.poll, self._poll_interval_s, BATCH):
-                self._take(located)
+                if isinstance(located.record, Manifest | SkipDelta | GateDecision):
+                    self._subscriber.receive(located.record)
+                else:
+                    kind = type(located.record).__name__
+                    self._bury(located, located.error or f"a {kind} is not followed by a replica")
                 self._news.set()
 
     async def _act(self, stop: asyncio.Event) -> None:
@@ -96,9 +83,3 @@ class Follower:
                 await asyncio.wait_for(self._news.wait(), IDLE_S)
             except TimeoutError:
                 continue
-
-    def _take(self, located: ConsumedRecord) -> None:
-        if isinstance(located.record, Manifest | SkipDelta | GateDecision):
-            self._subscriber.receive(located.record)
-        else:
-            self._bury(located, located.error or f"a {type(located.record).__name__} is not followed by a replica")

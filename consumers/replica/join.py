@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.staging import Staging
-from tidemill.consumers.replica.state import Move, ReplicaState
+from tidemill.consumers.replica.state import ReplicaState
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, open_fetcher
 from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
@@ -61,26 +61,24 @@ def join(
     ):
         for located in records.read_to_end():
             _observe(state, located.record)
-        waiting = False
+        said = False
         while not stopped():
-            built = _build(state, staging)
-            if built is not None:
-                return Joined(built.manifest, built.mirror, built.directory, records.next_offsets(), built.reason)
-            waiting = waiting or _say_waiting(settings)
-            _check_deadline(deadline, settings)
+            joined = _build(state, staging, records)
+            if joined is not None:
+                return joined
+            if not said:
+                logger.warning(
+                    "%s waits for a version with an anchor that the gate lets it serve: is the trainer running?",
+                    settings.replica_id,
+                )
+                said = True
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no usable anchor was published within {settings.anchor_wait_s:g} s: start the trainer"
+                )
             for located in records.poll(settings.poll_interval_s):
                 _observe(state, located.record)
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """A version that was reached."""
-
-    manifest: Manifest
-    mirror: Mirror
-    directory: Path
-    reason: str
 
 
 def _observe(state: ReplicaState, record: object) -> None:
@@ -91,7 +89,7 @@ def _observe(state: ReplicaState, record: object) -> None:
             logger.warning("%s", objection)
 
 
-def _build(state: ReplicaState, staging: Staging) -> _Built | None:
+def _build(state: ReplicaState, staging: Staging, records: LogReader) -> Joined | None:
     while (move := state.plan()) is not None:
         mirror = Mirror()
         try:
@@ -108,23 +106,7 @@ def _build(state: ReplicaState, staging: Staging) -> _Built | None:
         else:
             prepared.draft.keep()
             logger.warning("version %d: %s", move.target.version, move.reason)
-            return _Built(move.target, mirror, _checkpoint(move, mirror, prepared.anchor, staging), move.reason)
+            assert prepared.anchor is not None, "with nothing loaded every path begins with an anchor"
+            directory = staging.checkpoint(mirror, prepared.anchor) if move.path.deltas else prepared.anchor
+            return Joined(move.target, mirror, directory, records.next_offsets(), move.reason)
     return None
-
-
-def _checkpoint(move: Move, mirror: Mirror, anchor: Path | None, staging: Staging) -> Path:
-    assert anchor is not None, "with nothing loaded every path begins with an anchor"
-    return staging.checkpoint(mirror, anchor) if move.path.deltas else anchor
-
-
-def _say_waiting(settings: ReplicaSettings) -> bool:
-    logger.warning(
-        "%s waits for a version with an anchor that the gate lets it serve: is the trainer running?",
-        settings.replica_id,
-    )
-    return True
-
-
-def _check_deadline(deadline: float | None, settings: ReplicaSettings) -> None:
-    if deadline is not None and time.monotonic() > deadline:
-        raise TimeoutError(f"no usable anchor was published within {settings.anchor_wait_s:g} s: start the trainer")

@@ -1,13 +1,56 @@
-"""The replica's side of `weights.acks` and `staleness`: what it holds, proved or not, at what cost and lag."""
+"""The replica's side of `weights.acks` and `staleness`: what it holds, proved or not, at what cost and lag.
+
+Its record of lag is the trainer's `Staleness` with stage "serve". Its one `LagCount` counts requests, not tokens:
+`tokens` is the number of requests that were in flight when the version was served, 0 where none was or the version was
+refused. Records of another stage are the trainer's and count trained tokens: every reader picks its stage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tidemill.consumers.replica.lag import serving_lag
-from tidemill.consumers.replica.proof import Applied
-from tidemill.schemas.records import AckStatus, Manifest, Staleness, WeightAck
+from tidemill.schemas.records import AckStatus, LagCount, Manifest, Staleness, WeightAck
+
+
+class WriteRefusedError(ValueError):
+    """Ranks of the engine could not write a version; the message names them and the reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What one in-place update cost the engine; milliseconds."""
+
+    apply_ms: float
+    pause_ms: float
+    """How long the engine's loop was held, between two steps."""
+    decode_step_ms: float
+    """The engine's own median time between steps over the last seconds; 0 when idle."""
+    requests_in_flight: int
+    stage_ms: float = 0.0
+    """How long the slowest rank prepared its write before the engine was held, while tokens flowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Fingerprints computed from the engine's live tensors."""
+
+    total: str
+    """Sum over the tensors, hexadecimal; empty when an element is no version's value."""
+    tensors: Mapping[str, str]
+    damage: str
+    """Why there is no fingerprint; empty when there is one."""
+    proof_ms: float
+
+    def objection(self, expected: str, tensors: Mapping[str, str]) -> str:
+        """Why the live tensors are not the version with these fingerprints; empty when they are."""
+        if self.damage:
+            return self.damage
+        wrong = sorted(name for name, value in tensors.items() if self.tensors.get(name) != value)
+        if wrong:
+            return f"{len(wrong)} live tensors are not the version's, the first is {wrong[0]}"
+        return "" if self.total == expected else "the live tensors' fingerprints do not add up to the version's"
+
 
 Write = Callable[[WeightAck | Staleness], None]
 
@@ -107,3 +150,26 @@ class Ledger:
             requests_in_flight=applied.requests_in_flight,
             at=self._now_us(),
         )
+
+
+STAGE = "serve"
+
+
+def serving_lag(ack: WeightAck, step: int, head: int) -> Staleness:
+    """The lag that goes with an acknowledgement.
+
+    Args:
+        ack: what the replica just said.
+        step: the optimizer step of the version that it speaks of.
+        head: the newest version that the replica has seen in the log.
+    """
+    return Staleness(
+        run_id=ack.run_id,
+        replica_id=ack.replica_id,
+        region=ack.region,
+        stage=STAGE,
+        step=step,
+        version=ack.serving_version,
+        lag=[LagCount(lag=max(0, head - ack.serving_version), tokens=ack.requests_in_flight)],
+        at=ack.at,
+    )

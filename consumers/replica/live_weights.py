@@ -81,11 +81,15 @@ class LiveWeights:
         self._layouts = dict(layouts)
         used = {layout.parameter for layout in held.values()}
         self._storage = {name: _storage_of(name, parameters[name]) for name in used}
-        self._patterns = {spec.name: _pattern_type(spec) for spec in tensors}
+        self._patterns = {spec.name: np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1]) for spec in tensors}
         self._lengths = {spec.name: spec.n_elements for spec in tensors}
         self._writes = 0
         for name, layout in held.items():
-            _check_layout(name, layout, self._storage[layout.parameter])
+            storage = self._storage[layout.parameter]
+            if layout.order.size and not isinstance(storage, HostStorage):
+                raise UnsupportedModelError(f"{layout.parameter} was reordered on a GPU: not mapped")
+            if layout.last >= storage.size or (layout.order.size and storage.size % layout.order.size):
+                raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")
 
     @property
     def names(self) -> list[str]:
@@ -119,7 +123,11 @@ class LiveWeights:
             self._check(change)
             if self._layouts[change.name].boxes:
                 by_parameter.setdefault(self._layouts[change.name].parameter, []).append(change)
-        return WeightWrite(tuple(self._patch(parameter, found) for parameter, found in by_parameter.items()), after)
+        patches = []
+        for parameter, found in by_parameter.items():
+            placed = [(self._layouts[change.name], change.indices, change.bits) for change in found]
+            patches.append(Patch(parameter, *self._storage[parameter].find(placed)))
+        return WeightWrite(tuple(patches), after)
 
     def commit(self, write: WeightWrite) -> None:
         """Write what was prepared. Raises ValueError, before it writes, when something else was written since."""
@@ -198,10 +206,6 @@ class LiveWeights:
         if len(change.indices) and not 0 <= change.indices.min() <= change.indices.max() < length:
             raise ValueError(f"{change.name}: an index is outside its {length} elements")
 
-    def _patch(self, parameter: str, changes: Sequence[ElementChange]) -> Patch:
-        found = [(self._layouts[change.name], change.indices, change.bits) for change in changes]
-        return Patch(parameter, *self._storage[parameter].find(found))
-
 
 def _storage_of(name: str, parameter: torch.nn.Parameter) -> HostStorage | DeviceStorage:
     if parameter.element_size() not in _VIEWS:
@@ -211,14 +215,3 @@ def _storage_of(name: str, parameter: torch.nn.Parameter) -> HostStorage | Devic
     if parameter.device.type != HOST:
         return DeviceStorage(whole.view(as_int))
     return HostStorage(whole.view(as_int).numpy().view(as_bits))
-
-
-def _pattern_type(spec: TensorSpec) -> np.dtype[Any]:
-    return np.dtype(_VIEWS[getattr(torch, spec.dtype).itemsize][1])
-
-
-def _check_layout(name: str, layout: Layout, storage: HostStorage | DeviceStorage) -> None:
-    if layout.order.size and not isinstance(storage, HostStorage):
-        raise UnsupportedModelError(f"{layout.parameter} was reordered on a GPU: not mapped")
-    if layout.last >= storage.size or (layout.order.size and storage.size % layout.order.size):
-        raise UnsupportedModelError(f"{name} does not fit into {layout.parameter}: not mapped")

@@ -24,8 +24,10 @@ import logging
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import wait
+from statistics import median
 from typing import Any
 
 import vllm.model_executor.layers.utils as linear_layers
@@ -37,7 +39,6 @@ from vllm.v1.engine.core import EngineCore
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
-from tidemill.consumers.replica.step_clock import StepClock
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.fingerprint import ZERO
 from tidemill.kernels.weights.bits import TensorSpec
@@ -257,3 +258,26 @@ def register() -> None:
             setattr(EngineCore, name, method)
         if fixed_shapes():
             register_backend(AttentionBackendEnum.CPU_ATTN, f"{_INVARIANT}.TokenwiseAttention")
+
+
+_WINDOW_S = 5.0
+_KEPT = 1024
+
+
+class StepClock:
+    """Time from one finished engine step to the next while requests are running."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._previous_end: float | None = None
+
+    def record(self, start: float, end: float, busy_after: bool) -> None:
+        """Note a step over [start, end) seconds; `busy_after` tells whether requests remain to be decoded."""
+        begin = start if self._previous_end is None else self._previous_end
+        self._gaps.append((end, end - begin))
+        self._previous_end = end if busy_after else None
+
+    def median_ms(self, now: float) -> float:
+        """Median milliseconds between steps over the last seconds; 0 when idle."""
+        recent = [gap for end, gap in self._gaps if now - end <= _WINDOW_S]
+        return 1e3 * median(recent) if recent else 0.0

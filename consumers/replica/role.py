@@ -11,21 +11,21 @@ import logging
 import signal
 import socket
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 import uvloop
 
-from tidemill.consumers.replica.assembly import Running, Surroundings, running_replica
+from tidemill.consumers.replica.assembly import Running, running_replica
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
+from tidemill.consumers.replica.ledger import Write
 from tidemill.consumers.replica.server import server_arguments
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import ReplicaFault
-from tidemill.kernels.weights.delta_fetch import open_fetcher
+from tidemill.kernels.weights.delta_fetch import ShardSource, open_fetcher
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.http_room import bind
@@ -63,12 +63,11 @@ class Replica:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
         with closing(bind(self._settings.host, self._settings.port, "replica.port")) as listener:
-            joined = await asyncio.to_thread(self._join)
+            joined = await asyncio.to_thread(
+                join, self._kafka, self._settings, self._state, self._directory, self._stop.is_set
+            )
             if joined is not None:
                 await self._serve(joined, listener)
-
-    def _join(self) -> Joined | None:
-        return join(self._kafka, self._settings, self._state, self._directory, self._stop.is_set)
 
     async def _serve(self, joined: Joined, listener: socket.socket) -> None:
         settings = self._settings
@@ -79,7 +78,9 @@ class Replica:
             )  # fmt: skip
             async with replica as running:
                 producer = stack.enter_context(RecordProducer(self._kafka, f"{settings.replica_id}-dead-letters"))
-                records = stack.enter_context(self._reader(FOLLOWED, joined.offsets))
+                client_id = f"{settings.replica_id}-{FOLLOWED[0].value}"
+                log = LogReader(self._kafka, FOLLOWED, start=joined.offsets, client_id=client_id)
+                records = stack.enter_context(log)
                 host, port = listener.getsockname()[:2]
                 form = joined.manifest.serving_format
                 values = f" (values of {form}, dequantised)" if form else ""
@@ -96,9 +97,15 @@ class Replica:
             follower = Follower(
                 running.subscriber, records, bury, settings.poll_interval_s, acting, settings.move_timeout_s
             )
-            await follower.run(self._stop, partial(_check_engine, running, reading))
 
-    def _surroundings(self, stack: ExitStack) -> Surroundings:
+            def check() -> None:
+                reading.beat("polling the log")
+                if running.engine.errored:
+                    raise ReplicaFault("the engine core died: see its log above; the replica must be started again")
+
+            await follower.run(self._stop, check)
+
+    def _surroundings(self, stack: ExitStack) -> tuple[ShardSource, Write]:
         producer = stack.enter_context(RecordProducer(self._kafka, self._settings.replica_id))
 
         def say(record: WeightAck | Staleness) -> None:
@@ -113,7 +120,7 @@ class Replica:
             settings.replica_id,
             settings.fetch_bytes,
         )
-        return Surroundings(stack.enter_context(fetcher), say)
+        return stack.enter_context(fetcher), say
 
     def _bury(self, producer: RecordProducer) -> Callable[[ConsumedRecord, str], None]:
         names = Names(self._kafka.topic_prefix)
@@ -141,12 +148,3 @@ class Replica:
                 logger.warning("stopping: %d requests were not answered within %g s and are aborted", ended, GRACE_S)
             await asyncio.wait({serving}, timeout=0.1)
         await asyncio.gather(serving, follower, stopped)
-
-    def _reader(self, topics: Sequence[Topic], start: str | Mapping[tuple[Topic, int], int]) -> LogReader:
-        return LogReader(self._kafka, topics, start=start, client_id=f"{self._settings.replica_id}-{topics[0].value}")
-
-
-def _check_engine(running: Running, reading: Liveness) -> None:
-    reading.beat("polling the log")
-    if running.engine.errored:
-        raise ReplicaFault("the engine core died: see its log above; the replica must be started again")

@@ -20,7 +20,7 @@ import logging
 from argparse import Namespace, _AppendAction
 from collections.abc import Callable
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import uvicorn
@@ -36,12 +36,41 @@ from tidemill.consumers.replica.chat_route import CHAT_PATH, chat_route
 from tidemill.consumers.replica.completions import ChatCompletion, VersionedCompletion
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.engine import ReplicaEngine
-from tidemill.consumers.replica.status import ReplicaStatus
 from tidemill.consumers.replica.versions import IncarnationOf
 from tidemill.consumers.replica.vllm_args import flags
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_server import BoundedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica now. Times in microseconds since the Unix epoch, durations in milliseconds."""
+
+    replica_id: str
+    region: str
+    run_id: str
+    branch: str
+    pool: str
+    """The pool that it serves in; empty for none."""
+    pid: int
+    incarnation: str
+    started_at: int
+    version: int
+    """The version served, proved from the live tensors."""
+    fingerprint: str
+    serving_format: str
+    """Format of few bits whose values its weights are, dequantised; empty where they are of none."""
+    head: int
+    """Newest version seen in the log."""
+    applied: int
+    """Versions applied in place by this process."""
+    refused: int
+    """Versions refused by this process."""
+    last_pause_ms: float
+    last_reason: str
+    """Why the last version was refused; empty when none was."""
+
 
 CANCEL_AFTER_S = 10.0
 """Seconds after the beginning of a shutdown when the server cancels requests that have not ended."""

@@ -94,11 +94,14 @@ class ReplicaState:
         """Where to go now; None to stay. The same answer until something is observed or reported."""
         if self._pool is not Pool.ALL:
             return self._plan_in_pool()
-        notice = "" if self._serving is None else self._gate.notice(self._serving)
-        for version in self._candidates(go_back=bool(notice)):
-            path = self._graph.path(version, self._serving)
+        serving = self._serving
+        notice = "" if serving is None else self._gate.notice(serving)
+        for version in sorted(self._graph.manifests, reverse=True):
+            # To an older version only on notice.
+            stays = serving is not None and (version == serving if notice else version <= serving)
+            path = None if stays or self._gate.objection(version) else self._graph.path(version, serving)
             if path is not None:
-                return Move(self._graph.manifests[version], path, notice or _reason(path, self._serving))
+                return Move(self._graph.manifests[version], path, notice or _reason(path, serving))
         return None
 
     def refusals(self) -> list[Refuse]:
@@ -110,7 +113,15 @@ class ReplicaState:
         found = self._passed_over()
         refused = [self._graph.manifests[version] for version in found if version not in self._answered]
         self._answered.update(found)
-        return [*self._stuck(), *(Refuse(manifest, self._objection(manifest)) for manifest in refused)]
+        served = "nothing" if self._serving is None else f"version {self._serving}"
+        told = self._stuck()
+        for manifest in refused:
+            unreached = (
+                f"version {manifest.version} has parent {manifest.parent}, {served} is served, and no usable delta or "
+                "anchor leads to it"
+            )
+            told.append(Refuse(manifest, self._gate.objection(manifest.version) or unreached))
+        return told
 
     def proved(self, version: int) -> None:
         """The live tensors were proved to be `version`, which is served from now on."""
@@ -165,20 +176,6 @@ class ReplicaState:
         if not notice or notice == said or self._serving is None:
             return []
         return [Refuse(self._graph.manifests[self._serving], f"{notice}; no usable anchor leads away from it")]
-
-    def _candidates(self, go_back: bool) -> list[int]:
-        """The versions that may be gone to, the best first."""
-        serving = self._serving
-        found = (v for v in self._graph.manifests if serving is None or (v != serving if go_back else v > serving))
-        return sorted((version for version in found if not self._gate.objection(version)), reverse=True)
-
-    def _objection(self, manifest: Manifest) -> str:
-        forbidden = self._gate.objection(manifest.version)
-        served = "nothing" if self._serving is None else f"version {self._serving}"
-        return forbidden or (
-            f"version {manifest.version} has parent {manifest.parent}, {served} is served, and no usable delta or "
-            "anchor leads to it"
-        )
 
 
 def _reason(path: UpdatePath, serving: int | None) -> str:

@@ -14,21 +14,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from tidemill.consumers.replica.ledger import Ledger, Timings
-from tidemill.consumers.replica.patience import Patience
-from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
+from tidemill.consumers.replica.ledger import Applied, Ledger, Proof, Timings, WriteRefusedError
 from tidemill.consumers.replica.staging import Prepared, Staging
 from tidemill.consumers.replica.state import Move, ReplicaState, Said
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError
-from tidemill.kernels.weights.mirror import ElementChange, Mirror
+from tidemill.kernels.weights.mirror import Mirror
 from tidemill.kernels.weights.rebuild import RefusedAnchorError, RefusedDeltaError
 from tidemill.schemas.records import AckStatus, Manifest
+
+if TYPE_CHECKING:
+    from tidemill.consumers.replica.engine import ReplicaEngine
+
+FIRST_S = 0.5
+LONGEST_S = 30.0
+
+
+class Patience:
+    """Waits twice as long after each failure in a row."""
+
+    def __init__(self) -> None:
+        self._wait_s = FIRST_S
+        self._until = float("-inf")
+
+    def failed(self, now: float) -> None:
+        """A try failed at `now`."""
+        self._until = now + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_S)
+
+    def succeeded(self) -> None:
+        """A try succeeded."""
+        self._wait_s, self._until = FIRST_S, float("-inf")
+
+    def may_try(self, now: float) -> bool:
+        """Whether it is time to try again."""
+        return now >= self._until
+
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -39,26 +64,12 @@ class ReplicaFault(RuntimeError):
     """The engine cannot be brought to a proved version: the process must be replaced."""
 
 
-class Engine(Protocol):
-    """The part of `ReplicaEngine` that the subscriber drives."""
-
-    async def apply(self, changes: Sequence[ElementChange], version: int) -> Applied:
-        """Write changed elements and serve `version`. Raises WriteRefusedError."""
-
-    async def load(self, directory: Path, version: int) -> Applied:
-        """Overwrite everything from a directory and serve `version`. Raises WriteRefusedError."""
-
-    async def undo(self) -> None:
-        """Take the last `apply` back. Raises WriteRefusedError."""
-
-    async def prove(self) -> Proof:
-        """Fingerprint the live tensors."""
-
-
 class Subscriber:
     """Carries out the plans for one engine. `receive` at any time, `advance` one at a time, in one event loop."""
 
-    def __init__(self, engine: Engine, state: ReplicaState, mirror: Mirror, staging: Staging, ledger: Ledger) -> None:
+    def __init__(
+        self, engine: ReplicaEngine, state: ReplicaState, mirror: Mirror, staging: Staging, ledger: Ledger
+    ) -> None:
         self._engine, self._state, self._mirror = engine, state, mirror
         self._staging, self._ledger = staging, ledger
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tidemill-staging")
@@ -143,7 +154,11 @@ class Subscriber:
         again = self._write_whole == target.version
         whole = prepared.whole or again
         try:
-            applied = await self._write(prepared, target.version, whole)
+            if whole:
+                directory = await self.in_thread(self._staging.save, self._mirror)
+                applied = await self._engine.load(directory, target.version)
+            else:
+                applied = await self._engine.apply(prepared.changes, target.version)
         except WriteRefusedError as error:
             try:
                 await self._take_back(target, prepared, whole)
@@ -165,12 +180,6 @@ class Subscriber:
         status = AckStatus.ANCHORED if again or move.path.anchor is not None else AckStatus.PROVED
         self._ledger.served(status, target, applied, times, move.reason)
 
-    async def _write(self, prepared: Prepared, version: int, whole: bool) -> Applied:
-        if not whole:
-            return await self._engine.apply(prepared.changes, version)
-        directory = await self.in_thread(self._staging.save, self._mirror)
-        return await self._engine.load(directory, version)
-
     async def _take_back(self, target: Manifest, prepared: Prepared, whole: bool) -> None:
         """Return to the last proved version: by undoing the write, else by writing the whole mirror.
 
@@ -184,14 +193,11 @@ class Subscriber:
         with suppress(WriteRefusedError):  # nothing was written, or a rank cannot take it back: the proof tells
             await self._engine.undo()
         if self._objection_to_mirror(await self._engine.prove()):
-            await self._write_mirror()
-
-    async def _write_mirror(self) -> None:
-        directory = await self.in_thread(self._staging.save, self._mirror)
-        await self._engine.load(directory, self._mirror.version)
-        objection = self._objection_to_mirror(await self._engine.prove())
-        if objection:
-            raise ReplicaFault(f"version {self._mirror.version} was written in full and is not there: {objection}")
+            directory = await self.in_thread(self._staging.save, self._mirror)
+            await self._engine.load(directory, self._mirror.version)
+            objection = self._objection_to_mirror(await self._engine.prove())
+            if objection:
+                raise ReplicaFault(f"version {self._mirror.version} was written in full and is not there: {objection}")
 
     def _objection_to_mirror(self, proof: Proof) -> str:
         return proof.objection(self._mirror.fingerprint.hex(), self._mirror.fingerprints)

@@ -65,7 +65,12 @@ class SpanNews:
     async def told(self, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Server-sent events, with `weight_versions` and their incarnation in the choices that there is news of."""
         async for event in events:
-            yield self._extended(event) if self._news else event
+            if self._news and event.startswith(_EVENT + "{"):
+                chunk = json.loads(event.removeprefix(_EVENT))
+                self.extend(chunk)
+                yield f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            else:
+                yield event
 
     def extend(self, chunk: dict[str, Any]) -> None:
         """Write what there is news of into the choices of a chunk."""
@@ -74,10 +79,3 @@ class SpanNews:
             if spans is not None:
                 choice["weight_versions"] = spans
                 choice["weight_incarnation"] = incarnation_said(spans, self._incarnation_of)
-
-    def _extended(self, event: str) -> str:
-        if not event.startswith(_EVENT + "{"):
-            return event
-        chunk = json.loads(event.removeprefix(_EVENT))
-        self.extend(chunk)
-        return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -14,8 +14,7 @@ patterns; an fp32 engine holds bf16 bits in the upper half of each element.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -70,18 +69,18 @@ def record_map(
     layouts: dict[str, Layout] = {}
     for spec in tensors:
         copies = _record_copies(model, spec, owners)
-        parameter = _only_parameter(spec, copies)
+        found = sorted({copy.parameter for copy in copies})
+        if len(found) > 1:
+            raise UnsupportedModelError(
+                f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}"
+            )
+        parameter = found[0] if found else ""
         shift = _shift(spec, parameter, parameters[parameter]) if parameter else 0
         layouts[spec.name] = Layout.of(parameter, _boxes_of(spec, copies), orders.get(parameter), shift)
-    _check_parameters(owners, layouts)
+    unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values() if layout.boxes})
+    if unfed:
+        raise UnsupportedModelError(f"the checkpoint names no tensor for the engine's {', '.join(unfed)}")
     return layouts
-
-
-def _only_parameter(spec: TensorSpec, copies: Iterable[_Copy]) -> str:
-    found = sorted({copy.parameter for copy in copies})
-    if len(found) > 1:
-        raise UnsupportedModelError(f"{spec.name} lies in {len(found)} of the engine's parameters: {', '.join(found)}")
-    return found[0] if found else ""
 
 
 def _shift(spec: TensorSpec, name: str, parameter: torch.Tensor) -> int:
@@ -103,16 +102,6 @@ def _owners(model: torch.nn.Module) -> dict[int, str]:
     return owners
 
 
-@contextmanager
-def _copy_spy(spy: Callable[..., torch.Tensor]) -> Iterator[None]:
-    original = torch.Tensor.copy_
-    torch.Tensor.copy_ = spy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.copy_ = original  # type: ignore[method-assign]
-
-
 def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int, str]) -> list[_Copy]:
     source = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
     storage = source.untyped_storage()._cdata
@@ -130,16 +119,15 @@ def _record_copies(model: torch.nn.Module, spec: TensorSpec, owners: Mapping[int
         copies.append(_Copy(owner, target_start, source_start, tuple(target.shape), *strides))
         return target
 
-    with _copy_spy(spy):
-        _load_one(model, spec.name, source)
-    return copies
-
-
-def _load_one(model: Any, name: str, tensor: torch.Tensor) -> None:  # noqa: ANN401 - vLLM models share no base class
+    loader: Any = model  # vLLM's models share no base class
+    torch.Tensor.copy_ = spy  # type: ignore[method-assign, assignment]
     try:
-        model.load_weights([(name, tensor)])
+        loader.load_weights([(spec.name, source)])
     except (KeyError, ValueError, AttributeError) as error:
-        raise UnsupportedModelError(f"the engine has no place for checkpoint tensor {name}: {error}") from error
+        raise UnsupportedModelError(f"the engine has no place for checkpoint tensor {spec.name}: {error}") from error
+    finally:
+        torch.Tensor.copy_ = original  # type: ignore[method-assign]
+    return copies
 
 
 def _boxes_of(spec: TensorSpec, copies: Iterable[_Copy]) -> list[Box]:
@@ -164,9 +152,3 @@ def _box_of(spec: TensorSpec, copy: _Copy) -> Box:
     if axes or min(pitch, step) < row:
         raise UnsupportedModelError(f"{spec.name} lies in {copy.parameter} with gaps or in another order: not mapped")
     return Box(copy.source, copy.target, rows, row, pitch, step)
-
-
-def _check_parameters(owners: Mapping[int, str], layouts: Mapping[str, Layout]) -> None:
-    unfed = sorted(set(owners.values()) - {layout.parameter for layout in layouts.values() if layout.boxes})
-    if unfed:
-        raise UnsupportedModelError(f"the checkpoint names no tensor for the engine's {', '.join(unfed)}")

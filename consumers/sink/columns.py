@@ -120,11 +120,26 @@ class Schema:
         if leaf is not None:
             yield scalar_column(name, leaf, nullable)
         elif _is_bytes(kind):
-            yield _packed_column(name, _dtype(kind)) if _dtype(kind) else _size_column(name)
+            code = _dtype(kind)
+            if code:
+                yield Column(
+                    name,
+                    f"Array({PACKED[code]})",
+                    name,
+                    lambda of: packed_lists(of.offsets(name), of.values(name), np.dtype(f"<{code}")),
+                )
+            else:
+                yield Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
         elif kind["type"] == "record":
             yield from self._flattened(name, kind)
         elif kind["type"] == "map" and kind["values"] in ("double", "long"):
-            yield _map_column(name, PRIMITIVES[kind["values"]])
+            number = PRIMITIVES[kind["values"]]
+            yield Column(
+                name,
+                f"Map(String, {number.clickhouse})",
+                name,
+                lambda of: map_array(of.offsets(name), of.items(name), of.values(name), number.arrow),
+            )
         elif kind["type"] == "array":
             yield from self._of_array(name, self.resolve(kind["items"]))
         else:
@@ -140,7 +155,10 @@ class Schema:
     def _of_array(self, name: str, items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
         leaf = self.leaf(items)
         if leaf is not None:
-            yield _list_column(name, leaf)
+            array = leaf.array
+            yield Column(
+                name, f"Array({leaf.clickhouse})", name, lambda of: list_array(of.offsets(name), array(of.items(name)))
+            )
             return
         for field in items["fields"]:
             yield from self._of_item(name, field["name"], field["type"])
@@ -149,9 +167,23 @@ class Schema:
         kind, nullable = self.optional(declared)
         leaf = self.leaf(kind)
         if leaf is not None:
-            yield _nested_column(name, sub, leaf, nullable)
+            array = leaf.array
+            yield Column(
+                f"{name}.{sub}",
+                f"Array({_nullable(leaf, nullable)})",
+                f"{name}.{sub}",
+                lambda of: list_array(of.offsets(name), array(of.values(name, sub))),
+            )
         elif _is_bytes(kind):
-            yield _concatenated_column(name, sub, _dtype(kind))
+            code = _dtype(kind)
+            if not code:
+                raise TypeError(f"field {name}.{sub}: bytes within a list need the logical type le-array")
+            yield Column(
+                sub,
+                f"Array({PACKED[code]})",
+                f"{name}.{sub}",
+                lambda of: packed_lists(of.record_offsets(name, sub), of.values(name, sub), np.dtype(f"<{code}")),
+            )
         elif kind["type"] == "array":
             yield from self._of_inner_array(name, sub, self.resolve(kind["items"]))
         else:
@@ -160,9 +192,21 @@ class Schema:
     def _of_inner_array(self, name: str, sub: str, items: Any) -> Iterator[Column]:  # noqa: ANN401 - a JSON tree
         leaf = self.leaf(items)
         if leaf is not None:
-            yield _nested_list_column(name, sub, leaf)
+            array = leaf.array
+            yield Column(
+                f"{name}.{sub}",
+                f"Array(Array({leaf.clickhouse}))",
+                f"{name}.{sub}",
+                lambda of: list_array(of.offsets(name), list_array(of.offsets(name, sub), array(of.items(name, sub)))),
+            )
             return
-        yield _outer_index_column(name, sub)
+
+        def outer_index(of: Gathered) -> pa.Array:
+            outer, inner = of.offsets(name), of.offsets(name, sub)
+            places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
+            return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
+
+        yield Column(f"{sub}.{name.removesuffix('s')}", "Array(Int64)", f"{name}.{sub}", outer_index)
         for field in items["fields"]:
             inner = self.leaf(self.resolve(field["type"]))
             if inner is None:
@@ -189,70 +233,11 @@ def scalar_column(name: str, leaf: Leaf, nullable: bool = False, column: str = "
     return Column(column or name, _nullable(leaf, nullable), name, lambda of: leaf.array(of.values(name)))
 
 
-def _size_column(name: str) -> Column:
-    return Column(f"{name}_bytes", INTEGER.clickhouse, name, lambda of: pa.array(np.diff(of.offsets(name))))
-
-
-def _packed_column(name: str, code: str) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        return packed_lists(of.offsets(name), of.values(name), np.dtype(f"<{code}"))
-
-    return Column(name, f"Array({PACKED[code]})", name, build)
-
-
-def _map_column(name: str, leaf: Leaf) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        return map_array(of.offsets(name), of.items(name), of.values(name), leaf.arrow)
-
-    return Column(name, f"Map(String, {leaf.clickhouse})", name, build)
-
-
-def _list_column(name: str, leaf: Leaf) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        return list_array(of.offsets(name), leaf.array(of.items(name)))
-
-    return Column(name, f"Array({leaf.clickhouse})", name, build)
-
-
 def _optional_part(name: str, sub: str, leaf: Leaf) -> Column:
     def build(of: Gathered) -> pa.Array:
         return leaf.array([None if value is None else getattr(value, sub) for value in of.values(name)])
 
     return Column(f"{name}_{sub}", _nullable(leaf, True), f"{name}.{sub}", build)
-
-
-def _nested_column(name: str, sub: str, leaf: Leaf, nullable: bool) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        return list_array(of.offsets(name), leaf.array(of.values(name, sub)))
-
-    return Column(f"{name}.{sub}", f"Array({_nullable(leaf, nullable)})", f"{name}.{sub}", build)
-
-
-def _nested_list_column(name: str, sub: str, leaf: Leaf) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        return list_array(of.offsets(name), list_array(of.offsets(name, sub), leaf.array(of.items(name, sub))))
-
-    return Column(f"{name}.{sub}", f"Array(Array({leaf.clickhouse}))", f"{name}.{sub}", build)
-
-
-def _concatenated_column(name: str, sub: str, code: str) -> Column:
-    if not code:
-        raise TypeError(f"field {name}.{sub}: bytes within a list need the logical type le-array")
-    dtype = np.dtype(f"<{code}")
-
-    def build(of: Gathered) -> pa.Array:
-        return packed_lists(of.record_offsets(name, sub), of.values(name, sub), dtype)
-
-    return Column(sub, f"Array({PACKED[code]})", f"{name}.{sub}", build)
-
-
-def _outer_index_column(name: str, sub: str) -> Column:
-    def build(of: Gathered) -> pa.Array:
-        outer, inner = of.offsets(name), of.offsets(name, sub)
-        places = np.arange(outer[-1]) - np.repeat(outer[:-1], np.diff(outer))
-        return list_array(inner[outer], pa.array(np.repeat(places, np.diff(inner))))
-
-    return Column(f"{sub}.{name.removesuffix('s')}", "Array(Int64)", f"{name}.{sub}", build)
 
 
 def _inner_column(name: str, sub: str, part: str, leaf: Leaf) -> Column:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import clickhouse_connect
 from clickhouse_connect.driver.exceptions import ClickHouseError
@@ -93,11 +93,6 @@ def engine_options(settings: SinkSettings) -> dict[str, int]:
     }
 
 
-def _error(message: str) -> QueryError:
-    found = re.search(r"Code: (\d+)", message)
-    return QueryError(int(found.group(1)) if found else UNKNOWN_CODE, message.strip())
-
-
 class Reader:
     """Read-only queries over the embedded engine, which this process has open."""
 
@@ -167,27 +162,20 @@ class Reader:
 
         connection = chdb.connect(self._path)
         try:
-            connection.query(f"USE `{_quoted(database or self._database)}`")
+            quoted = (database or self._database).replace("\\", "\\\\").replace("`", "\\`")
+            connection.query(f"USE `{quoted}`")
             limits = {name: min(self._limits.get(name, bound), bound) for name, bound in (bounds or {}).items()}
             chosen = ", ".join(f"{name} = {value}" for name, value in {**self._limits, **limits}.items())
             mode = "break" if "max_result_rows" in limits else "throw"
             connection.query(f"SET {chosen}, result_overflow_mode = '{mode}', readonly = 1")
             result = connection.query(sql, output_format, params=dict(parameters))
-            return _answer(result, output_format)
+            rows, n_bytes = result.storage_rows_read(), result.storage_bytes_read()
+            return Answer(result.bytes(), output_format, rows, n_bytes, result.elapsed())
         except RuntimeError as error:
-            raise _error(str(error)) from error
+            found = re.search(r"Code: (\d+)", str(error))
+            raise QueryError(int(found[1]) if found else UNKNOWN_CODE, str(error).strip()) from error
         finally:
             connection.close()
-
-
-def _quoted(name: str) -> str:
-    return name.replace("\\", "\\\\").replace("`", "\\`")
-
-
-def _answer(result: Any, output_format: str) -> Answer:  # noqa: ANN401 - chDB's result type is not exported
-    return Answer(
-        result.bytes(), output_format, result.storage_rows_read(), result.storage_bytes_read(), result.elapsed()
-    )
 
 
 def _varint(number: int) -> bytes:

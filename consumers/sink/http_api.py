@@ -1,4 +1,4 @@
-"""ClickHouse's HTTP protocol over the embedded engine, read-only.
+"""ClickHouse's HTTP protocol over the embedded engine, read-only, and the thread that serves it.
 
 What clients of a ClickHouse server use: `GET /ping`, queries in `?query=` or the body or both, `default_format`,
 `database`, `param_*`, errors with ClickHouse's code in `X-ClickHouse-Exception-Code`. Requests are independent:
@@ -12,17 +12,24 @@ import asyncio
 import json
 import math
 import os
+import threading
 import uuid
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from types import TracebackType
+from typing import Self
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import Answer, QueryError, Reader
 from tidemill.consumers.sink.statement import READONLY_CODE
+from tidemill.schemas.http_room import bind
+from tidemill.schemas.http_server import BoundedConfig
 
 EXCEPTION_CODE = "X-ClickHouse-Exception-Code"
 PID_HEADER = "X-Tidemill-Pid"
@@ -61,21 +68,13 @@ def _headers(request: Request) -> dict[str, str]:
     }
 
 
-def _summary(answer: Answer) -> str:
+def _answered(request: Request, answer: Answer) -> Response:
     elapsed = int(answer.elapsed_s * 1e9)
     fields = {"read_rows": answer.read_rows, "read_bytes": answer.read_bytes, "elapsed_ns": elapsed}
-    return json.dumps({name: str(value) for name, value in fields.items()})
-
-
-def _answered(request: Request, answer: Answer) -> Response:
-    headers = {**_headers(request), "X-ClickHouse-Format": answer.format, "X-ClickHouse-Summary": _summary(answer)}
+    summary = json.dumps({name: str(value) for name, value in fields.items()})
+    headers = {**_headers(request), "X-ClickHouse-Format": answer.format, "X-ClickHouse-Summary": summary}
     kind = CONTENT_TYPES.get(answer.format, "text/plain; charset=UTF-8")
     return Response(answer.body, headers={**headers, "Content-Type": kind})
-
-
-def _refused(request: Request, error: QueryError) -> Response:
-    status = STATUS_OF_CODE.get(error.code, 400)
-    return PlainTextResponse(f"{error}\n", status, {**_headers(request), EXCEPTION_CODE: str(error.code)})
 
 
 async def _statement(request: Request) -> str:
@@ -92,11 +91,6 @@ async def _statement(request: Request) -> str:
     if not sql:
         raise QueryError(SYNTAX_ERROR, f"Code: {SYNTAX_ERROR}. Empty query: send SQL as ?query= or as the body")
     return sql
-
-
-def _default_format(request: Request) -> str:
-    asked = request.query_params.get("default_format") or request.headers.get("X-ClickHouse-Format")
-    return asked or "TabSeparated"
 
 
 def _bounds(request: Request) -> dict[str, float]:
@@ -122,21 +116,59 @@ def application(reader: Reader, executor: Executor) -> Starlette:
 
     async def query(request: Request) -> Response:
         values = request.query_params
+        asked = values.get("default_format") or request.headers.get("X-ClickHouse-Format")
         try:
             ask = partial(
                 reader.ask,
                 await _statement(request),
-                default_format=_default_format(request),
+                default_format=asked or "TabSeparated",
                 parameters={k.removeprefix("param_"): v for k, v in values.items() if k.startswith("param_")},
                 database=values.get("database") or request.headers.get("X-ClickHouse-Database"),
                 bounds=_bounds(request),
             )
             return _answered(request, await asyncio.get_running_loop().run_in_executor(executor, ask))
         except QueryError as error:
-            return _refused(request, error)
+            headers = {**_headers(request), EXCEPTION_CODE: str(error.code)}
+            return PlainTextResponse(f"{error}\n", STATUS_OF_CODE.get(error.code, 400), headers)
 
     async def root(request: Request) -> Response:
         no_query = request.method == "GET" and "query" not in request.query_params
         return await (ping(request) if no_query else query(request))
 
     return Starlette(routes=[Route("/ping", ping), Route("/", root, methods=["GET", "POST"])])
+
+
+LOOPBACK = "127.0.0.1"
+GRACE_S = 5
+BACKLOG = 128
+
+
+class QueryServer:
+    """Serves queries from a thread while it is entered as a context."""
+
+    def __init__(self, settings: SinkSettings) -> None:
+        self._listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
+        self._executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
+        app = application(Reader(settings), self._executor)
+        config = BoundedConfig(app, settings.http, lifespan="off", grace_s=GRACE_S)
+        self._server = uvicorn.Server(config)
+        run = partial(self._server.run, sockets=[self._listener])
+        self._thread = threading.Thread(target=run, name="sink-http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        # The engine must outlive the queries that run in it; their time is bounded by `query_seconds`.
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._listener.close()

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.state_file import SinkState, read_state
 from tidemill.consumers.sink.statement import escaped
 
 FORMAT = "JSONCompact"
 _PARAMETER = re.compile(r"\{(\w+):[^}]+\}")
+_INSERT = re.compile(r"^ *-- insert: (\w+)\n", re.MULTILINE)
 PING_S = 2.0
 EXTRA_S = 10.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
@@ -43,10 +45,12 @@ class QueryResult:
 
 
 def named_sql() -> dict[str, str]:
-    """The SQL of each named query, by name."""
+    """The SQL of each named query, by name. A line `-- insert: NAME` stands for the text of the file `_NAME.sql`."""
     folder = files("tidemill.consumers.sink") / "queries"
     found = sorted(folder.iterdir(), key=lambda entry: entry.name)
-    return {e.name.removesuffix(".sql"): e.read_text("utf-8") for e in found if e.name.endswith(".sql")}
+    texts = {e.name.removesuffix(".sql"): e.read_text("utf-8") for e in found if e.name.endswith(".sql")}
+    whole = {name: _INSERT.sub(lambda line: texts[f"_{line[1]}"], text) for name, text in texts.items()}
+    return {name: text for name, text in whole.items() if not name.startswith("_")}
 
 
 def named_queries() -> dict[str, str]:
@@ -171,3 +175,35 @@ def _from_disk(sink: SinkSettings, sql: str, values: Mapping[str, str]) -> Query
     finally:
         client.close()
     return _parsed(answer.body, answer.format)
+
+
+STATE_FILE = "tidemill-sink.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SinkState:
+    """A running sink."""
+
+    pid: int
+    url: str
+    database: str
+
+
+def write_state(directory: Path, state: SinkState) -> None:
+    """Announce a sink; a reader sees the whole file or none."""
+    fresh = directory / f"{STATE_FILE}.{os.getpid()}"
+    fresh.write_text(json.dumps(asdict(state)), "utf-8")
+    fresh.replace(directory / STATE_FILE)
+
+
+def read_state(directory: Path) -> SinkState | None:
+    """The sink that announced itself last, which may have been killed since; None without one."""
+    try:
+        return SinkState(**json.loads((directory / STATE_FILE).read_text("utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def remove_state(directory: Path) -> None:
+    """The sink has stopped."""
+    (directory / STATE_FILE).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ run, so that comments, quoting and heredocs cannot hide a name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -59,20 +59,9 @@ def tokens(sql: str) -> list[str]:
     return _TOKEN.findall(sql)
 
 
-def _called(parts: list[str]) -> Iterator[str]:
-    for word, following in pairwise(parts):
-        if following == "(" and word[0] != "'":
-            yield word.strip('`"').lower()
-
-
 def _has_phrase(parts: list[str], first: str, second: str) -> bool:
     upper = [part.upper() for part in parts]
     return (first, second) in pairwise(upper)
-
-
-def _format_of(parts: list[str]) -> str:
-    found = [b for a, b in pairwise(parts) if a == "FORMAT" and re.fullmatch(r"\w+", b)]
-    return found[-1] if found else ""
 
 
 def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
@@ -90,7 +79,9 @@ def check(normalized: str, refused: frozenset[str]) -> Statement:
         raise Refused("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
     if _has_phrase(parts, "PARALLEL", "WITH"):
         raise Refused("PARALLEL WITH: only one statement per request")
-    for name in _called(parts):
+    called = (word for word, following in pairwise(parts) if following == "(" and word[0] != "'")
+    for name in (word.strip('`"').lower() for word in called):
         if name in refused or name.startswith("ai"):
             raise Refused(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
-    return Statement(normalized, _format_of(parts))
+    formats = [name for word, name in pairwise(parts) if word == "FORMAT" and re.fullmatch(r"\w+", name)]
+    return Statement(normalized, formats[-1] if formats else "")

@@ -43,10 +43,6 @@ DELETE_SETTINGS = "mutations_sync = 2"
 """A deletion has rewritten the parts that held the rows when it returns: nothing is merely hidden."""
 
 
-class TableMismatch(RuntimeError):
-    """A table that exists with other column types than the schema wants."""
-
-
 @dataclass
 class TableProgress:
     """How far each table and each partition got: decides what is still to be written."""
@@ -120,7 +116,14 @@ class Writer:
         for row in rows:
             if not isinstance(row.record, DeletedKey) and not self._erasures.hides(row):
                 by_type[type(row.record)].append(row)
-        written = sum(self._insert(tables()[record_type], some) for record_type, some in by_type.items())
+        written = 0
+        for record_type, some in by_type.items():
+            table = tables()[record_type]
+            missing = self._progress.missing(table.name, some)
+            for part in cut(missing, self._insert_bytes):
+                self._insert_arrow(table.name, arrow_table(table.columns, part), insert_token(part))
+                self._progress.wrote(table.name, part)
+            written += len(missing)
         self._erase(rows)
         self._mark(next_offsets)
         return written
@@ -153,13 +156,6 @@ class Writer:
         if found.result_rows[0][0]:
             statement = f"ALTER TABLE {table} DELETE WHERE {where} SETTINGS {DELETE_SETTINGS}"
             self._client.command(statement, parameters=deletion.parameters)
-
-    def _insert(self, table: Table, rows: list[Row]) -> int:
-        missing = self._progress.missing(table.name, rows)
-        for part in cut(missing, self._insert_bytes):
-            self._insert_arrow(table.name, arrow_table(table.columns, part), insert_token(part))
-            self._progress.wrote(table.name, part)
-        return len(missing)
 
     def _insert_arrow(self, table: str, data: pa.Table, token: str) -> None:
         settings: dict[str, Any] = {**INSERT_SETTINGS, "max_insert_block_size": max(len(data), 1)}
@@ -207,7 +203,7 @@ class Writer:
             if column.name not in present:
                 self._client.command(table.add(self._database, column))
             elif present[column.name] != column.type:
-                raise TableMismatch(
+                raise RuntimeError(
                     f"{self._database}.{table.name}: column {column.name} is {present[column.name]} and the schema "
                     f"wants {column.type}: give the sink another `database`, and it reads the log into fresh tables"
                 )

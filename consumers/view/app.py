@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from tidemill.consumers.view import ask, details, log, rollouts, users
+from tidemill.consumers.view import ask, details, log, rollouts
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.panels import PAGES, Page
 from tidemill.consumers.view.security import Guarded
@@ -49,7 +49,6 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         *ask.routes(site),
         *log.routes(site),
         *details.routes(site),
-        *users.routes(site),
         *rollouts.routes(site),
         Mount("/static", StaticFiles(directory=HERE / "static")),
         *map(shell, PAGES),

@@ -1,4 +1,4 @@
-"""The pages of one optimizer step and of one weight version."""
+"""The pages of one optimizer step, of one weight version and of one interaction: all from named queries."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tidemill.consumers.view.panels import Page, panels
-from tidemill.consumers.view.site import Site
+from tidemill.consumers.view.site import MOST_VALUE, Site
 
 OF_STEP = ("step", "step_inputs", "step_exclusions", "step_metrics", "step_lag", "step_plans")
 OF_VERSION = ("version", "version_deltas", "version_proofs", "version_decisions", "version_tensors")
+OF_INTERACTION = ("interaction_path", "interaction")
 
 
 def routes(site: Site) -> list[BaseRoute]:
-    """The addresses of a step and of a version."""
+    """The addresses of a step, of a version, and of an interaction, of the run `?run=` where several have the same."""
 
     async def step(request: Request) -> Response:
         return _page(site, request, Page("run", f"Step {request.path_params['step']}", OF_STEP))
@@ -22,7 +23,18 @@ def routes(site: Site) -> list[BaseRoute]:
     async def version(request: Request) -> Response:
         return _page(site, request, Page("weights", f"Version {request.path_params['version']}", OF_VERSION))
 
-    return [Route("/run/step/{step:int}", step), Route("/weights/{version:int}", version)]
+    async def interaction(request: Request) -> Response:
+        name = request.path_params["interaction_id"][:MOST_VALUE]
+        values = {"interaction": name, "run": request.query_params.get("run", "")[:MOST_VALUE]}
+        page = Page("users", f"Interaction {name}", OF_INTERACTION)
+        shown = [panels()[panel] for panel in OF_INTERACTION]
+        return site.html("page.html", page=page, panels=shown, values=values)
+
+    return [
+        Route("/run/step/{step:int}", step),
+        Route("/weights/{version:int}", version),
+        Route("/users/{interaction_id:path}", interaction),
+    ]
 
 
 def _page(site: Site, request: Request, page: Page) -> Response:

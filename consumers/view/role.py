@@ -11,9 +11,8 @@ import uvicorn
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.query import answers
-from tidemill.consumers.sink.server import QueryServer
-from tidemill.consumers.sink.state_file import SinkState, read_state, remove_state, write_state
+from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.query import SinkState, answers, read_state, remove_state, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings

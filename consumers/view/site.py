@@ -15,15 +15,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 
 from tidemill.consumers.sink.query import QueryFailed
-from tidemill.consumers.view.cells import asked_at, cell, cell_text, link, numeric, shown_text, table_body
+from tidemill.consumers.view.cells import asked_at, cell, cell_text, clipped, link, numeric, shown_text, table_body
 from tidemill.consumers.view.config import ViewSettings
-from tidemill.consumers.view.drawn import PLOTTED, plotted
-from tidemill.consumers.view.flow import flows
+from tidemill.consumers.view.drawn import PLOTTED, flows, plotted
 from tidemill.consumers.view.graph import MARKS, graphs
 from tidemill.consumers.view.panels import PAGES, Page, Panel, panels
 from tidemill.consumers.view.security import COOKIE, same
 from tidemill.consumers.view.tables import TableRows, Tables
-from tidemill.consumers.view.text import clipped
 
 HERE = Path(__file__).parent
 MOST_VALUE = 2000

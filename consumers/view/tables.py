@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import QueryFailed
-from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.query import QueryFailed, read_state
 from tidemill.consumers.sink.statement import escaped
 from tidemill.consumers.view.config import ViewSettings
 
@@ -72,16 +71,14 @@ class Tables:
         self._sink, self._view = sink, view
         self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
-        self._url: Callable[[], str] = self._sink_url if sink.embedded else self._server_url
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    def _server_url(self) -> str:
-        return f"{'https' if self._sink.secure else 'http'}://{self._sink.host}:{self._sink.port}"
-
-    def _sink_url(self) -> str:
+    def _url(self) -> str:
+        if not self._sink.embedded:
+            return f"{'https' if self._sink.secure else 'http'}://{self._sink.host}:{self._sink.port}"
         state = read_state(self._sink.directory)
         if state is None:
             raise QueryFailed(f"no sink has the tables in {self._sink.directory} open: start `tidemill sink`")

@@ -1,13 +1,17 @@
-"""Builds versions in memory from the log and the object store, over any path of the graph that works.
+"""Builds versions in memory from the log and the object store, over any path of the graph that works, and as files.
 
 Keeps true: what is built has the fingerprints of its manifest; after each delta the fingerprints of the tensors that it
-changed are computed again from the weights themselves; what cannot be used raises `Unusable` with the reason.
+changed are computed again from the weights themselves; what cannot be used raises `Unusable` with the reason. The
+directory of a checkpoint appears whole or not at all, and only after the tensors in its files were read back and have
+these fingerprints.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ import fsspec
 from tidemill.consumers.replica.config import FETCH_BYTES
 from tidemill.consumers.weights.chain import Chain
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
-from tidemill.kernels.weights.anchor import fetch_anchor
+from tidemill.kernels.weights.anchor import MARKER, fetch_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
 from tidemill.kernels.weights.delta_fetch import FetchTimeoutError, SharedFetcher, open_fetcher
@@ -115,7 +119,13 @@ class Builder:
             try:
                 return Built(mirror, path, self._follow(path, mirror, begun))
             except Unusable as error:
-                reasons.append(f"{_refuse(graph, begun[-1])}: {error}")
+                step = begun[-1]
+                if isinstance(step, Delta):
+                    graph.refuse_delta(step.base, step.version)
+                    reasons.append(f"the delta from {step.base} to {step.version}: {error}")
+                else:
+                    graph.refuse_anchor(step.version)
+                    reasons.append(f"the anchor of version {step.version}: {error}")
 
     def _advanced(self, delta: Delta, mirror: Mirror) -> Draft:
         draft = Draft(mirror)
@@ -177,15 +187,6 @@ def fingerprint_objection(tensors: Mapping[str, Weight], manifest: Manifest) -> 
     return ""
 
 
-def _refuse(graph: VersionGraph, step: PathStep) -> str:
-    """Take a step off the paths of a graph; its name."""
-    if isinstance(step, Delta):
-        graph.refuse_delta(step.base, step.version)
-        return f"the delta from {step.base} to {step.version}"
-    graph.refuse_anchor(step.version)
-    return f"the anchor of version {step.version}"
-
-
 @contextmanager
 def _as_unusable() -> Iterator[None]:
     try:
@@ -200,3 +201,51 @@ def version_tensors(chain: Chain, builder: Builder, version: int) -> dict[str, W
     """The tensors of a version, in memory, by name. Raises UnknownVersion, Unreachable."""
     mirror = builder.build(chain, version).mirror
     return mirror.weights(builder.with_tensors(chain.manifest(version)).tensors)
+
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", MARKER)
+"""What of an anchor is not taken over: its weights and the marker that lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A version as files."""
+
+    version: int
+    directory: str
+    fingerprint: str
+    n_bytes: int
+    """Size of all files."""
+    way: str
+    """How the version was built: the path to it."""
+
+
+def checkout(chain: Chain, builder: Builder, version: int, directory: Path) -> Checkout:
+    """Write `version` to `directory`, which must not exist or be empty.
+
+    Raises UnknownVersion, Unreachable, ValueError.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not an empty directory: name another")
+    chain.manifest(version)
+    built = builder.build(chain, version)
+    staged = directory.absolute().parent / f".{directory.name}.{uuid.uuid4().hex[:12]}"
+    try:
+        shutil.copytree(built.anchor_directory, staged, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+        built.mirror.save(staged)
+        manifest = builder.with_tensors(chain.manifest(version))
+        try:
+            objection = fingerprint_objection(map_checkpoint(staged), manifest)
+        except WeightFilesError as error:
+            raise ValueError(f"what was written cannot be read back: {error}") from error
+        if objection:
+            raise ValueError(f"what was written is not version {version}: {objection}")
+        try:
+            # A rename replaces an empty directory, and fails on one that somebody filled meanwhile.
+            os.replace(staged, directory)
+        except OSError as error:
+            raise ValueError(f"{directory} cannot be made: {error}") from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    n_bytes = sum(file.stat().st_size for file in directory.iterdir())
+    return Checkout(version, str(directory), built.mirror.fingerprint.hex(), n_bytes, str(built.path))

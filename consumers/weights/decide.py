@@ -11,46 +11,41 @@ from tidemill.schemas.gate_decisions import followed
 from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, WeightAck
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What an operator asks for."""
-
-    verdict: GateVerdict
-    version: int | None
-    """None for a release."""
-    reason: str
-    decided_by: str
-
-
 def decision(
-    chain: Chain, proposal: Proposal, at: int, anchor_exists: Callable[[Manifest], bool] = lambda _: True
+    chain: Chain,
+    verdict: GateVerdict,
+    version: int | None,
+    reason: str,
+    decided_by: str,
+    at: int,
+    anchor_exists: Callable[[Manifest], bool] = lambda _: True,
 ) -> GateDecision:
-    """The record of a proposal that can be carried out; `at` in microseconds since the epoch.
+    """The record of an operator's decision that can be carried out.
+
+    Args:
+        version: None for a release.
+        at: microseconds since the epoch.
 
     Raises UnknownVersion, VersionError when the version was rejected before; and of a version that is to be served,
     Unreachable when no anchor leads to it any more, VersionError when it was refused by every replica that met it.
     """
     head = chain.head.version
-    if proposal.version is not None:
-        _require_open(chain, proposal.version)
-        if proposal.verdict is not GateVerdict.REJECT:
-            _require_servable(chain, proposal.version, anchor_exists)
+    if version is not None:
+        chain.manifest(version)
+        if (rejected := chain.gate.rejected.get(version)) is not None:
+            raise VersionError(f"version {version} was rejected by {rejected.decided_by}: {rejected.reason}")
+        if verdict is not GateVerdict.REJECT:
+            _require_servable(chain, version, anchor_exists)
     return GateDecision(
         run_id=chain.run_id,
         branch=chain.branch,
-        verdict=proposal.verdict,
-        version=proposal.version,
-        reason=proposal.reason,
-        decided_by=proposal.decided_by,
+        verdict=verdict,
+        version=version,
+        reason=reason,
+        decided_by=decided_by,
         numbers={"head": float(head)},
         at=at,
     )
-
-
-def _require_open(chain: Chain, version: int) -> None:
-    chain.manifest(version)
-    if (rejected := chain.gate.rejected.get(version)) is not None:
-        raise VersionError(f"version {version} was rejected by {rejected.decided_by}: {rejected.reason}")
 
 
 def _require_servable(chain: Chain, version: int, anchor_exists: Callable[[Manifest], bool]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tidemill.consumers.weights.builder import Builder, Unusable
 from tidemill.consumers.weights.chain import Chain
-from tidemill.kernels.weights.graph import Delta, Unreachable, VersionError
+from tidemill.kernels.weights.graph import Unreachable, VersionError
 from tidemill.schemas.records import Manifest
 
 Progress = Callable[[int, str], None]
@@ -103,25 +103,34 @@ class Verifier:
             raise _OffenderFound(first.version, "anchor", error) from error
         for version in sorted(version for version in self._chain.manifests if version >= first.version):
             self._progress(report.versions, f"version {version}")
-            self._require_one_content(version)
+            if version in self._chain.forks:
+                raise _OffenderFound(version, "manifest", self._chain.forks[version])
             if version != first.version:
                 self._make(version, report)
             if self._chain.manifests[version].anchor is not None:
-                self._check_anchor(version, report)
+                self._progress(report.versions, f"anchor {version}")
+                try:
+                    self._builder.check_anchor(self._chain.manifests[version])
+                except Unusable as error:
+                    raise _OffenderFound(version, "anchor", error) from error
+                report.anchors += 1
             self._check_skips(version, report)
             report.versions, report.end = report.versions + 1, version
-
-    def _require_one_content(self, version: int) -> None:
-        if version in self._chain.forks:
-            raise _OffenderFound(version, "manifest", self._chain.forks[version])
 
     def _make(self, version: int, report: Verification) -> None:
         """Bring the mirror to a version by its own delta; one without a parent begins again from its anchor."""
         delta = self._chain.delta(version)
         if delta is None:
-            self._begin_again(self._chain.manifests[version])
+            manifest = self._chain.manifests[version]
+            if manifest.anchor is None:
+                raise _OffenderFound(version, "manifest", "it has neither a parent nor an anchor")
+            try:
+                self._mirror = self._builder.from_anchor(manifest)
+            except Unusable as error:
+                raise _OffenderFound(version, "anchor", error) from error
             return
-        self._require_kept(delta)
+        if (expired := self._chain.expired(delta.shards)) is not None:
+            raise _OffenderFound(version, "delta", f"{expired}; verify from {default_start(self._chain)} instead")
         try:
             if self._mirror.version != delta.base:
                 self._mirror = self._builder.build(self._chain, delta.base).mirror
@@ -129,27 +138,6 @@ class Verifier:
         except (Unusable, VersionError) as error:
             raise _OffenderFound(version, "delta", error) from error
         report.n_bytes += delta.n_bytes
-
-    def _begin_again(self, manifest: Manifest) -> None:
-        if manifest.anchor is None:
-            raise _OffenderFound(manifest.version, "manifest", "it has neither a parent nor an anchor")
-        try:
-            self._mirror = self._builder.from_anchor(manifest)
-        except Unusable as error:
-            raise _OffenderFound(manifest.version, "anchor", error) from error
-
-    def _require_kept(self, delta: Delta) -> None:
-        expired = self._chain.expired(delta.shards)
-        if expired is not None:
-            raise _OffenderFound(delta.version, "delta", f"{expired}; verify from {default_start(self._chain)} instead")
-
-    def _check_anchor(self, version: int, report: Verification) -> None:
-        self._progress(report.versions, f"anchor {version}")
-        try:
-            self._builder.check_anchor(self._chain.manifests[version])
-        except Unusable as error:
-            raise _OffenderFound(version, "anchor", error) from error
-        report.anchors += 1
 
     def _check_skips(self, base: int, report: Verification) -> None:
         for delta in self._chain.skip_deltas():

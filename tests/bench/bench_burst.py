@@ -46,8 +46,7 @@ from tests.trainer.conftest import group_of, member_of, tiny_model
 from tests.trainer.conftest import rollout as trajectory
 from tests.trainer.conftest import segment as turns
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import ask
-from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.query import ask, read_state
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings

@@ -4,7 +4,7 @@
 
 Each rank is a process that holds what a trainer on a CPU holds: model, masters, moments, reference, the serving view,
 and a copy of the newest version as the publisher keeps it. `measured_mb` is the most that was resident, `imported_mb`
-before the model was there; `planned_mb` is the sum of `compose/plan/trainer_memory.py` for rows of so many tokens, and
+before the model was there; `planned_mb` is the sum of `compose/plan/memory.py` for rows of so many tokens, and
 `of_measured` the ratio of the two. `small` is a random model of 21 million parameters.
 """
 
@@ -93,7 +93,7 @@ def long_group(rollouts: int, tokens: int, vocabulary: int) -> Any:
 
 def compare(directory: str, chosen: argparse.Namespace) -> None:
     """Run a process of its own, and print its peak beside the plan."""
-    from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+    from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
     from tidemill.trainer.model_size import size_of_name
 
     several = ["-m", "torch.distributed.run", "--nproc-per-node", str(chosen.ranks)] if chosen.ranks > 1 else []

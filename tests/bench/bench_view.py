@@ -34,8 +34,8 @@ from tests.bench.bench_sink import flush_of
 from tests.consumers.view.conftest import QUIET, Look, browser_path, serving, until
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.server import QueryServer
-from tidemill.consumers.sink.state_file import SinkState, write_state
+from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.query import SinkState, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.panels import PAGES, panels
 

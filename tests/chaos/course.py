@@ -19,7 +19,7 @@ from tests.second_act import QUICK_SECOND_ACT
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.plan import CANARY, CONFIG_NAME, ONLINE_CONFIG_NAME, STABLE, DemoPlan
 from tidemill.compose.processes import TIDEMILL
-from tidemill.compose.stack.ports import pick_ports
+from tidemill.compose.stack.process import pick_ports
 from tidemill.producers.product.settings import key_hash
 
 TRAIN_ONLINE, FEED_ONLINE = "train-online", "feed-online"

@@ -61,14 +61,14 @@ def interaction_of(token: str) -> str:
 
 def _use() -> None:
     """Put the observed product in the place of the users' own."""
-    from tidemill.compose.demo.simulated_users import serving
+    from tidemill.compose.demo.simulated_users import role
     from tidemill.compose.demo.simulated_users.conversation import ServedTurn
     from tidemill.compose.demo.simulated_users.crowd import UserReport
     from tidemill.producers.feedback.event import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool
 
-    plain = serving.ServedProduct
+    plain = role.ServedProduct
 
     class ObservedModel:
         """Notes each answer."""
@@ -101,7 +101,7 @@ def _use() -> None:
                 return False
             return True
 
-    vars(serving)["ServedProduct"] = ObservedProduct
+    vars(role)["ServedProduct"] = ObservedProduct
 
 
 async def _over_http(report: Any) -> bool:

@@ -9,7 +9,7 @@ import httpx
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.tables import WATERMARKS, tables
 from tidemill.schemas.catalogue import CATALOGUE, Names
 from tidemill.schemas.log.reader import LogReader

@@ -22,8 +22,7 @@ from tests.chaos.link import Links
 from tidemill.compose.config import Act, TidemillSettings
 from tidemill.compose.demo.command import DEFAULT_RECIPE, RECIPES
 from tidemill.compose.demo.plan import DemoPlan
-from tidemill.compose.local_log import with_address
-from tidemill.compose.options import given, settings_from
+from tidemill.compose.options import given, settings_from, with_address
 from tidemill.compose.processes import Supervisor
 from tidemill.compose.stack import LocalStack, StackSettings
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic

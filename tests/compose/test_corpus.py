@@ -10,8 +10,7 @@ import pytest
 from tests.records import build
 from tidemill.compose.config import CorpusSettings
 from tidemill.compose.demo import corpus as corpus_role
-from tidemill.compose.demo.corpus import corpus
-from tidemill.compose.demo.demonstrator import Demonstrator
+from tidemill.compose.demo.corpus import Demonstrator, corpus
 from tidemill.producers.environments.base import Split, TaskQuery, split_of
 from tidemill.producers.environments.ledger import CALCULATOR, LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas.catalogue import Topic

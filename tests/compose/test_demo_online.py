@@ -19,8 +19,8 @@ from tidemill.compose.demo.act_two import newest_report, rate_of
 from tidemill.compose.demo.command import RECIPES
 from tidemill.compose.demo.online_state import REWARDED, OnlineState
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
+from tidemill.compose.demo.simulated_users.conversation import Satisfaction
 from tidemill.compose.demo.simulated_users.crowd import Seen
-from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction
 from tidemill.compose.demo.state import HeldOut, LoopState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.view import online_screen

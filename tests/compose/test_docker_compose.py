@@ -15,7 +15,7 @@ import yaml
 
 from tidemill.compose.cli import app
 from tidemill.compose.config import TidemillSettings, load_settings
-from tidemill.compose.stack.properties import FAR
+from tidemill.compose.stack.cluster import FAR
 from tidemill.consumers.view.config import ViewSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose"

@@ -14,10 +14,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.compose.plan.devices import GIB, Devices, devices_of
 from tidemill.compose.plan.estimates import delta_at_density, delta_at_rate
-from tidemill.compose.plan.replica_memory import ReplicaCase, kv_bytes
-from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+from tidemill.compose.plan.fit import GIB, Devices, devices_of
+from tidemill.compose.plan.memory import ReplicaCase, TrainerCase, kv_bytes, trainer_bytes
 from tidemill.trainer.model_size import size_of_name
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.records import build
-from tidemill.compose.moments import moment_us
-from tidemill.compose.replay.difference_text import comparison_document, comparison_lines, field_lines
+from tidemill.compose.replay.diff import comparison_document, comparison_lines, field_lines
 from tidemill.compose.replay.steps import step_range
+from tidemill.compose.rows import moment_us
 from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,
     Item,

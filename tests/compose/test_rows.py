@@ -28,17 +28,17 @@ from tests.consumers.product_support import product_run
 from tests.consumers.sink_support import rows_of, step
 from tests.records import build
 from tidemill.compose.cli import app
-from tidemill.compose.gate.tables import print_decisions, print_status
+from tidemill.compose.cli.gate_command import print_decisions, print_status
 from tidemill.compose.replay.copy import carry_out
 from tidemill.compose.rows import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
-from tidemill.compose.weights.tables import print_chain
+from tidemill.compose.weights import print_chain
 from tidemill.consumers.operate.audit.report import AuditReport, CheckResult, Finding
 from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
-from tidemill.consumers.weights.listing import VersionRow
+from tidemill.consumers.weights.chain import VersionRow
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.schemas.log.admin import TopicState
 from tidemill.schemas.records import GateDecision, GateVerdict, Task
@@ -441,7 +441,7 @@ def test_dead_letters_are_listed_and_judged(monkeypatch):
     def opened(_settings: object) -> Iterator[Any]:
         yield SimpleNamespace(read=lambda _topics: letters, judge=lambda *_: verdicts, send_back=len)
 
-    monkeypatch.setattr("tidemill.compose.dead_letters.commands._dead_letters", opened)
+    monkeypatch.setattr("tidemill.compose.cli.dead_letters_command._dead_letters", opened)
     listed = rows_in(run("dead-letters", "list", "--csv").stdout_bytes)
     assert [(row["letters"], row["reason"], row["found_by"]) for row in listed] == [
         ("2", "unknown framing", '["assembly"]'), ("1", "a\nb", '["assembly"]')

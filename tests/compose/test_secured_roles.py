@@ -32,7 +32,7 @@ from tests.producers.router_support import served
 from tests.secured_log import PASSWORD, SecuredLog
 from tests.streams.gate.gate_support import ack
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.state_file import read_state
+from tidemill.consumers.sink.query import read_state
 from tidemill.producers.product.settings import key_hash
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us

@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 
 from tidemill.compose.cli.stack_commands import stack_app
 from tidemill.compose.stack import LocalStack, StackSettings, StackStatus, local_bootstrap
-from tidemill.compose.stack.config import HOST
-from tidemill.compose.stack.errors import BrokerFailed, BrokerPortTaken
+from tidemill.compose.stack.config import HOST, BrokerFailed, StackError
 from tidemill.compose.stack.kafka import NodeState
 
 TOPIC = "kept"
@@ -148,7 +147,7 @@ def test_a_taken_port_is_named_and_nothing_is_started(tmp_path: Path) -> None:
         server.bind((HOST, 0))
         server.listen()
         port = server.getsockname()[1]
-        with pytest.raises(BrokerPortTaken, match=str(port)):
+        with pytest.raises(StackError, match=str(port)):
             LocalStack(settings(tmp_path).model_copy(update={"base_port": port})).up()
     assert brokers_of(tmp_path) == []
 

@@ -30,7 +30,7 @@ _SPEC.loader.exec_module(engines)
 
 from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings  # noqa: E402
 from tidemill.consumers.replica.environment import prepare_environment  # noqa: E402
-from tidemill.consumers.replica.proof import WriteRefusedError  # noqa: E402
+from tidemill.consumers.replica.ledger import WriteRefusedError  # noqa: E402
 from tidemill.kernels.weights.bits import TensorSpec  # noqa: E402
 from tidemill.kernels.weights.checkpoint import map_checkpoint, specs_of  # noqa: E402
 from tidemill.kernels.weights.mirror import ElementChange  # noqa: E402

@@ -214,7 +214,7 @@ async def serve(config: dict[str, Any]) -> None:
     """The role without its Kafka: what comes on standard input is the log."""
     import bit_flip  # beside this script
 
-    from tidemill.consumers.replica.assembly import Surroundings, running_replica
+    from tidemill.consumers.replica.assembly import running_replica
     from tidemill.consumers.replica.config import ReplicaSettings
     from tidemill.consumers.replica.join import Joined
     from tidemill.consumers.replica.state import ReplicaState
@@ -229,7 +229,7 @@ async def serve(config: dict[str, Any]) -> None:
     state.observe(manifest)
     joined = Joined(manifest, anchored(anchor, manifest), anchor, {})
     chunks = ChunkFetcher(log, settings.fetch_timeout_s)
-    outside = Surroundings(chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
+    outside = (chunks, lambda record: isinstance(record, WeightAck) and print(to_line(record), flush=True))
     chat, staging = ChatSettings(**config.get("chat", {})), Path(config["staging"])
     async with running_replica(settings, RUN, chat, state, joined, staging, lambda: outside) as running:
         listener = bind(settings.host, settings.port, "replica.port")

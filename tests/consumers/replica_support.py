@@ -9,8 +9,7 @@ import numpy as np
 
 from tests.consumers import replica_driver as driver
 from tidemill.consumers.replica.config import Pool
-from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.proof import Applied, Proof, WriteRefusedError
+from tidemill.consumers.replica.ledger import Applied, Identity, Ledger, Proof, WriteRefusedError
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber

@@ -7,7 +7,7 @@ import pytest
 
 from tests.records import build
 from tidemill.consumers.replica.follow import Follower
-from tidemill.consumers.replica.patience import LONGEST_S, Patience
+from tidemill.consumers.replica.subscriber import LONGEST_S, Patience
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import SkipDelta, Tick

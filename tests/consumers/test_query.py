@@ -19,9 +19,17 @@ from tests.records import build
 from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.query import QueryFailed, QueryResult, ask, named_queries, sql_of
-from tidemill.consumers.sink.server import QueryServer
-from tidemill.consumers.sink.state_file import SinkState, read_state, write_state
+from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.query import (
+    QueryFailed,
+    QueryResult,
+    SinkState,
+    ask,
+    named_queries,
+    read_state,
+    sql_of,
+    write_state,
+)
 from tidemill.consumers.sink.tables import tables
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.http_room import bind

@@ -14,8 +14,8 @@ from tests.consumers.product_support import ProductLog, interaction, two_people
 from tests.consumers.sink_support import START_US, rows_of
 from tests.consumers.test_sink_log import DEADLINE_S, Sink, wait_for
 from tidemill.consumers.operate.rights.erase import Eraser
+from tidemill.consumers.sink.query import read_state
 from tidemill.consumers.sink.service import known_erasures
-from tidemill.consumers.sink.state_file import read_state
 from tidemill.schemas.catalogue import Topic, tick_key
 from tidemill.schemas.config import KafkaSettings, StoreSettings
 from tidemill.schemas.log.admin import create_topics

@@ -18,8 +18,7 @@ from confluent_kafka.admin import AdminClient
 
 from tests.consumers.sink_support import START_US, group, rollout, small_run, step, topic_of
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.query import ask
-from tidemill.consumers.sink.state_file import STATE_FILE, read_state
+from tidemill.consumers.sink.query import STATE_FILE, ask, read_state
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.records import build
-from tidemill.consumers.weights.chain import Chain
-from tidemill.consumers.weights.decide import Following, Proposal, decision
-from tidemill.consumers.weights.listing import rows
+from tidemill.consumers.weights.chain import Chain, rows
+from tidemill.consumers.weights.decide import Following, decision
 from tidemill.consumers.weights.verify import default_start
 from tidemill.kernels.weights.graph import UnknownVersion, Unreachable, VersionError
 from tidemill.schemas.config import RunSettings
@@ -151,7 +150,7 @@ def test_a_row_says_what_the_log_says():
 
 
 def propose(chain: Chain, verdict: GateVerdict, version: int | None) -> GateDecision:
-    return decision(chain, Proposal(verdict, version, "because", "ada"), at=7)
+    return decision(chain, verdict, version, "because", "ada", at=7)
 
 
 def test_a_decision_names_who_why_and_when():

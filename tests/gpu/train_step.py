@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.bench.bench_plan import long_group
-from tidemill.compose.plan.trainer_memory import TrainerCase, trainer_bytes
+from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
 from tidemill.kernels.delta import TensorChange, encode_delta
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.model_size import size_of

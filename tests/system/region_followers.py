@@ -24,8 +24,7 @@ from network.devices import enter_namespace
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.follow import Follower
 from tidemill.consumers.replica.join import FOLLOWED, Joined, join
-from tidemill.consumers.replica.ledger import Identity, Ledger
-from tidemill.consumers.replica.proof import Applied, Proof
+from tidemill.consumers.replica.ledger import Applied, Identity, Ledger, Proof
 from tidemill.consumers.replica.staging import Staging
 from tidemill.consumers.replica.state import ReplicaState
 from tidemill.consumers.replica.subscriber import Subscriber

@@ -1,11 +1,13 @@
 """One conversation: the product poses a ledger question to the model, and runs the calculator for it until it answers.
 
 The product speaks OpenAI's chat protocol, as products do: each request carries the whole conversation. It is the ledger
-environment itself, with the router in place of a policy.
+environment itself, with the router in place of a policy. How satisfied the held-out users are with the answers is known
+to them alone, by weight version; a conversation that saw two versions counts for neither.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,7 +68,7 @@ class ServedModel(Protocol):
     """The router, for one user's conversation."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-        """The next turn after a conversation. Raises NotServed."""
+        """The next turn after a conversation. Raises NoAnswer."""
         ...
 
 
@@ -90,8 +92,10 @@ class _ServedPolicy(Policy):
         max_tokens: int | None = None,
         trained: bool = True,
     ) -> Reply:
-        if self.turns and any(str(message["content"]).startswith("error: ") for message in _answers(messages)):
-            self.errors.add(len(self.turns) - 1)
+        if self.turns:
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            if any(str(message["content"]).startswith("error: ") for message in messages[last + 1 :]):
+                self.errors.add(len(self.turns) - 1)
         served = await self._model.complete(messages, tools)
         self.turns.append(served)
         return Reply(served.message, "tool_calls" if served.message.get("tool_calls") else "stop")
@@ -100,13 +104,49 @@ class _ServedPolicy(Policy):
 async def converse(
     environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, model: ServedModel
 ) -> Conversation:
-    """Pose a ledger and work it to the end. Raises NotServed."""
+    """Pose a ledger and work it to the end. Raises NoAnswer."""
     policy = _ServedPolicy(model)
     await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)
     return Conversation(tuple(policy.turns), frozenset(policy.errors), ledger.balance)
 
 
-def _answers(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages behind the last turn of the assistant."""
-    last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return messages[last + 1 :]
+@dataclass(frozen=True, slots=True)
+class Satisfaction:
+    """What held-out users thought of one version's answers."""
+
+    version: int
+    satisfied: int
+    right: int
+    """Answers with the right balance, closed as the user likes it or not."""
+    answers: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers that satisfied; 0 where there is none."""
+        return self.satisfied / self.answers if self.answers else 0.0
+
+
+class SatisfactionTally:
+    """Counts held-out answers."""
+
+    def __init__(self) -> None:
+        self._answers: Counter[int] = Counter()
+        self._satisfied: Counter[int] = Counter()
+        self._right: Counter[int] = Counter()
+
+    def count(self, answer: Conversation, *, satisfied: bool) -> None:
+        """Take one held-out user's answer and their opinion."""
+        versions = {turn.version for turn in answer.turns}
+        if len(versions) != 1:
+            return
+        (version,) = versions
+        self._answers[version] += 1
+        self._satisfied[version] += satisfied
+        self._right[version] += answer.right
+
+    def by_version(self) -> list[Satisfaction]:
+        """The counts so far, oldest version first."""
+        return [
+            Satisfaction(version, self._satisfied[version], self._right[version], count)
+            for version, count in sorted(self._answers.items())
+        ]

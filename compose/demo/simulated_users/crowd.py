@@ -16,11 +16,17 @@ from random import Random
 from typing import Protocol
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.conversation import Conversation, NoAnswer, ServedModel, ServedTurn, converse
-from tidemill.compose.demo.simulated_users.persona import PersonaRole
+from tidemill.compose.demo.simulated_users.conversation import (
+    Conversation,
+    NoAnswer,
+    Satisfaction,
+    SatisfactionTally,
+    ServedModel,
+    ServedTurn,
+    converse,
+)
 from tidemill.compose.demo.simulated_users.questions import Question
-from tidemill.compose.demo.simulated_users.reaction import Reaction
-from tidemill.compose.demo.simulated_users.satisfaction import Satisfaction, SatisfactionTally
+from tidemill.compose.demo.simulated_users.reaction import PersonaRole, Reaction
 from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.schemas.chat.messages import Message, Tool
 from tidemill.schemas.records import SignalKind

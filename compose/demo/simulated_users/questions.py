@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from random import Random
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole, population
-from tidemill.compose.demo.simulated_users.reaction import User
+from tidemill.compose.demo.simulated_users.reaction import Persona, PersonaRole, User, population
 from tidemill.producers.environments.base import Split, TaskDraft, TaskQuery, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, parse_ledger
 from tidemill.schemas.config import HELD_OUT_ONE_IN
-
-
-class NobodyAsks(ValueError):
-    """The settings leave nobody to ask a question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +36,20 @@ class Question:
 def questions(
     settings: UsersSettings, *, held_out_only: bool = False, one_in: int = HELD_OUT_ONE_IN
 ) -> Iterator[Question]:
-    """Yields questions without end. Raises NobodyAsks."""
+    """Yields questions without end. Raises ValueError."""
     rng = Random(f"questions {settings.seed} {held_out_only}")
     everyone = population(settings)
     people = {role: [persona for persona in everyone if persona.role is role] for role in PersonaRole}
-    shares = {PersonaRole.HELD_OUT: 1.0} if held_out_only else _shares(settings)
+    shares = {PersonaRole.HELD_OUT: 1.0}
+    if not held_out_only:
+        shares = {
+            PersonaRole.ORDINARY: max(0.0, 1.0 - settings.held_out_share - settings.bot_share),
+            PersonaRole.BOT: settings.bot_share,
+            PersonaRole.HELD_OUT: settings.held_out_share,
+        }
     roles = [role for role in shares if people[role] and shares[role] > 0]
     if not roles:
-        raise NobodyAsks("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
+        raise ValueError("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
     weights = [shares[role] for role in roles]
     sources = {role: _drafts(role, settings, one_in) for role in roles}
     asked: dict[str, int] = {}
@@ -70,12 +71,3 @@ def _drafts(role: PersonaRole, settings: UsersSettings, one_in: int) -> Iterator
         if split_of(draft.asks, one_in) is split and draft.asks not in seen:
             seen.add(draft.asks)
             yield draft
-
-
-def _shares(settings: UsersSettings) -> dict[PersonaRole, float]:
-    ordinary = max(0.0, 1.0 - settings.held_out_share - settings.bot_share)
-    return {
-        PersonaRole.ORDINARY: ordinary,
-        PersonaRole.BOT: settings.bot_share,
-        PersonaRole.HELD_OUT: settings.held_out_share,
-    }

@@ -1,8 +1,9 @@
-"""How a user reacts to an answer, and what the product measures. Pure: the same user, question and answer give
-the same signals.
+"""Who the simulated users are, how they react to an answer, and what the product measures.
 
-Thumbs carry the hidden preference; what people do otherwise (keep the change, ask again, walk away) follows from
-whether the answer was right. What the product measures is always true.
+Pure: the same settings give the same people, and the same user, question and answer the same signals. Thumbs carry the
+hidden preference; what people do otherwise (keep the change, ask again, walk away) follows from whether the answer was
+right. What the product measures is always true. A held-out user never consents and never reacts, so nothing is ever
+learnt from them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.demo.simulated_users.conversation import Conversation
-from tidemill.compose.demo.simulated_users.persona import Persona, PersonaRole
 from tidemill.schemas.records import SignalKind
 
 BOT_VOTES = 25
@@ -23,6 +24,56 @@ UP = 1.0
 DOWN = -1.0
 LONG_AFTER = 3.0
 """A change of mind comes this many mean delays after the vote."""
+
+
+class PersonaRole(StrEnum):
+    """What a simulated user is there for."""
+
+    ORDINARY = "ordinary"
+    """Asks, and reacts as a person does."""
+    BOT = "bot"
+    """Votes at random on everything, many times."""
+    HELD_OUT = "held_out"
+    """Asks held-out questions and keeps their opinion to themselves: satisfaction is measured on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persona:
+    """One user's habits."""
+
+    name: str
+    """The product's own identifier of the user."""
+    role: PersonaRole
+    consents: bool
+    """Whether they let the product learn from them."""
+    vote_rate: float
+    """Share of the answers that they vote on."""
+    vote_delay_s: float
+    """Mean time that they take to vote."""
+    leaves_at: int | None
+    """Number of questions after which they withdraw their consent; None: never."""
+
+
+def population(settings: UsersSettings) -> list[Persona]:
+    """Everyone, in the order in which they were drawn."""
+    rng = Random(f"users {settings.seed}")
+    ordinary = [_ordinary(f"user-{n:04d}", settings, rng) for n in range(settings.ordinary)]
+    bots = [_persona(f"bot-{n:04d}", PersonaRole.BOT, consents=True, vote_rate=1.0) for n in range(settings.bots)]
+    held_out = [_persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT) for n in range(settings.held_out)]
+    return [*ordinary, *bots, *held_out]
+
+
+def _ordinary(name: str, settings: UsersSettings, rng: Random) -> Persona:
+    consents = rng.random() < settings.consent_rate
+    # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
+    vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
+    delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
+    leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
+    return Persona(name, PersonaRole.ORDINARY, consents, vote_rate, delay, leaves)
+
+
+def _persona(name: str, role: PersonaRole, *, consents: bool = False, vote_rate: float = 0.0) -> Persona:
+    return Persona(name, role, consents, vote_rate, vote_delay_s=0.0, leaves_at=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +121,13 @@ class User:
             case PersonaRole.HELD_OUT:
                 return []
             case PersonaRole.BOT:
-                return [*measured(answer), *_bot_votes(answer, rng)]
+                votes = (
+                    Reaction(f"vote-{n}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * n)
+                    for n in range(BOT_VOTES)
+                )
+                return [*measured(answer), *votes]
             case PersonaRole.ORDINARY:
-                votes = self._votes(answer, at_s, rng)
-                return [*measured(answer), *votes, *self._behaviour(answer, rng)]
+                return [*measured(answer), *self._votes(answer, at_s, rng), *self._behaviour(answer, rng)]
 
     def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Reaction]:
         if rng.random() >= self.persona.vote_rate:
@@ -109,11 +163,6 @@ def measured(answer: Conversation) -> Iterator[Reaction]:
         "question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in str(final.message["content"])), 0.0
     )
     yield Reaction("latency", answer.last, SignalKind.LATENCY, final.latency_s, 0.0)
-
-
-def _bot_votes(answer: Conversation, rng: Random) -> Iterator[Reaction]:
-    for number in range(BOT_VOTES):
-        yield Reaction(f"vote-{number}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * number)
 
 
 def _delay(mean_s: float, rng: Random) -> float:

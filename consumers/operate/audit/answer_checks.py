@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from tidemill.consumers.operate.audit.checks import AuditedRun, check
-from tidemill.consumers.operate.audit.facts import Facts
-from tidemill.consumers.operate.audit.online_facts import OutcomeFacts
+from tidemill.consumers.operate import RecordAt
+from tidemill.consumers.operate.audit.endings import AuditedRun, check
+from tidemill.consumers.operate.audit.facts import Facts, OutcomeFacts
 from tidemill.consumers.operate.audit.report import Finding
-from tidemill.consumers.operate.audit.run_facts import named
-from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import OnlineBatch, OnlineMember
@@ -111,7 +109,7 @@ def erasures(run: AuditedRun) -> Iterator[Finding]:
     for step in run.facts.model.steps if batch_at else ():
         excluded = {one.group_id for one in step.record.exclusions if one.topic == Topic.INTERACTIONS}
         for reference in step.record.inputs:
-            batch = batch_at.get(named(reference))
+            batch = batch_at.get(Position.of(reference))
             for member in batch.members if batch is not None else ():
                 at = online.erasures.get(member.user_id)
                 # The request may not have reached the trainer yet.

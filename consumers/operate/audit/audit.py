@@ -1,4 +1,4 @@
-"""The audit of a log: every check over the facts of one run.
+"""The audit of a log: the checks of the log itself, and every check over the facts of one run.
 
 Effects are read before their causes: a record that a step names was written before the step, and so lies within the
 part of the log that is read after the steps. A log that grows meanwhile is audited as of the moment at which its steps
@@ -10,21 +10,67 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from tidemill.consumers.operate.audit import answer_checks, log_checks, rollout_checks, step_checks, version_checks
-from tidemill.consumers.operate.audit.checks import AuditCheck, AuditedRun
-from tidemill.consumers.operate.audit.endings import OPEN, rollout_lives
-from tidemill.consumers.operate.audit.facts import Facts, Partition
-from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult
+from tidemill.consumers.operate.audit import answer_checks, rollout_checks, step_checks, version_checks
+from tidemill.consumers.operate.audit.endings import OPEN, AuditCheck, AuditedRun, check, is_overdue, rollout_lives
+from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, Facts, Partition
+from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult, Finding
+from tidemill.consumers.operate.audit.run_facts import references
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
-from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.reader import LogReader
 
+
+@check(
+    "retention",
+    "no partition has lost its beginning, and nothing refers to what is gone (allowed with --allow-truncated)",
+)
+def retention(run: AuditedRun) -> Iterator[Finding]:
+    """Find records that the log no longer keeps."""
+    facts = run.facts
+    if run.rules.allow_truncated:
+        return
+    for (topic, number), partition in sorted(facts.partitions.items()):
+        if partition.low > 0 and not is_compacted(topic):
+            what = f"truncated: offsets 0 to {partition.low - 1} are gone, past retention or deleted"
+            yield Finding(Position(topic.value, number, partition.low), what)
+    members = ((group.place, member) for group in facts.model.groups for member in group.record.members)
+    of_groups = ((by, Position.of(member)) for by, member in members)
+    of_steps = ((step.place, Position.of(one)) for step in facts.model.steps for one in references(step.record))
+    for by, to in (*of_groups, *of_steps):
+        if not facts.is_kept(to):
+            yield Finding(by, f"refers to {to}, which the log no longer keeps")
+
+
+@check(
+    "offsets",
+    "every offset that the broker keeps has its record, but for the marks of transactions and what compaction dropped",
+)
+def offsets(run: AuditedRun) -> Iterator[Finding]:
+    """Find offsets without a record."""
+    for (topic, number), partition in sorted(run.facts.partitions.items()):
+        if partition.hidden and topic not in TRANSACTIONAL and not is_compacted(topic):
+            place = None if partition.first_gap is None else Position(topic.value, number, partition.first_gap)
+            count = f"{partition.records:,} records on {partition.high - partition.low:,} offsets"
+            yield Finding(place, f"{count}: {partition.hidden:,} have none")
+
+
+@check("dead_letters", "every record that cannot be read lies in its topic's dead-letter topic")
+def dead_letters(run: AuditedRun) -> Iterator[Finding]:
+    """Find unreadable records without a dead letter."""
+    for place, timestamp_us, error in run.facts.unreadable:
+        # The reader of the topic may not have read so far yet.
+        if place not in run.facts.letters and is_overdue(run.facts, run.rules, timestamp_us):
+            yield Finding(place, f"cannot be read ({error}) and is no dead letter")
+
+
 CLIENT_ID = "tidemill-audit"
 CHECKS: tuple[AuditCheck, ...] = (
-    *log_checks.CHECKS,
+    retention,
+    offsets,
+    dead_letters,
     *rollout_checks.CHECKS,
     *step_checks.CHECKS,
     *version_checks.CHECKS,
@@ -126,10 +172,15 @@ def judge(facts: Facts, rules: AuditRules) -> AuditReport:
     repeats = (
         played.repeats + model.repeats + online.repeats + Counter({"online batches": len(online.batches) - batches})
     )
+    results = []
+    for one in CHECKS:
+        findings = one.find(run)
+        first = next(findings, None)
+        results.append(CheckResult(one.name, one.holds, (first is not None) + sum(1 for _ in findings), first))
     states = Counter(f"{life.state.value}: {life.reason}" if life.reason else life.state.value for life in lives)
     return AuditReport(
         run_id=rules.run_id,
-        checks=tuple(_result(check, run) for check in CHECKS),
+        checks=tuple(results),
         states=dict(sorted(states.items())),
         open=dict(sorted(Counter(life.state.value for life in lives if life.state in OPEN).items())),
         counts={
@@ -151,10 +202,3 @@ def judge(facts: Facts, rules: AuditRules) -> AuditReport:
         records=sum(partition.records for partition in facts.partitions.values()),
         runs=dict(facts.runs),
     )
-
-
-def _result(check: AuditCheck, run: AuditedRun) -> CheckResult:
-    offenders, first = 0, None
-    for finding in check.find(run):
-        offenders, first = offenders + 1, first or finding
-    return CheckResult(check.name, check.holds, offenders, first)

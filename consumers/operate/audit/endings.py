@@ -10,14 +10,14 @@ for the trainer is lost when steps pass its group over.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tidemill.consumers.operate import RecordAt
 from tidemill.consumers.operate.audit.facts import Facts
-from tidemill.consumers.operate.audit.report import AuditRules
+from tidemill.consumers.operate.audit.report import AuditRules, Finding
 from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout
-from tidemill.consumers.operate.reading import RecordAt
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, rollout_id, rollout_index
@@ -149,7 +149,7 @@ class _Grouped:
         self._trained: defaultdict[int, list[tuple[RecordAt[Group], int]]] = defaultdict(list)
         """By partition: the groups that were trained, in the order of the log, with their first step."""
         for place in sorted(self._model.group_at, key=lambda at: (at.partition, at.offset)):
-            steps = [use.step.record.step for use in self._model.uses.get(place, ()) if use.reason == TRAINED]
+            steps = [step.record.step for step, reason in self._model.uses.get(place, ()) if reason == TRAINED]
             if steps:
                 self._trained[place.partition].append((self._model.group_at[place], steps[0]))
 
@@ -186,18 +186,44 @@ class _Grouped:
             at_once = RolloutState.FAILED
         elif group.record.mode is Mode.EVAL:
             at_once = RolloutState.EVALUATED
-        if at_once is not None:
-            yield RolloutEnding(at_once, _failure(rollout) if at_once is RolloutState.FAILED else "", first)
-        for use in self._model.uses.get(place, ()):
-            if use.reason in OF_COPIES and place != first:
+        if at_once is RolloutState.FAILED:
+            failures = [one.failure for one in (rollout.records if rollout else ()) if one.failure]
+            # The text after the kind of a failure is about one rollout, and counts go by kind.
+            yield RolloutEnding(at_once, failures[0].split(":")[0] if failures else "its record is gone", first)
+        elif at_once is not None:
+            yield RolloutEnding(at_once, "", first)
+        for step, reason in self._model.uses.get(place, ()):
+            if reason in OF_COPIES and place != first:
                 continue
-            if use.reason == TRAINED and at_once is not RolloutState.FAILED:
-                yield RolloutEnding(RolloutState.TRAINED, "", use.step.place)
+            if reason == TRAINED and at_once is not RolloutState.FAILED:
+                yield RolloutEnding(RolloutState.TRAINED, "", step.place)
             elif at_once is None:
-                yield RolloutEnding(RolloutState.EXCLUDED, use.reason, use.step.place)
+                yield RolloutEnding(RolloutState.EXCLUDED, reason, step.place)
 
 
-def _failure(rollout: PlayedRollout | None) -> str:
-    """The kind of a failure. The text after it is about one rollout, and counts go by kind."""
-    failed = [one.failure for one in (rollout.records if rollout else ()) if one.failure]
-    return failed[0].split(":")[0] if failed else "its record is gone"
+@dataclass(frozen=True, slots=True)
+class AuditedRun:
+    """A run whose log was read whole."""
+
+    facts: Facts
+    rules: AuditRules
+    lives: Sequence[RolloutLife]
+
+
+Find = Callable[[AuditedRun], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditCheck:
+    """One condition on a log."""
+
+    name: str
+    holds: str
+    """The condition, in a sentence."""
+    find: Find
+    """The offenders, in the order of the log where there is one."""
+
+
+def check(name: str, holds: str) -> Callable[[Find], AuditCheck]:
+    """Make a check of a function that finds its offenders."""
+    return lambda find: AuditCheck(name, holds, find)

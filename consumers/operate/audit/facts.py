@@ -1,4 +1,4 @@
-"""The facts that an audit needs of a log: a pure fold over its topics.
+"""The facts that an audit needs of a log: a pure fold over its topics; of answers to users in `OnlineFacts`.
 
 The records of each topic are observed in order; the topics may come in any order. Records of other runs count for the
 offsets alone.
@@ -6,27 +6,110 @@ offsets alone.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from tidemill.consumers.operate.audit.online_facts import OnlineFacts
+from tidemill.consumers.operate import RecordAt, record_at
 from tidemill.consumers.operate.audit.run_facts import ModelFacts, RolloutFacts
 from tidemill.schemas.catalogue import Topic, is_compacted
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequest, UserWish
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAnswer:
+    """An answer served to a user."""
+
+    place: Position
+    interaction_id: str
+    user_id: str
+    version_min: int
+    version_max: int
+    replica_id: str
+    incarnation: str
+    served_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeFacts:
+    """One outcome of an interaction."""
+
+    interaction_id: str
+    user_id: str
+    revision: int
+    reward: float | None
+    exclusion: str
+    partition: int
+    offset: int
+    """The place of the interaction."""
+
+
+class OnlineFacts:
+    """Interactions, outcomes and online batches."""
+
+    def __init__(self) -> None:
+        self.served: dict[str, ServedAnswer] = {}
+        self.served_at_place: dict[Position, ServedAnswer] = {}
+        self.erased: dict[str, int] = {}
+        """Interactions with a tombstone, and when the first one was written, in microseconds."""
+        self.ends: defaultdict[str, list[RecordAt[OutcomeFacts]]] = defaultdict(list)
+        self.batches: list[RecordAt[OnlineBatch]] = []
+        self.erasures: dict[str, int] = {}
+        """By user: the newest time for which they asked to be erased."""
+        self.erasure_times: defaultdict[str, set[int]] = defaultdict(set)
+        """By user: every time for which they asked to be erased."""
+        self.repeats: Counter[str] = Counter()
+
+    def observe(self, consumed: ConsumedRecord) -> None:
+        """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
+        match consumed.record:
+            case Interaction() as answer:
+                place = consumed.position
+                served = ServedAnswer(
+                    place, answer.interaction_id, answer.user_id, answer.version_min, answer.version_max,
+                    answer.replica_id, answer.incarnation, answer.served_at,
+                )  # fmt: skip
+                self.repeats["interactions"] += answer.interaction_id in self.served
+                self.served.setdefault(answer.interaction_id, served)
+                self.served_at_place[place] = served
+            case Outcome() as outcome:
+                self._take_outcome(record_at(consumed, outcome))
+            case OnlineBatch() as batch:
+                self.batches.append(record_at(consumed, batch))
+            case UserRequest(user_id=user, wish=UserWish.ERASE, at=at):
+                self.erasures[user] = max(at, self.erasures.get(user, at))
+                self.erasure_times[user].add(at)
+            case None if consumed.value is None:
+                self._erase(consumed)
+
+    def _take_outcome(self, outcome: RecordAt[Outcome]) -> None:
+        of = outcome.record
+        end = OutcomeFacts(of.interaction_id, of.user_id, of.revision, of.reward, of.exclusion, of.partition, of.offset)
+        known = self.ends[of.interaction_id]
+        if any(other.digest == outcome.digest for other in known):
+            self.repeats["outcomes"] += 1
+        else:
+            known.append(RecordAt(outcome.place, end, outcome.digest))
+
+    def _erase(self, tombstone: ConsumedRecord) -> None:
+        name = (tombstone.key or b"").decode("utf-8", "replace")
+        if tombstone.topic is Topic.INTERACTIONS:
+            self.erased.setdefault(name, tombstone.timestamp_ms * 1_000)
+            gone = self.served.pop(name, None)
+            if gone is not None:
+                self.served_at_place.pop(gone.place, None)
+        elif tombstone.topic is Topic.OUTCOMES:
+            self.ends.pop(name, None)
+
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
 """Topics that are written in transactions: by a trainer, so that one that was replaced cannot write any more, and by
-stream workers with `stream.runner=transactional`."""
+stream workers with `stream.runner=transactional`. They may have offsets without a record: markers and aborted records.
+So may topics that compaction removes records from."""
 
 Partition = tuple[Topic, int]
-
-
-def may_have_gaps(topic: Topic) -> bool:
-    """Whether a topic may have offsets without a record: markers and aborted records of transactions, and records that
-    compaction removed."""
-    return topic in TRANSACTIONAL or is_compacted(topic)
 
 
 @dataclass(slots=True)
@@ -65,15 +148,6 @@ class PartitionFacts:
             self.hidden += offset - self.following
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableRecord:
-    """A record that cannot be decoded."""
-
-    place: Position
-    timestamp_us: int
-    error: str
-
-
 class Facts:
     """The facts of one run.
 
@@ -88,7 +162,8 @@ class Facts:
         self.played, self.model, self.online = RolloutFacts(), ModelFacts(), OnlineFacts()
         self.letters: dict[Position, str] = {}
         """Reasons of the dead letters, by the place of the record that could not be used."""
-        self.unreadable: list[UnreadableRecord] = []
+        self.unreadable: list[tuple[Position, int, str]] = []
+        """Records that cannot be decoded: the place, the time in microseconds, the error."""
         self.partitions: dict[Partition, PartitionFacts] = {}
         self.expect(ends or {})
         self.runs: Counter[str] = Counter()
@@ -115,7 +190,7 @@ class Facts:
             if consumed.value is None and is_compacted(consumed.topic):
                 self.online.observe(consumed)
             else:
-                self.unreadable.append(UnreadableRecord(consumed.position, timestamp_us, consumed.error))
+                self.unreadable.append((consumed.position, timestamp_us, consumed.error))
             return
         run_id = getattr(consumed.record, "run_id", None)
         if run_id is not None:

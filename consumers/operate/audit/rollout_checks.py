@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tidemill.consumers.operate.audit.checks import AuditedRun, check
-from tidemill.consumers.operate.audit.endings import OPEN, RolloutState
+from tidemill.consumers.operate.audit.endings import OPEN, AuditedRun, RolloutState, check
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
-from tidemill.consumers.operate.audit.run_facts import named
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import CloseReason, Group, GroupMember, RolloutStatus, StepInput
@@ -76,7 +74,7 @@ def _trained_by(facts: Facts, reference: StepInput) -> list[str]:
     """The names of everything that one input of a step stands for."""
     if reference.topic == Topic.ONLINE_BATCHES:
         return [f"online batch {reference.group_id}"]
-    group = facts.model.group_at.get(named(reference))
+    group = facts.model.group_at.get(Position.of(reference))
     if group is None:
         return [f"group {reference.group_id}"]
     completed = [member for member in group.record.members if member.status is RolloutStatus.COMPLETED]

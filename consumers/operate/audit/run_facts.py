@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
-from tidemill.consumers.operate.reading import RecordAt, record_at
+from tidemill.consumers.operate import RecordAt, record_at
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import (
     Dispatch,
@@ -146,15 +146,6 @@ class RolloutFacts:
             self.sampled_under.setdefault(version, place)
 
 
-@dataclass(frozen=True, slots=True)
-class StepUse:
-    """A step that names a record: it trained on the record, or says why it did not."""
-
-    step: RecordAt[TrainStep]
-    reason: str
-    """`TRAINED`, or the reason of the exclusion."""
-
-
 class ModelFacts:
     """Groups, the steps that used them, the versions that the steps made, and the replicas that held those."""
 
@@ -166,8 +157,8 @@ class ModelFacts:
         self.steps: list[RecordAt[TrainStep]] = []
         self.plans_and_steps: list[RecordAt[StepPlan | TrainStep]] = []
         """In the order of the log."""
-        self.uses: defaultdict[Position, list[StepUse]] = defaultdict(list)
-        """By the place that a step names."""
+        self.uses: defaultdict[Position, list[tuple[RecordAt[TrainStep], str]]] = defaultdict(list)
+        """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
         self.manifests: list[RecordAt[Manifest]] = []
         self.skips: list[RecordAt[SkipDelta]] = []
         self.acks: list[RecordAt[WeightAck]] = []
@@ -190,7 +181,7 @@ class ModelFacts:
                 self.plans_and_steps.append(step)
                 for reference in references(record):
                     reason = reference.reason if isinstance(reference, StepExclusion) else TRAINED
-                    self.uses[named(reference)].append(StepUse(step, reason))
+                    self.uses[Position.of(reference)].append((step, reason))
             case StepPlan() as plan:
                 last = self.plans_and_steps[-1].record if self.plans_and_steps else None
                 self.repeats["plans"] += isinstance(last, StepPlan) and last.step == plan.step
@@ -208,8 +199,3 @@ class ModelFacts:
 def references(step: TrainStep) -> list[StepInput | StepExclusion]:
     """Everything that a step names: what it trained on, then what it left out."""
     return [*step.inputs, *step.exclusions]
-
-
-def named(reference: StepInput | StepExclusion) -> Position:
-    """The place that a step names."""
-    return Position.of(reference)

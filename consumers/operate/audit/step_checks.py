@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tidemill.consumers.operate.audit.checks import AuditedRun, check
+from tidemill.consumers.operate.audit.endings import AuditedRun, check
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
-from tidemill.consumers.operate.audit.run_facts import named, references
+from tidemill.consumers.operate.audit.run_facts import references
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import GIVES_UP
 from tidemill.schemas.log.consumed import Position
@@ -102,7 +102,7 @@ class _Inputs:
         """Whether an input of `plan` was gone by the time `at`, in microseconds; where only the beginning of the log
         shows that it is gone, by now."""
         excluded = {one.group_id for one in plan.exclusions if one.topic == Topic.INTERACTIONS}
-        for place in map(named, plan.inputs):
+        for place in map(Position.of, plan.inputs):
             found = self.at(place)
             places = [place]
             if isinstance(found, Group):
@@ -142,7 +142,7 @@ def inputs(run: AuditedRun) -> Iterator[Finding]:
 
 def _references(read: _Inputs, step: TrainStep) -> Iterator[str]:
     for reference in references(step):
-        place = named(reference)
+        place = Position.of(reference)
         if not read.facts.is_kept(place) or place.topic == Topic.INTERACTIONS:
             continue
         problem = _problem(reference, read.at(place))
@@ -163,7 +163,7 @@ def _problem(reference: StepInput | StepExclusion, found: Group | OnlineBatch | 
 
 
 def _counts(read: _Inputs, step: TrainStep) -> Iterator[str]:
-    found = [read.at(named(place)) for place in step.inputs]
+    found = [read.at(Position.of(place)) for place in step.inputs]
     if any(one is None for one in found):
         return
     trained = [member for one in found if one is not None for member in _trained(one, step)]

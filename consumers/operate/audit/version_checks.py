@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tidemill.consumers.operate.audit.checks import AuditedRun, check
+from tidemill.consumers.operate.audit.endings import AuditedRun, check
 from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.consumers.operate.audit.report import Finding
-from tidemill.consumers.operate.audit.run_facts import named
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import AckStatus, Manifest, OnlineBatch, RolloutStatus, TrainStep, WeightAck
+from tidemill.schemas.records import AckStatus, Manifest, OnlineBatch, RolloutStatus, TrainStep
 
 NOTHING = -1
 """The version that a replica reports while it serves none, and the version of a rollout without a sampled token."""
@@ -85,7 +84,11 @@ def served(run: AuditedRun) -> Iterator[Finding]:
         ack = at.record
         if ack.status is not AckStatus.REFUSED:
             proved.add((ack.replica_id, ack.incarnation, ack.version))
-            problem = _proof(facts, published, ack)
+            wanted, problem = published.get((ack.branch, ack.version)), ""
+            if wanted is None and not facts.is_truncated(Topic.MANIFESTS):
+                problem = "no such version is published"
+            elif wanted not in (None, ack.fingerprint):
+                problem = f"proved weights {ack.fingerprint}; it is published with {wanted}"
             if problem:
                 yield Finding(at.place, f"{ack.replica_id}, version {ack.version}: {problem}")
         known = (ack.replica_id, ack.incarnation, ack.serving_version) in proved
@@ -93,15 +96,6 @@ def served(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(at.place, f"{ack.replica_id} serves version {ack.serving_version} and never proved it")
     if facts.model.acks and not facts.is_truncated(Topic.ACKS):
         yield from _sampled(facts, {(replica, version) for replica, _, version in proved})
-
-
-def _proof(facts: Facts, published: Mapping[tuple[str, int], str], ack: WeightAck) -> str:
-    wanted = published.get((ack.branch, ack.version))
-    if wanted is None:
-        return "" if facts.is_truncated(Topic.MANIFESTS) else "no such version is published"
-    if ack.fingerprint != wanted:
-        return f"proved weights {ack.fingerprint}; it is published with {wanted}"
-    return ""
 
 
 def _sampled(facts: Facts, proved: set[tuple[str, int]]) -> Iterator[Finding]:
@@ -149,7 +143,7 @@ def _differ(one: str, other: str) -> bool:
 
 def _sampled_in(facts: Facts, batches: Mapping[Position, OnlineBatch], step: TrainStep) -> Iterator[tuple[str, str]]:
     """Everything that a step trained on, with the incarnation under which it was sampled."""
-    for place in map(named, step.inputs):
+    for place in map(Position.of, step.inputs):
         group, batch = facts.model.group_at.get(place), batches.get(place)
         for member in group.record.members if group is not None else ():
             rollout = facts.played.rollouts.get(member.rollout_id)

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, references
 from tidemill.consumers.operate.replay.selection import Selection
@@ -110,7 +110,8 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
         with partial.open("wb") as out:
             rows = _counted(_chosen(origin, plan), written, progress, plan.records)
             text = json.dumps(asdict(made), sort_keys=True)
-            fastavro.writer(out, _SCHEMA, rows, codec="deflate", metadata=_metadata(text))
+            metadata = {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
+            fastavro.writer(out, _SCHEMA, rows, codec="deflate", metadata=metadata)
             out.flush()
             os.fsync(out.fileno())
         if written.sha256() != made.sha256:
@@ -190,10 +191,6 @@ def _counted(records: Iterable[RawRecord], plan: Plan, progress: Progress, total
         yield {**asdict(record), "headers": headers}
 
 
-def _metadata(manifest: str) -> dict[str, str]:
-    return {MANIFEST: manifest, MANIFEST_SHA256: hashlib.sha256(manifest.encode()).hexdigest()}
-
-
 def _manifest_of(file: BinaryIO) -> ArchiveManifest:
     try:
         metadata = fastavro.reader(file).metadata
@@ -231,7 +228,8 @@ def _records(file: BinaryIO) -> Iterator[RawRecord]:
 
 def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any], dict[str, int]]:
     """Schemas that values name, and objects beside the log that they refer to."""
-    known = _schemas()
+    documents = [document for kind in RECORD_TYPES.values() for document in recorded_schemas(kind)]
+    known = {fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"): document for document in documents}
     schemas: dict[str, Any] = {}
     objects: dict[str, int] = {}
     for record in records:
@@ -242,11 +240,6 @@ def _named_in(records: Iterable[RawRecord], codec: Codec) -> tuple[dict[str, Any
         if decoded is not None:
             objects.update(_objects(decoded))
     return schemas, dict(sorted(objects.items()))
-
-
-def _schemas() -> dict[str, Any]:
-    documents = [doc for kind in RECORD_TYPES.values() for doc in recorded_schemas(kind)]
-    return {fingerprint(to_parsing_canonical_form(doc), "CRC-64-AVRO"): doc for doc in documents}
 
 
 def _decoded(record: RawRecord, codec: Codec) -> Any:  # noqa: ANN401 - a record of any kind, or None

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.records import REFERRING, Header, Lane, Place, RawRecord, relocated
-from tidemill.consumers.operate.replay.target import Beginning, TargetRefused, TargetState, copy_headers
+from tidemill.consumers.operate.replay.records import REFERRING, Lane, Place, RawRecord, relocated
+from tidemill.consumers.operate.replay.target import Beginning, CopyWriter, TargetRefused, TargetState, copy_headers
 from tidemill.schemas.codec import Codec, DecodeError
 
 GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
-
-
-class Sends(Protocol):
-    """Where copies go."""
-
-    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
-        """Queue a copy."""
-
-    def flush(self) -> None:
-        """Wait until every copy is in the log."""
 
 
 @dataclass(slots=True)
@@ -74,7 +63,7 @@ class Copier:
         done: Mapping[Lane, int],
         base: Mapping[Lane, int],
         codec: Codec,
-        writer: Sends,
+        writer: CopyWriter,
         *,
         pacer: Pacer,
         pause: Callable[[float], object],
@@ -99,7 +88,8 @@ class Copier:
                     continue
                 if rank > self._next[record.lane]:
                     raise TargetRefused(GONE.format(what=f"records before {record}"))
-                self._wait(reached_ms)
+                if (wait_s := self._pacer.wait_s(reached_ms)) > 0:
+                    self._pause(wait_s)
                 self._write(record, rank)
                 progress(self.copied.there + self.copied.written, total)
         finally:
@@ -109,11 +99,6 @@ class Copier:
                 GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records")
             )
         return self.copied
-
-    def _wait(self, reached_ms: int) -> None:
-        wait_s = self._pacer.wait_s(reached_ms)
-        if wait_s > 0:
-            self._pause(wait_s)
 
     def _write(self, record: RawRecord, rank: int) -> None:
         first = self.copied.there + self.copied.written == 0

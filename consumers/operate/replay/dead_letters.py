@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.records import RANK, Lane, RawRecord, topic_of
 from tidemill.consumers.operate.replay.source import LogSource, Range
 from tidemill.consumers.operate.replay.target import header

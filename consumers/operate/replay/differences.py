@@ -107,7 +107,11 @@ def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None =
     """Compare two sides; with a `window`, the records of which either side has one that ended within it."""
     left, repeated_there = named(there)
     right, repeated_here = named(here)
-    names = [name for name in dict.fromkeys([*left, *right]) if _within(window, left.get(name), right.get(name))]
+    names = [
+        name
+        for name in dict.fromkeys([*left, *right])
+        if window is None or any(window.holds(side[name]) for side in (left, right) if name in side)
+    ]
     found = [_difference(name, left.get(name), right.get(name)) for name in names]
     differences = sorted((d for d in found if d is not None), key=_order)
     return OutputComparison(
@@ -210,28 +214,17 @@ def field_changes(there: object, here: object, path: str = "") -> Iterator[Field
                 inner = f"{path}.{name}" if path else name
                 yield from field_changes(getattr(there, name), getattr(here, name), inner)
             return
-        if isinstance(there, Sequence) and not isinstance(there, str | bytes):
-            yield from _list_changes(there, here, path)
-            return
-        if isinstance(there, Mapping):
-            yield from _mapping_changes(there, here, path)
+        if isinstance(there, Sequence | Mapping) and not isinstance(there, str | bytes):
+            yield from _changes_by_key(there, here, path)
             return
     # Written so that a NaN equals itself: it is the same bytes.
     if repr(there) != repr(here):
         yield FieldChange(path, _shown(there), _shown(here))
 
 
-def _list_changes(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - two lists
-    for index in range(max(len(there), len(here))):
-        inner = f"{path}[{index}]"
-        if index < min(len(there), len(here)):
-            yield from field_changes(there[index], here[index], inner)
-        else:
-            sides = (_shown(side[index]) if index < len(side) else ABSENT for side in (there, here))
-            yield FieldChange(inner, *sides)
-
-
-def _mapping_changes(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - two mappings
+def _changes_by_key(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - lists or mappings
+    if isinstance(there, Sequence):
+        there, here = dict(enumerate(there)), dict(enumerate(here))
     for key in sorted(there.keys() | here.keys()):
         inner = f"{path}[{key}]"
         if key in there and key in here:
@@ -274,7 +267,3 @@ def _order(difference: Difference) -> tuple[int, int, int, str]:
     place = difference.there or difference.here
     assert place is not None, "a difference is of a record that one side has at least"
     return difference.at_us, place.partition, place.offset, difference.name
-
-
-def _within(window: Window | None, *items: Item | None) -> bool:
-    return window is None or any(item is not None and window.holds(item) for item in items)

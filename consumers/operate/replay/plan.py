@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, Place, RawRecord, references, topic_of
 from tidemill.consumers.operate.replay.selection import Filter, NumberRange, Selection, utc_text
 from tidemill.consumers.operate.replay.source import LogSource, Range
@@ -170,10 +170,6 @@ OF_STEPS = (Topic.ROLLOUTS, Topic.GROUPS, Topic.INTERACTIONS, Topic.ONLINE_BATCH
 OF_GROUPS = (Topic.ROLLOUTS, Topic.GROUPS)
 
 
-class Retained(LookupError):
-    """What was asked for is older than the log; the message says what can be had."""
-
-
 class Planner:
     """Makes plans over one log.
 
@@ -259,7 +255,10 @@ class Planner:
         if selection.limits(lane[0]) and not ranges:
             return None
         bounds = self._source.bounds(lane)
-        start, end = bounds.start, min(bounds.end, self._end_of(lane, bounds.end))
+        start, end = bounds.start, bounds.end
+        if self._ends is not None:
+            # A partition that an interrupted replay did not know of has nothing for it.
+            end = min(end, self._ends.get(lane, 0))
         if ranges:
             start = min(bounds.start if r.start is None else r.start for r in ranges)
             end = min(end, max(end if r.end is None else r.end for r in ranges))
@@ -269,14 +268,10 @@ class Planner:
                 return None
             start, end = max(start, min(offsets)), min(end, max(offsets) + 1)
         if start < bounds.start:
-            raise Retained(f"{_named(lane)}: offset {start} is no longer kept; {self._first_text(lane)}")
+            raise LookupError(f"{_named(lane)}: offset {start} is no longer kept; {self._first_text(lane)}")
         if selection.from_ms is not None:
             start = max(start, self._first_since(lane, selection.from_ms, bounds))
         return Range(start, max(start, end))
-
-    def _end_of(self, lane: Lane, now: int) -> int:
-        """A partition that an interrupted replay did not know of has nothing for it."""
-        return now if self._ends is None else self._ends.get(lane, 0)
 
     def _may_hold_group(self, selection: Selection, lane: Lane, partitions: int) -> bool:
         topic, partition = lane
@@ -287,7 +282,7 @@ class Planner:
     def _first_since(self, lane: Lane, from_ms: int, bounds: Range) -> int:
         first = self._source.first(lane) if bounds.start > 0 else None
         if first is not None and first.timestamp_ms > from_ms:
-            raise Retained(
+            raise LookupError(
                 f"{_named(lane)}: what was written from {utc_text(from_ms)} on is not all kept; "
                 f"{self._first_text(lane)}"
             )
@@ -313,14 +308,14 @@ class Planner:
         return read | set(chain.from_iterable(references(record) for record in self._records(read)))
 
     def _records(self, places: Iterable[Place]) -> list[Record]:
-        """The records at some places. Raises Retained when the log no longer holds one."""
+        """The records at some places. Raises LookupError when the log no longer holds one."""
         by_lane: dict[Lane, set[int]] = {}
         for topic, partition, offset in places:
             by_lane.setdefault((topic, partition), set()).add(offset)
         ranges = {lane: Range(min(offsets), max(offsets) + 1) for lane, offsets in by_lane.items()}
         for lane, wanted in ranges.items():
             if wanted.start < self._source.bounds(lane).start:
-                raise Retained(f"{_named(lane)}: offset {wanted.start} is no longer kept; {self._first_text(lane)}")
+                raise LookupError(f"{_named(lane)}: offset {wanted.start} is no longer kept; {self._first_text(lane)}")
         found = (raw for raw in self._source.scan(ranges) if raw.offset in by_lane[raw.lane])
         return [record for raw in found if (record := self._decoded(raw)) is not None]
 

@@ -87,9 +87,16 @@ REFERRING = frozenset(
 """Topics whose records hold references."""
 
 
-def references(record: Record) -> Iterator[Place]:
+def references(value: Any) -> Iterator[Place]:  # noqa: ANN401 - a record or a part of one
     """Every place that a record refers to, in the order of its fields."""
-    yield from _places(record)
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+    if _is_reference(value):
+        yield from ((value.topic, value.partition, offset) for offset in _offsets(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from references(getattr(value, entry.name))
 
 
 def relocated(record: Record, to: Callable[[Place], int | None]) -> Record:
@@ -103,22 +110,6 @@ def relocated(record: Record, to: Callable[[Place], int | None]) -> Record:
 
 def _is_reference(value: Any) -> bool:  # noqa: ANN401 - a record or a part of one
     return all(hasattr(value, name) for name in ("topic", "partition"))
-
-
-def _places(value: Any) -> Iterator[Place]:  # noqa: ANN401
-    if isinstance(value, list):
-        for item in value:
-            yield from _places(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _own_places(value)
-        for entry in fields(value):
-            yield from _places(getattr(value, entry.name))
-
-
-def _own_places(value: Any) -> Iterator[Place]:  # noqa: ANN401
-    if _is_reference(value):
-        for offset in _offsets(value):
-            yield value.topic, value.partition, offset
 
 
 def _offsets(value: Any) -> list[int]:  # noqa: ANN401

@@ -167,7 +167,12 @@ class Filter:
 
     def __init__(self, expression: str, topics: Iterable[str]) -> None:
         self._expression = expression
-        self._parsed = _parsed(expression, _record_fields(topics))
+        known: dict[str, list[str]] = {}
+        """Fields of the records, each with the kinds that have it."""
+        for kind in dict.fromkeys(kind for name in topics for kind in CATALOGUE[topic_of(name)].values):
+            for entry in fields(kind):
+                known.setdefault(entry.name, []).append(kind.__name__)
+        self._parsed = _parsed(expression, known)
         self._evaluator = EvalWithCompoundTypes(functions=dict(FUNCTIONS), allowed_attrs=_ALLOWED)
 
     def keeps(self, raw: RawRecord, record: Record | None) -> bool:
@@ -211,15 +216,6 @@ def _allowed() -> dict[type | None, Any]:
 
 _ALLOWED = _allowed()
 _ANY_FIELD = frozenset[str]().union(*_ALLOWED.values())
-
-
-def _record_fields(topics: Iterable[str]) -> dict[str, list[str]]:
-    """Fields of the records of some topics, each with the kinds that have it."""
-    found: dict[str, list[str]] = {}
-    for kind in dict.fromkeys(kind for name in topics for kind in CATALOGUE[topic_of(name)].values):
-        for entry in fields(kind):
-            found.setdefault(entry.name, []).append(kind.__name__)
-    return found
 
 
 def _parsed(expression: str, known: dict[str, list[str]]) -> ast.stmt:

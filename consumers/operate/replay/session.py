@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.replay.copy import Clock, Copied, Copier, Pacer, carried_on
 from tidemill.consumers.operate.replay.plan import Plan, Planner
 from tidemill.consumers.operate.replay.records import Lane, RawRecord
@@ -104,8 +104,10 @@ class Replay:
         self.plan = self._origin.plan(None if old is None else old.ends, progress)
         self._target.check_partitions(self.plan)
         carried_on(self.plan, self._standing)
+        # When it began (UTC), and four digits against chance.
+        new_id = f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
         self.begun = old or Beginning(
-            replay_id=self._resume or new_replay_id(),
+            replay_id=self._resume or new_id,
             began_at=now_us(),
             selected=selected,
             ends={lane: chosen.end for lane, chosen in self.plan.lanes.items()},
@@ -159,11 +161,6 @@ class Replay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def new_replay_id() -> str:
-    """A name for a replay: when it began (UTC), and four digits against chance."""
-    return f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 @dataclass(frozen=True, slots=True)

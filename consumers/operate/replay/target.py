@@ -9,7 +9,7 @@ alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from confluent_kafka import ConsumerGroupState, KafkaError, Message, Producer
@@ -92,14 +92,13 @@ class Target:
         """
         self._refuse_groups()
         standing = TargetState()
-        for record in self._existing():
-            self._take_note(standing, record, replay_id)
-        return standing
-
-    def _existing(self) -> Iterator[RawRecord]:
+        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
+        topics = [name for name in RANK if self.prefix + name in existing]
         with LogSource(self._kafka, "read_uncommitted") as reader:
-            lanes = [(name, p) for name in self._topics() for p in range(reader.partitions(name))]
-            yield from reader.scan({lane: reader.bounds(lane) for lane in lanes})
+            lanes = [(name, partition) for name in topics for partition in range(reader.partitions(name))]
+            for record in reader.scan({lane: reader.bounds(lane) for lane in lanes}):
+                self._take_note(standing, record, replay_id)
+        return standing
 
     def _take_note(self, standing: TargetState, record: RawRecord, replay_id: str | None) -> None:
         of = replay_id_of(record.headers)
@@ -117,11 +116,6 @@ class Target:
         began = header(record, HEADER_REPLAY_BEGAN)
         if began is not None:
             standing.begun = beginning(began)
-
-    def _topics(self) -> list[str]:
-        """Names, without the prefix, of the topics of the catalogue that exist under it."""
-        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-        return [name for name in RANK if self.prefix + name in existing]
 
     def _refuse_groups(self) -> None:
         own = {self.prefix + name for name in RANK}
@@ -252,10 +246,6 @@ HEADER_REPLAY_BEGAN = "tidemill-replay-began"
 OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
 
 
-class MarkError(ValueError):
-    """Headers that no replay of this version wrote."""
-
-
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """What was settled when a replay began, and holds when it is carried on."""
@@ -277,13 +267,13 @@ class Beginning:
 
 
 def beginning(text: bytes) -> Beginning:
-    """The beginning of its JSON. Raises MarkError."""
+    """The beginning of its JSON. Raises ValueError."""
     try:
         tree = json.loads(text)
         ends = {(place.rsplit("/", 1)[0], int(place.rsplit("/", 1)[1])): end for place, end in tree["ends"].items()}
         return Beginning(tree["replay_id"], tree["began_at"], tree["selected"], ends)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise MarkError(f"header {HEADER_REPLAY_BEGAN} cannot be read: {error}") from error
+        raise ValueError(f"header {HEADER_REPLAY_BEGAN} cannot be read: {error}") from error
 
 
 def copy_headers(record: RawRecord, source_prefix: str, begun: Beginning, first: bool) -> list[Header]:
@@ -299,14 +289,14 @@ def copy_headers(record: RawRecord, source_prefix: str, begun: Beginning, first:
 
 
 def copied_offset(record: RawRecord, replay_id: str) -> int | None:
-    """The offset of the original of a copy; None when this replay did not write it. Raises MarkError."""
+    """The offset of the original of a copy; None when this replay did not write it. Raises ValueError."""
     if replay_id_of(record.headers) != replay_id:
         return None
     source = header(record, HEADER_REPLAY_SOURCE) or b""
     try:
         return int(source.rsplit(b"/", 1)[1])
     except (IndexError, ValueError) as error:
-        raise MarkError(f"{record}: header {HEADER_REPLAY_SOURCE} is {source!r}") from error
+        raise ValueError(f"{record}: header {HEADER_REPLAY_SOURCE} is {source!r}") from error
 
 
 def header(record: RawRecord, name: str) -> bytes | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import fsspec
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.rights.records import (
     SWEPT,
     Survey,
@@ -30,7 +30,6 @@ from tidemill.consumers.operate.rights.requests import (
     CLIENT_ID,
     COPIED,
     BadUser,
-    UserRequests,
     copy_request,
     new_request,
     record_request,
@@ -49,10 +48,6 @@ SWEEPS = 5
 """Times that the log is read on for what came in meanwhile: the last outcomes of the user's open interactions."""
 
 
-class StoreRefused(ConnectionError):
-    """The store did not delete an object; the erasure can be run again."""
-
-
 @dataclass(slots=True)
 class Cleared:
     """What became of claimed bytes."""
@@ -65,33 +60,25 @@ class Cleared:
 
 
 def delete_claims(root: str, claims: Iterable[Claim]) -> Cleared:
-    """Delete what claims point to below `root` (a directory or an fsspec URL). Raises StoreRefused."""
+    """Delete what claims point to below `root` (a directory or an fsspec URL). Raises ConnectionError."""
     cleared = Cleared()
     for claim in claims:
-        _delete(root, claim.uri, cleared)
+        try:
+            filesystem, path = fsspec.core.url_to_fs(claim.uri)
+            home, folder = fsspec.core.url_to_fs(root)
+            inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
+            if type(filesystem) is not type(home) or not inside:
+                cleared.foreign.append(claim.uri)
+                continue
+            filesystem.rm_file(path)
+            cleared.deleted += 1
+        except FileNotFoundError:
+            cleared.absent += 1
+        except (OSError, ValueError, ImportError) as error:
+            raise ConnectionError(
+                f"the claimed bytes at {claim.uri} could not be deleted: {error}; run the erasure again"
+            ) from error
     return cleared
-
-
-def _delete(root: str, uri: str, cleared: Cleared) -> None:
-    try:
-        filesystem, path = fsspec.core.url_to_fs(uri)
-        home, folder = fsspec.core.url_to_fs(root)
-        inside = path.startswith(f"{folder.rstrip('/')}/") and ".." not in path.split("/")
-        if type(filesystem) is not type(home) or not inside:
-            cleared.foreign.append(uri)
-            return
-        filesystem.rm_file(path)
-        cleared.deleted += 1
-    except FileNotFoundError:
-        cleared.absent += 1
-    except (OSError, ValueError, ImportError) as error:
-        raise StoreRefused(
-            f"the claimed bytes at {uri} could not be deleted: {error}; run the erasure again"
-        ) from error
-
-
-class UnknownUser(BadUser):
-    """The log holds no record and no request of a user: most likely the id was mistyped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +134,20 @@ class Eraser:
         """Erase a user, or say what would be erased.
 
         Raises:
-            UnknownUser: the log holds nothing of the user, and nothing is written.
-            BadUser: no user can be called that.
+            BadUser: the log holds nothing of the user, and nothing is written; or no user can be called that.
             LookupError: a topic does not exist.
-            StoreRefused, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
+            ConnectionError, DeliveryError, TimeoutError: a part of the system did not answer; run it again.
         """
         new = new_request(user_id, UserWish.ERASE, requested_by, self._clock())
         demands, holdings = requests_of(self._kafka, user_id), UserRecords(user_id)
         with Survey(self._kafka, self._progress) as survey:
             survey.read_on(holdings)
-            _require_known(user_id, demands, holdings)
+            if not holdings.slots and not demands.made:
+                raise BadUser(
+                    f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing "
+                    "was written. Check the id, whether it is the product's or (--pseudonym) the log's, and "
+                    "product.pseudonym_key"
+                )
             done = Erasure(user_id, dry_run=dry_run, found=holdings.counts)
             standing = demands.standing(UserWish.ERASE)
             # An earlier request does not cover what the user did after it.
@@ -197,32 +188,21 @@ class Eraser:
         producer.flush()
 
 
-def _require_known(user_id: str, demands: UserRequests, holdings: UserRecords) -> None:
-    if not holdings.slots and not demands.made:
-        raise UnknownUser(
-            f"the log holds no interaction, outcome or feedback of {user_id} and no request of theirs: nothing was "
-            "written. Check the id, whether it is the product's or (--pseudonym) the log's, and product.pseudonym_key"
-        )
-
-
 def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:
     """Dead letters about a user: under a key of theirs, or with a readable value of theirs."""
     codec, counts, newest = Codec(kafka.registry_url), Counter[str](), -1
     with DeadLetterReader(kafka, {}, SWEPT) as letters:
         for row in letters.read_to_end():
             assert isinstance(row.record, DeadLetter)
-            if holdings.owns_key(row.key, _named_user(codec, row.record.value)):
+            try:
+                user = user_of(codec.decode(row.record.value))
+            except DecodeError:
+                # Most dead letters are dead for just this reason; their key may still say whose they are.
+                user = None
+            if holdings.owns_key(row.key, user):
                 counts[row.record.source_topic] += 1
                 newest = max(newest, row.timestamp_ms)
     return LettersHeld(dict(counts), newest + DEAD_LETTER_RETENTION_MS if counts else None)
-
-
-def _named_user(codec: Codec, value: bytes) -> str | None:
-    try:
-        return user_of(codec.decode(value))
-    except DecodeError:
-        # Most dead letters are dead for just this reason; their key may still say whose they are.
-        return None
 
 
 @dataclass(frozen=True, slots=True)

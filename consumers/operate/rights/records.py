@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.rights.requests import CLIENT_ID
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
@@ -83,8 +83,10 @@ class UserRecords:
         dated_at = self._dated(located.record)
         if dated_at is None:
             return
-        before = self._held[slot].claims if slot in self._held else ()
-        self._held[slot] = UserRecord(*slot, dated_at, tuple(dict.fromkeys([*before, *_claims(located.record)])))
+        claims = self._held[slot].claims if slot in self._held else ()
+        if isinstance(located.record, Interaction) and located.record.claim is not None:
+            claims = tuple(dict.fromkeys([*claims, located.record.claim]))
+        self._held[slot] = UserRecord(*slot, dated_at, claims)
         self.slots.add(slot)
 
     def _dated(self, record: object) -> int | None:
@@ -106,10 +108,6 @@ class UserRecords:
         """Whether a dead letter with this key, or with a value of this user, is about them."""
         interaction = key.split(b"/")[0].decode("utf-8", "replace")
         return user_id == self._user_id or interaction in self._interactions
-
-
-def _claims(record: object) -> list[Claim]:
-    return [record.claim] if isinstance(record, Interaction) and record.claim is not None else []
 
 
 def user_of(record: object) -> str | None:
@@ -138,15 +136,12 @@ class Survey:
             for n, located in enumerate(reader.read_to_end()):
                 holdings.observe(located)
                 if n % TELL_EVERY == 0:
-                    self._progress(self._done(), total)
+                    self._progress(sum(sum(each.next_offsets().values()) for each in self._readers) - self._from, total)
         self._progress(total, total)
 
     def partitions(self, topic: Topic) -> list[int]:
         """Partition numbers of a topic. Raises LookupError when it does not exist."""
         return self._readers[0].partitions(topic)
-
-    def _done(self) -> int:
-        return sum(sum(reader.next_offsets().values()) for reader in self._readers) - self._from
 
     def __enter__(self) -> Self:
         return self

@@ -6,7 +6,7 @@ that a trace of a replayed or copied log says the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
 
 from tidemill.consumers.operate.trace.path import (
     Dropped,
@@ -26,12 +26,6 @@ from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    place: Position
-    record: Feedback
-
-
 class InteractionTrace:
     """What the log says of one interaction.
 
@@ -45,8 +39,8 @@ class InteractionTrace:
         self._served: Interaction | None = None
         self._places: list[Position] = []
         self._erased: Position | None = None
-        self._feedback: dict[str, _Said] = {}
-        self._repeated: list[tuple[Position, str]] = []
+        self._feedback: dict[str, tuple[Position, Feedback]] = {}
+        self._repeated: Counter[str] = Counter()
         self._letters: list[RefusedRecord] = []
         self._outcomes: list[tuple[Position, Outcome]] = []
         self._batches: list[tuple[Position, OnlineBatch]] = []
@@ -72,9 +66,11 @@ class InteractionTrace:
             self._served = self._served or record
             self._places.append(located.position)
         elif isinstance(record, Feedback) and record.interaction_id == self._id:
-            self._take_feedback(record, located.position)
+            self._repeated[record.event_id] += record.event_id in self._feedback
+            self._feedback.setdefault(record.event_id, (located.position, record))
         elif isinstance(record, Outcome) and record.interaction_id == self._id:
-            self._take_outcome(record, located.position)
+            if all(record.revision != known.revision for _, known in self._outcomes):
+                self._outcomes.append((located.position, record))
         elif isinstance(record, OnlineBatch):
             self._take_batch(record, located.position)
 
@@ -119,16 +115,6 @@ class InteractionTrace:
         elif located.topic is Topic.FEEDBACK:
             self._feedback.pop(event_id, None)
 
-    def _take_feedback(self, record: Feedback, place: Position) -> None:
-        if record.event_id in self._feedback:
-            self._repeated.append((place, record.event_id))
-        else:
-            self._feedback[record.event_id] = _Said(place, record)
-
-    def _take_outcome(self, record: Outcome, place: Position) -> None:
-        if all(record.revision != known.revision for _, known in self._outcomes):
-            self._outcomes.append((place, record))
-
     def _take_batch(self, batch: OnlineBatch, place: Position) -> None:
         if any(batch.batch_id == known.batch_id for _, known in self._batches):
             return
@@ -156,24 +142,19 @@ class InteractionTrace:
     def _events(self) -> list[Event]:
         return [
             Event(
-                place=said.place,
-                event_id=said.record.event_id,
-                user_id=said.record.user_id,
-                kind=said.record.kind.value,
-                value=said.record.value,
-                corrects=said.record.corrects,
-                source=said.record.source,
-                observed_at=said.record.observed_at,
-                fate=self._fate(said),
+                place=place,
+                event_id=record.event_id,
+                user_id=record.user_id,
+                kind=record.kind.value,
+                value=record.value,
+                corrects=record.corrects,
+                source=record.source,
+                observed_at=record.observed_at,
+                fate=self._use(record, place) + (f"; sent {1 + again} times, counted once" if again else ""),
             )
-            for said in self._feedback.values()
+            for place, record in self._feedback.values()
+            for again in (self._repeated[record.event_id],)
         ]
-
-    def _fate(self, said: _Said) -> str:
-        record = said.record
-        times = 1 + sum(event == record.event_id for _, event in self._repeated)
-        again = "" if times == 1 else f"; sent {times} times, counted once"
-        return self._use(record, said.place) + again
 
     def _use(self, record: Feedback, place: Position) -> str:
         if any(letter.place == place for letter in self._letters):
@@ -183,7 +164,7 @@ class InteractionTrace:
                 if use.event_id == record.event_id:
                     revision = f" of revision {end.revision}" if end.revision else ""
                     return f"counted {use.contribution:+g} in the reward{revision}"
-        replaced = [s.record.event_id for s in self._feedback.values() if s.record.corrects == record.event_id]
+        replaced = [other.event_id for _, other in self._feedback.values() if other.corrects == record.event_id]
         if replaced:
             return f"replaced by {replaced[-1]}"
         if self._served is not None and record.user_id != self._served.user_id:

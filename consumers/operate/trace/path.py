@@ -164,7 +164,10 @@ def explain(
     if versions:
         return _in_weights(versions)
     if batches:
-        return _in_batch(batches[-1])
+        newest = batches[-1]
+        if newest.ended.reason:
+            return f"left out by the trainer ({newest.ended.reason}), as {newest.ended.step} says"
+        return f"waits for the trainer in batch {newest.batch_id}"
     if ends:
         return _at_end(ends, served, dropped)
     if erased is not None:
@@ -186,12 +189,6 @@ def _in_weights(versions: Sequence[TracedVersion]) -> str:
     last = newest.decisions[-1] if newest.decisions else None
     why = "" if last is None else f": last decision {last.verdict} by {last.by}, {last.reason}"
     return f"trained into version {trained}, which no replica serves now{why}"
-
-
-def _in_batch(newest: InBatch) -> str:
-    if newest.ended.reason:
-        return f"left out by the trainer ({newest.ended.reason}), as {newest.ended.step} says"
-    return f"waits for the trainer in batch {newest.batch_id}"
 
 
 def _at_end(ends: Sequence[End], served: Served | None, dropped: Sequence[Dropped]) -> str:

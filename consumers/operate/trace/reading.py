@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tidemill.consumers.operate.reading import Progress, no_progress
+from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.trace.interaction import InteractionTrace
 from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.rollout import RolloutPath, RolloutTrace
@@ -22,10 +22,6 @@ CLIENT_ID = "tidemill-trace"
 PRODUCT = (Topic.INTERACTIONS, Topic.FEEDBACK)
 MODEL = (Topic.STEPS, Topic.MANIFESTS, Topic.GATE, Topic.ACKS)
 LONGEST_NAME = 200
-
-
-class NotTraceable(LookupError):
-    """Nothing in the log has this name; the message says where was looked."""
 
 
 def checked_name(text: str) -> str:
@@ -53,26 +49,29 @@ class TraceReader:
 
         Raises:
             ValueError: it can be no id, or the event is about several interactions.
-            NotTraceable: the log has nothing of that name.
+            LookupError: the log has nothing of that name.
         """
         name = checked_name(text)
         traced = self._interaction(name)
         if traced is None and (about := self._interactions_of(text.strip())):
             traced = self._interaction(about[0])
-        found = traced or self._rollout(text.strip())
-        if found is None:
-            raise NotTraceable(
+        if traced is not None:
+            return traced
+        rollout = RolloutTrace(text.strip())
+        self._read((Topic.ROLLOUTS, Topic.GROUPS), rollout.observe)
+        if rollout.run_id is None:
+            raise LookupError(
                 f"no interaction, event or rollout {name!r} in the log: check the id and --topic-prefix; what is "
                 "older than the topics' retention is gone"
             )
-        return found
+        return rollout.path(self._history(rollout.run_id))
 
     def user(self, user_id: str) -> UserPath:
-        """The path of a user's data. Raises NotTraceable when the log holds nothing of the user."""
+        """The path of a user's data. Raises LookupError when the log holds nothing of the user."""
         traced = UserTrace(user_id)
         self._read((Topic.USER_REQUESTS, Topic.OUTCOMES, Topic.ONLINE_BATCHES), traced.observe)
         if not traced.found:
-            raise NotTraceable(
+            raise LookupError(
                 f"the log says nothing of the user {user_id}: check the id, whether it is the product's or "
                 "(--pseudonym) the log's, and product.pseudonym_key"
             )
@@ -104,11 +103,6 @@ class TraceReader:
             named = ", ".join(sorted(found))
             raise ValueError(f"event {event_id} is about {len(found)} interactions; trace one: {named}")
         return list(found)
-
-    def _rollout(self, name: str) -> RolloutPath | None:
-        traced = RolloutTrace(name)
-        self._read((Topic.ROLLOUTS, Topic.GROUPS), traced.observe)
-        return None if traced.run_id is None else traced.path(self._history(traced.run_id))
 
     def _history(self, run_id: str) -> VersionHistory:
         history = VersionHistory(run_id)

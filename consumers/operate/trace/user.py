@@ -93,7 +93,13 @@ class UserTrace:
     def path(self, histories: Mapping[str, VersionHistory]) -> UserPath:
         """Everything observed so far, with the versions of each run of `runs`."""
         batches = [self._batch(place, batch, histories[batch.run_id]) for place, batch in self._batches.values()]
-        touched = [_touched(run, histories[run], [b for b in batches if b.run_id == run]) for run in sorted(self.runs)]
+        touched = []
+        for run in sorted(self.runs):
+            endings = [ending for batch in batches if batch.run_id == run for ending in batch.ended]
+            trained = {ending.version for ending in endings if ending.version is not None}
+            containing = histories[run].containing(trained)
+            made = [histories[run].made(version) for version in sorted(trained)]
+            touched.append(RunTouched(run, made, ranges(containing), histories[run].serving(containing)))
         return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
 
     def _members(self, batch: OnlineBatch) -> list[OnlineMember]:
@@ -113,10 +119,3 @@ class UserTrace:
             trained=sum(ending.version is not None for ending in endings),
             ended=list(dict.fromkeys(endings)),
         )
-
-
-def _touched(run_id: str, history: VersionHistory, batches: list[UserBatch]) -> RunTouched:
-    trained = {ending.version for batch in batches for ending in batch.ended if ending.version is not None}
-    containing = history.containing(trained)
-    made = [history.made(version) for version in sorted(trained)]
-    return RunTouched(run_id, made, ranges(containing), history.serving(containing))

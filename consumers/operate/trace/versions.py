@@ -78,28 +78,31 @@ class VersionHistory:
             return
         match record:
             case TrainStep():
-                self._take_step(record, located.position)
+                made = self._versions.setdefault(record.version, _Version())
+                if made.step is None:
+                    made.parent, made.step = record.parent_version, record
+                    made.step_place, made.step_number = located.position, record.step
+                    self.steps.append((located.position, record))
             case Manifest():
                 made = self._versions.setdefault(record.version, _Version())
                 if made.manifest_place is None:
                     made.manifest_place, made.step_number = located.position, record.step
                     made.parent = record.parent if made.step is None else made.parent
             case GateDecision() if record.version is not None:
-                self._decisions.setdefault(record.version, []).append(_decided(located, record))
+                decided = VersionDecision(
+                    place=located.position,
+                    verdict=record.verdict.value,
+                    by=record.decided_by,
+                    reason=record.reason,
+                    numbers=dict(record.numbers),
+                    at=record.at,
+                )
+                self._decisions.setdefault(record.version, []).append(decided)
             case WeightAck():
-                self._take_ack(record)
-
-    def _take_step(self, step: TrainStep, place: Position) -> None:
-        made = self._versions.setdefault(step.version, _Version())
-        if made.step is None:
-            made.parent, made.step, made.step_place, made.step_number = step.parent_version, step, place, step.step
-            self.steps.append((place, step))
-
-    def _take_ack(self, ack: WeightAck) -> None:
-        self._acks[ack.replica_id] = ack
-        if ack.status is not AckStatus.REFUSED:
-            self._proved.setdefault(ack.version, set()).add(ack.replica_id)
-            self._served_at.setdefault(ack.serving_version, ack.at)
+                self._acks[record.replica_id] = record
+                if record.status is not AckStatus.REFUSED:
+                    self._proved.setdefault(record.version, set()).add(record.replica_id)
+                    self._served_at.setdefault(record.serving_version, record.at)
 
     def made(self, version: int) -> TracedVersion:
         """What became of a version."""
@@ -146,17 +149,6 @@ class VersionHistory:
             for excluded in step.exclusions:
                 if (excluded.topic, excluded.group_id) == (topic.value, name):
                     yield place, excluded.reason
-
-
-def _decided(located: ConsumedRecord, decision: GateDecision) -> VersionDecision:
-    return VersionDecision(
-        place=located.position,
-        verdict=decision.verdict.value,
-        by=decision.decided_by,
-        reason=decision.reason,
-        numbers=dict(decision.numbers),
-        at=decision.at,
-    )
 
 
 def ranges(versions: Iterable[int]) -> str:

@@ -8,52 +8,7 @@
 -- unit: records a second
 -- `minutes` are the ends of 60 equal intervals from the first record on, counted from the newest record of all.
 WITH
-    held AS
-    (
-        SELECT _topic, _timestamp FROM documents
-        UNION ALL
-        SELECT _topic, _timestamp FROM tasks
-        UNION ALL
-        SELECT _topic, _timestamp FROM rollouts
-        UNION ALL
-        SELECT _topic, _timestamp FROM ticks
-        UNION ALL
-        SELECT _topic, _timestamp FROM rollouts_progress
-        UNION ALL
-        SELECT _topic, _timestamp FROM turns
-        UNION ALL
-        SELECT _topic, _timestamp FROM `groups`
-        UNION ALL
-        SELECT _topic, _timestamp FROM weights_deltas
-        UNION ALL
-        SELECT _topic, _timestamp FROM weights_manifests
-        UNION ALL
-        SELECT _topic, _timestamp FROM skip_deltas
-        UNION ALL
-        SELECT _topic, _timestamp FROM weights_acks
-        UNION ALL
-        SELECT _topic, _timestamp FROM train_steps
-        UNION ALL
-        SELECT _topic, _timestamp FROM train_mismatch
-        UNION ALL
-        SELECT _topic, _timestamp FROM step_plans
-        UNION ALL
-        SELECT _topic, _timestamp FROM staleness
-        UNION ALL
-        SELECT _topic, _timestamp FROM gate_decisions
-        UNION ALL
-        SELECT _topic, _timestamp FROM interactions
-        UNION ALL
-        SELECT _topic, _timestamp FROM feedback
-        UNION ALL
-        SELECT _topic, _timestamp FROM outcomes
-        UNION ALL
-        SELECT _topic, _timestamp FROM online_batches
-        UNION ALL
-        SELECT _topic, _timestamp FROM user_requests
-        UNION ALL
-        SELECT _topic, _timestamp FROM dead_letters
-    ),
+    -- insert: every_record
     (SELECT (min(_timestamp), max(_timestamp)) FROM held) AS ends,
     greatest(dateDiff('millisecond', ends.1, ends.2), 60000) / 60 AS width,
     counted AS

@@ -12,30 +12,7 @@ WITH
         SELECT run_id, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
         FROM rollouts
     ),
-    marked AS
-    (
-        SELECT
-            run_id,
-            began,
-            ended,
-            began > max(ended) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS opens
-        FROM sampling
-    ),
-    numbered AS
-    (
-        SELECT
-            run_id,
-            began,
-            ended,
-            sum(opens) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS island
-        FROM marked
-    ),
-    busy AS
-    (
-        SELECT run_id, island, min(began) AS began, max(ended) AS ended
-        FROM numbered
-        GROUP BY run_id, island
-    ),
+    -- insert: busy
     both AS
     (
         SELECT s.run_id AS run_id, sum(greatest(0, least(s.ended, b.ended) - greatest(s.began, b.began))) AS microseconds

@@ -6,6 +6,13 @@
 -- unit: share of the step's time
 -- records: step
 WITH
+    sampling AS
+    (
+        SELECT run_id, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
+        FROM rollouts
+        WHERE {run:String} = '' OR run_id = {run:String}
+    ),
+    -- insert: busy
     steps AS
     (
         SELECT run_id, step, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
@@ -13,36 +20,6 @@ WITH
         WHERE {run:String} = '' OR run_id = {run:String}
         ORDER BY _offset
         LIMIT 1 BY run_id, step
-    ),
-    sampling AS
-    (
-        SELECT run_id, toUnixTimestamp64Micro(started_at) AS began, toUnixTimestamp64Micro(finished_at) AS ended
-        FROM rollouts
-        WHERE {run:String} = '' OR run_id = {run:String}
-    ),
-    marked AS
-    (
-        SELECT
-            run_id,
-            began,
-            ended,
-            began > max(ended) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS opens
-        FROM sampling
-    ),
-    numbered AS
-    (
-        SELECT
-            run_id,
-            began,
-            ended,
-            sum(opens) OVER (PARTITION BY run_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS island
-        FROM marked
-    ),
-    busy AS
-    (
-        SELECT run_id, island, min(began) AS began, max(ended) AS ended
-        FROM numbered
-        GROUP BY run_id, island
     )
 SELECT
     s.run_id AS run_id,

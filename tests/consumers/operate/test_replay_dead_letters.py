@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.consumers.operate.replay_support import rollout
 from tests.consumers.operate.test_replay_log import records_of
 from tidemill.compose.cli import app
-from tidemill.compose.dead_letters.commands import TransformError, transformation
+from tidemill.compose.cli.dead_letters_command import transformation
 from tidemill.consumers.operate.replay.dead_letters import (
     HEADER_ATTEMPTS,
     HEADER_REDRIVE_OF,
@@ -126,10 +126,10 @@ def test_a_transformation_that_cannot_be_used_is_said(tmp_path, monkeypatch):
         ("absent_module:f", "No module"),
         ("bad_mend:g", "no attribute"),
     ):
-        with pytest.raises(TransformError, match=why):
+        with pytest.raises(ValueError, match=why):
             transformation(text)
     for name, why in (("fails", r"failed on rollouts\.dlq/0/3"), ("text", "returned str")):
-        with pytest.raises(TransformError, match=why):
+        with pytest.raises(ValueError, match=why):
             transformation(f"bad_mend:{name}")(a_letter())
 
 

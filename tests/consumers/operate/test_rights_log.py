@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from tests.consumers.product_support import SECOND, ProductLog, feedback, interaction, outcome, use
 from tests.consumers.sink_support import START_US
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.rights.erase import Eraser, UnknownUser, read_consent_status
+from tidemill.consumers.operate.rights.erase import BadUser, Eraser, read_consent_status
 from tidemill.consumers.operate.rights.records import SWEPT
 from tidemill.consumers.operate.rights.requests import choose
 from tidemill.producers.product.settings import ProductSettings
@@ -168,7 +168,7 @@ def test_a_dry_run_and_an_unknown_user_write_nothing(settings: KafkaSettings, tm
     done = eraser.erase("dry", "tester", dry_run=True)
     assert (done.request, done.found) == (None, {"interactions": 2, "outcomes": 2, "feedback": 2})
     assert len([one for one in live(settings, "dry") if not (one.key or b"").startswith(b"other")]) == 6
-    with pytest.raises(UnknownUser, match="nothing was written"):
+    with pytest.raises(BadUser, match="nothing was written"):
         eraser.erase("nobody", "tester")
     assert wishes(settings, "dry") == wishes(settings, "nobody") == []
 
@@ -232,7 +232,7 @@ def test_the_commands_take_the_products_id_and_print_json(
     assert json.loads(run(app, ["users", "show", "4711", "--json"]).stdout)["held"] == {}
     assert isinstance(run(app, ["users", "erase", "", "--by", "dpo"]).exception, ValueError)
     assert isinstance(run(app, ["users", "erase", "x" * 600, "--by", "dpo"]).exception, ValueError)
-    assert isinstance(run(app, ["users", "erase", "never-seen", "--by", "dpo"]).exception, UnknownUser)
+    assert isinstance(run(app, ["users", "erase", "never-seen", "--by", "dpo"]).exception, BadUser)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from tests.consumers.product_support import (
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
 from tidemill.compose.cli import app
-from tidemill.consumers.operate.trace.reading import NotTraceable
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms, Signer
 from tidemill.schemas.catalogue import Names, Topic
@@ -117,8 +116,8 @@ def test_a_rollout_is_traced_to_its_group():
 
 
 def test_what_cannot_be_traced_is_a_clear_error():
-    assert isinstance(trace("never-served").exception, NotTraceable)
-    assert isinstance(trace("--user", "never-seen").exception, NotTraceable)
+    assert isinstance(trace("never-served").exception, LookupError)
+    assert isinstance(trace("--user", "never-seen").exception, LookupError)
     assert "i1, i2" in str(trace("twice").exception)
     assert trace().exit_code == 2
     assert trace("i7", "--user", "4711").exit_code == 2

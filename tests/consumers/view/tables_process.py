@@ -17,9 +17,9 @@ from tests.consumers.sink_support import rows_of
 from tests.consumers.view.run_records import SimulatedLoop, page_rows
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
+from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.query import SinkState, write_state
 from tidemill.consumers.sink.rows import Row
-from tidemill.consumers.sink.server import QueryServer
-from tidemill.consumers.sink.state_file import SinkState, write_state
 from tidemill.consumers.sink.writer import Writer
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.records import build
-from tidemill.compose.demo.demonstrator import Demonstrator
+from tidemill.compose.demo.corpus import Demonstrator
 from tidemill.producers.environments.base import GenerationFailed, Reply, Split, TaskError, TaskQuery, split_of
 from tidemill.producers.environments.check import ScriptedPolicy
 from tidemill.producers.environments.ledger import (

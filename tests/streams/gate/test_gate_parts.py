@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tidemill.consumers.weights.chain import Chain
-from tidemill.consumers.weights.decide import Following, Proposal, decision
+from tidemill.consumers.weights.decide import Following, decision
 from tidemill.kernels.weights.graph import VersionError
 from tidemill.schemas.records import GateVerdict, Mode, OutcomeExclusion
 from tidemill.streams.gate.bench import Bench, BenchResult
@@ -174,16 +174,16 @@ def test_a_veto_is_followed_by_leaving_the_version():
     chain = Chain(RUN.run_id, RUN.branch)
     for version in (0, 1):
         chain.observe(manifest(version))
-    veto = decision(chain, Proposal(GateVerdict.REJECT, 1, "it flatters", "ada"), at=5)
+    veto = decision(chain, GateVerdict.REJECT, 1, "it flatters", "ada", at=5)
     following = Following(veto, head=1, recent_us=10)
     following.observe(ack("a", 1, 5))
     following.observe(ack("b", 0, 5))
     assert following.behind == {"a": 1}
     chain.observe(veto)
     with pytest.raises(VersionError, match="rejected by ada: it flatters"):
-        decision(chain, Proposal(GateVerdict.HOLD, 1, "", "bob"), at=6)
+        decision(chain, GateVerdict.HOLD, 1, "", "bob", at=6)
     with pytest.raises(VersionError, match="version 7 is not on branch"):
-        decision(chain, Proposal(GateVerdict.REJECT, 7, "", "bob"), at=6)
+        decision(chain, GateVerdict.REJECT, 7, "", "bob", at=6)
 
 
 def test_a_trial_and_an_admission_do_not_limit_what_everyone_is_served():

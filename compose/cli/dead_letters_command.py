@@ -1,33 +1,26 @@
-"""`tidemill dead-letters`: list, show, transform and redrive."""
+"""`tidemill dead-letters`: what could not be used and why, as tables and documents, and sending it back."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.dead_letters.text import (
-    SUMMARY,
-    letter_document,
-    print_verdicts,
-    summary,
-    verdict_document,
-)
-from tidemill.compose.local_log import with_reachable_log
-from tidemill.compose.options import with_settings
+from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
 from tidemill.compose.progress import remaining
-from tidemill.compose.replay.stage import SettingsOf
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.dead_letters import DeadLetters, StoredLetter
+    from tidemill.consumers.operate.replay.dead_letters import DeadLetters, Sequel, StoredLetter, Verdict
+    from tidemill.schemas.records import Record
 
 TopicOption = Annotated[
     list[str] | None, typer.Option("--topic", help="Only letters of this topic (without prefix); may be repeated.")
@@ -199,35 +192,121 @@ def _place(name: str) -> tuple[str, int, int]:
     return topic, int(partition), int(offset)
 
 
-class TransformError(ValueError):
-    """A transformation that cannot be used, or that failed on a letter."""
-
-
 def transformation(text: str) -> Callable[[StoredLetter], bytes | None]:
     """The function of `module:function`; modules are found in the current directory too.
 
     It is called with a `StoredLetter` and returns the bytes that go back, or None to leave the letter where it is.
 
-    Raises TransformError, and the function that is returned does where the other fails.
+    Raises ValueError, and the function that is returned does where the other fails.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
-        raise TransformError(f"--transform {text!r}: expected MODULE:FUNCTION")
+        raise ValueError(f"--transform {text!r}: expected MODULE:FUNCTION")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         function = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise TransformError(f"--transform {text!r}: {error}") from error
+        raise ValueError(f"--transform {text!r}: {error}") from error
 
     def checked(letter: StoredLetter) -> bytes | None:
         try:
             made: Any = function(letter)
         except Exception as error:  # somebody's own code: the letter that it failed on has to be named
-            raise TransformError(f"--transform {text!r} failed on {letter.name}: {error!r}") from error
+            raise ValueError(f"--transform {text!r} failed on {letter.name}: {error!r}") from error
         if made is not None and not isinstance(made, bytes):
-            raise TransformError(f"--transform {text!r} returned {type(made).__name__} for {letter.name}, not bytes")
+            raise ValueError(f"--transform {text!r} returned {type(made).__name__} for {letter.name}, not bytes")
         return made
 
     return checked
+
+
+SHOWN_BYTES = 256
+SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
+
+
+def summary(letters: Iterable[StoredLetter]) -> list[tuple[object, ...]]:
+    """Rows of SUMMARY, one a topic and reason: how many letters, the oldest and the newest, in UTC."""
+    from tidemill.consumers.operate.replay.selection import utc_text
+
+    found: dict[tuple[str, str], list[StoredLetter]] = {}
+    for letter in letters:
+        found.setdefault((letter.source[0], letter.reason), []).append(letter)
+    return [
+        (
+            topic,
+            reason,
+            len(of),
+            utc_text(min(letter.raw.timestamp_ms for letter in of)),
+            utc_text(max(letter.raw.timestamp_ms for letter in of)),
+            sorted({letter.found_by for letter in of}),
+            of[-1].name,
+        )
+        for (topic, reason), of in found.items()
+    ]
+
+
+def letter_document(
+    letter: StoredLetter, sequel: Sequel, record: Record | None, problem: str, whole: bool
+) -> dict[str, Any]:
+    """Everything about one letter."""
+    from tidemill.consumers.operate.replay.selection import utc_text
+
+    value = letter.value or b""
+    return {
+        "letter": letter.name,
+        "source": letter.origin,
+        "reason": letter.reason,
+        "found_by": letter.found_by,
+        "written": utc_text(letter.raw.timestamp_ms),
+        "attempts": sequel.attempts(letter),
+        "why_it_cannot_go_back": sequel.why_not(letter, 2**31) or problem,
+        "key": _text(letter.key),
+        "headers": {name: _text(header) for name, header in letter.raw.headers},
+        "n_bytes": len(value),
+        "hex": (value if whole else value[:SHOWN_BYTES]).hex(" "),
+        "record": None if record is None else record_document(record),
+    }
+
+
+def record_document(record: Record) -> dict[str, Any]:
+    """A record as JSON can hold it; bytes as hexadecimal, the first of them."""
+    return {"kind": type(record).__name__, **_plain(asdict(record))}
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - a JSON tree with bytes in it
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value[:SHOWN_BYTES].hex() + ("…" if len(value) > SHOWN_BYTES else "")
+    return value
+
+
+def verdict_document(verdict: Verdict) -> dict[str, Any]:
+    """What becomes of one letter."""
+    return {
+        "letter": verdict.letter.name,
+        "source": verdict.letter.origin,
+        "goes_back": not verdict.why_not,
+        "why_not": verdict.why_not,
+        "attempts": verdict.attempts,
+        "record": None if verdict.record is None else record_document(verdict.record),
+    }
+
+
+def print_verdicts(verdicts: Iterable[Verdict], as_csv: bool) -> None:
+    """Print what becomes of each letter, one a row."""
+    rows = []
+    for verdict in verdicts:
+        topic, partition = verdict.letter.source
+        kind = None if verdict.record is None else type(verdict.record).__name__
+        into = f"{topic}[{partition}]"
+        rows.append((verdict.letter.name, into, verdict.attempts, not verdict.why_not, kind, verdict.why_not))
+    print_rows(("letter", "into", "attempts", "goes_back", "record", "why_not"), rows, as_csv=as_csv)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("utf-8", "backslashreplace")

@@ -1,0 +1,238 @@
+"""`tidemill users`: users of the product, simulated ones too, and their requests about their data.
+
+The other parts read the requests in their own order: the join excludes their open interactions, the batcher leaves
+them out, the sink deletes their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.options import SettingsOf, given, with_local_log, with_reachable_log, with_settings
+from tidemill.compose.progress import working
+from tidemill.compose.rows import JsonOption, utc
+from tidemill.schemas.records import UserWish
+
+if TYPE_CHECKING:
+    from tidemill.compose.demo.simulated_users.crowd import Seen
+    from tidemill.consumers.operate.rights.erase import ConsentStatus, Erasure, LettersHeld
+    from tidemill.consumers.operate.rights.requests import RecordedWish
+    from tidemill.schemas.records import UserRequest
+
+UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
+PseudonymOption = Annotated[bool, typer.Option("--pseudonym", help="USER is already the log's pseudonym.")]
+ByOption = Annotated[str, typer.Option("--by", help="Name of the person who requests it; kept with the request.")]
+
+
+def erase(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the records that would be deleted, and write nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Erase a user: delete their interactions, outcomes and feedback from the log, the object store and ClickHouse.
+
+    Reads the log from its beginning and writes a tombstone under the key of each of their records; the broker removes
+    the bytes within the topics' compaction lag. Batches closed later cannot contain them. What stays: the pseudonym in
+    batches that are closed, by which `tidemill trace --user` tells the versions that their data touched, and dead
+    letters, until their retention ends. If it is stopped or killed, run it again to finish it.
+
+    Example: `tidemill users erase 4711 --by "data protection, ticket 88"`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.operate.rights.erase import Eraser
+
+    user_id = pseudonym_of(settings, user, is_pseudonym)
+    with working("reading the log") as bar:
+        eraser = Eraser(settings.kafka, settings.store, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+        done = eraser.erase(user_id, requested_by, dry_run=dry_run)
+    _print(asdict(done), erasure_lines(done), as_json)
+    raise typer.Exit(1 if done.left or done.claims.foreign else 0)
+
+
+def opt_out(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Learn nothing from a user from now on: their interactions are counted as excluded.
+
+    Example: `tidemill users opt-out 4711 --by 4711`
+    """
+    _choose(settings_of, user, UserWish.OPT_OUT, requested_by, is_pseudonym, as_json)
+
+
+def opt_in(
+    settings_of: SettingsOf,
+    user: UserArgument,
+    requested_by: ByOption,
+    is_pseudonym: PseudonymOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Learn from a user again: ends an opt-out, or what an erasure demanded for the time after it.
+
+    Example: `tidemill users opt-in 4711 --by 4711`
+    """
+    _choose(settings_of, user, UserWish.OPT_IN, requested_by, is_pseudonym, as_json)
+
+
+def show(
+    settings_of: SettingsOf, user: UserArgument, is_pseudonym: PseudonymOption = False, as_json: JsonOption = False
+) -> None:
+    """Show a user's requests, and how many records of theirs the log holds now.
+
+    Example: `tidemill users show 4711`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.operate.rights.erase import read_consent_status
+
+    user_id = pseudonym_of(settings, user, is_pseudonym)
+    with working("reading the log") as bar:
+        found = read_consent_status(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+    _print(asdict(found), standing_lines(found), as_json)
+
+
+def _choose(
+    settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
+) -> None:
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.operate.rights.requests import choose
+
+    made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
+    _print(asdict(made), choice_lines(made), as_json)
+
+
+def _print(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
+
+
+def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
+    """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
+    from tidemill.consumers.operate.rights.requests import checked_pseudonym
+
+    if is_pseudonym:
+        return checked_pseudonym(user)
+    from tidemill.producers.product.signing import Pseudonyms
+
+    return checked_pseudonym(Pseudonyms(settings.product).of(user))
+
+
+def erasure_lines(done: Erasure) -> list[str]:
+    """What an erasure did, and what it could not do."""
+    lines = [f"user {done.user_id}: the log held {_counts(done.found)}"]
+    if done.request is None:
+        return [*lines, "nothing was written: this was a dry run", *_letters(done.dead_letters)]
+    said = "carried on" if done.carried_on else "demanded"
+    lines += [
+        f"{said}: {_demand(done.request)}",
+        f"erased: {_counts(done.tombstones)}; claimed bytes of {done.claims.deleted} objects",
+    ]
+    lines += [f"NOT DELETED, outside store.root: {uri}" for uri in done.claims.foreign]
+    if done.left:
+        lines.append(f"STILL COMING IN: {_counts(done.left)}; run it again")
+    if done.unreadable:
+        lines.append(f"unreadable, whose is not known: {_counts(done.unreadable)}")
+    return [*lines, *_letters(done.dead_letters)]
+
+
+def choice_lines(made: RecordedWish) -> list[str]:
+    """A demand that was written."""
+    said = "holds already" if made.carried_on else "written"
+    return [f"user {made.request.user_id}: {_demand(made.request)} {said}, with {made.copies} copies"]
+
+
+def standing_lines(found: ConsentStatus) -> list[str]:
+    """How a user stands."""
+    demands = [f"  {_demand(request)}" for request in found.demands]
+    return [
+        f"user {found.user_id}: the log holds {_counts(found.held)}",
+        *(["demands, the last one holds:", *demands] if demands else ["no demands"]),
+        *_letters(found.dead_letters),
+    ]
+
+
+def _demand(request: UserRequest) -> str:
+    return f"{request.wish.value} {request.request_id} by {request.requested_by} at {utc(request.at)} UTC"
+
+
+def _letters(letters: LettersHeld) -> list[str]:
+    if letters.gone_at_ms is None:
+        return []
+    until = f"{utc(letters.gone_at_ms * 1_000)} UTC"
+    return [f"dead letters: {_counts(letters.counts)}; no tombstone reaches them, retention removes them by {until}"]
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n:,} in {topic}" for topic, n in sorted(counts.items()) if n) or "nothing"
+
+
+def simulate(
+    settings_of: SettingsOf,
+    router: Annotated[str | None, typer.Option(help="Address of the router, http://host:port.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of who the users are, what they ask, how they react.")] = None,
+    shuffle_thumbs: Annotated[
+        bool | None,
+        typer.Option(
+            "--shuffle-thumbs", help="Control: votes are exchanged between answers, so that they carry no information."
+        ),
+    ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(metavar="QUESTIONS", min=1, help="Only measure the satisfaction of held-out users, then exit."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each report as one JSON document.")] = False,
+) -> None:
+    """Let simulated users use the product as its backend does: only through the router and the feedback SDK.
+
+    They ask ledger questions and prefer correct answers with a polite ending, which the simulated reward does not
+    measure. Nothing is learnt from the held-out users: their satisfaction is printed by weight version.
+
+    Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
+    """
+    flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = with_local_log(settings_of(flags))
+    from tidemill.compose.demo.simulated_users.questions import questions
+    from tidemill.compose.demo.simulated_users.role import run
+
+    asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)
+
+    def say(seen: Seen) -> None:
+        if as_json:
+            print(json.dumps(asdict(seen)), flush=True)
+            return
+        rates = "  ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in seen.satisfaction) or "nothing yet"
+        said = f"{seen.interactions} answers, {sum(seen.signals.values())} signals, {seen.failed} given up"
+        print(f"satisfied by version: {rates}; {said}", flush=True)
+
+    run(settings.kafka, settings.product, settings.users, islice(asked, measure), say)
+
+
+users_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Users of the product: their records in the log, and their requests about them.
+
+USER is the product's own id; the log knows them by a pseudonym, made with `product.pseudonym_key`. With `--pseudonym`
+USER is that pseudonym.""",
+)
+for _command in (erase, opt_out, opt_in, show, simulate):
+    users_app.command()(with_settings(_command))
