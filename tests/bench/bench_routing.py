@@ -126,7 +126,7 @@ def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str
     parts = zip(sampled["tokens"].tolist(), sampled["logprobs"].tolist(), strict=True)
     rollouts = [OneSegment(segment_of(tokens[:PROMPT], tokens[PROMPT:], logprobs)) for tokens, logprobs in parts]
     rows = pack(rollouts, 1024, model.config.vocab_size, routing=Routing(routing), expert_ids=list(sampled["ids"]))
-    apart, seen = [], torch.zeros(3, dtype=torch.int64)
+    apart, seen = [], torch.zeros(5, dtype=torch.int64)
     for row in rows:
         apart.append((frozen_logprobs(model, row) - row.sampler_logprobs).double().numpy())
         seen += replay.seen()
