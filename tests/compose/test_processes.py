@@ -15,7 +15,7 @@ import pytest
 
 from tidemill.compose.processes import RoleDied, Supervisor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -16,6 +16,8 @@ from tidemill.kernels.weights.anchor import anchor_weights
 
 STEPS = 2
 
+pytestmark = pytest.mark.timeout(900)  # the first test's time has two demonstrations in it
+
 
 @pytest.fixture(scope="module")
 def few_bits(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
