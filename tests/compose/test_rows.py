@@ -480,9 +480,9 @@ def test_replayed_steps_are_rows(monkeypatch):
     recorded = replace(step(3, [], []), metrics={"reward": 0.5, "loss": 1.0}, learning_rate=1e-5)
     made = ReplayedStep(recorded, recorded.fingerprint, {"reward": 0.75, "loss": 1.0}, 3e-5, 1.25, None)
 
-    class Replay(nullcontext[None]):
+    class Replay(nullcontext[Any]):
         def __init__(self, *_: object) -> None:
-            super().__init__()
+            super().__init__(self)
 
         def run(self, *_: object, **__: object) -> list[ReplayedStep]:
             return [made]
