@@ -37,6 +37,7 @@ from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.mirror import ElementChange
 
 _FIRST_LOOK_S, _LONGEST_WAIT_S = 0.001, 0.02
+_DEATH_CHECK_S = 1.0
 _PROBED, _ANSWERED = 256, 4
 """Tokens of the longest context by which `batch_invariant` is checked, and those of them that are sampled."""
 _TIMES = ("apply_ms", "pause_ms", "decode_step_ms", "stage_ms")
@@ -93,8 +94,18 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         return engine
 
     async def _cores(self, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's untyped utility calls
-        answers: list[Any] = await self.engine_core.call_utility_all_async(method, *arguments)
-        return answers
+        """What every engine core answers. Raises vLLM's EngineDeadError where one has died."""
+        asked: asyncio.Future[list[Any]] = asyncio.ensure_future(
+            self.engine_core.call_utility_all_async(method, *arguments)
+        )
+        try:
+            # vLLM never ends a call that an engine core took before its death.
+            while not (await asyncio.wait({asked}, timeout=_DEATH_CHECK_S))[0]:
+                if self.errored:
+                    raise self.dead_error
+            return asked.result()
+        finally:
+            asked.cancel()
 
     async def _done(self, method: str, *arguments: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - vLLM's utility calls
         """What every engine core answers, once the work that was begun is done."""

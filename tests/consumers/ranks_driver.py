@@ -227,8 +227,24 @@ async def kill_a_rank(engine: Any, versions: Versions) -> str:
         return await done(*arguments)
 
     engine._done = killing
+    return await ending(versions.move())
+
+
+async def kill_the_core(engine: Any) -> str:
+    """SIGKILL the engine core with a call in its hands; what the call then says."""
+    (core,) = [one for one in psutil.Process().children() if one.children()]
+    core.suspend()
+    asked = asyncio.ensure_future(ending(engine._cores("tidemill_answers")))
+    while not engine.engine_core.utility_results:
+        await asyncio.sleep(0.01)
+    core.kill()
+    return await asked
+
+
+async def ending(work: Any) -> str:
+    """The error with which a call ends."""
     try:
-        await asyncio.wait_for(versions.move(), 60)
+        await asyncio.wait_for(work, 60)
     except Exception as error:  # noqa: BLE001 - the test says which one it must be
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -263,7 +279,10 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result["left"] = len(psutil.wait_procs(children, timeout=20)[1])
     fresh = await start(b, settings)
     result["fresh"] = await greedy(fresh)
+    children = psutil.Process().children(recursive=True)
+    result["core_killed"] = await kill_the_core(fresh)
     fresh.shutdown()
+    result["left"] += len(psutil.wait_procs(children, timeout=20)[1])
     return result
 
 
