@@ -248,10 +248,10 @@ class TrainerSettings(Section):
 
     publish_beside: bool = True
     """Publish a version beside the next step, in a thread of each rank: only the record of that step, a checkpoint and
-    going back to an older version wait for it. Weights and records are the same, bit for bit. It reads the copy of the
-    weights that was made for their fingerprint; what the encoder holds (`kernels/delta.py`: some blocks, and up to 64
-    MiB of output) is needed at the same time as the activations. Off: the trainer waits for every publication, and
-    needs the larger of both."""
+    going back to an older version wait for it. Weights and records are the same, bit for bit. The thread reads the copy
+    of the weights that was made for their fingerprint, so it needs no other copy. The memory of the encoder
+    (`kernels/delta.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
+    waits for every publication, and the two are not in memory together."""
 
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
     """Bytes of rollouts held in memory ahead of the groups that refer to them; older ones are fetched again."""

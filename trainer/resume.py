@@ -207,7 +207,7 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
         # Other settings change the weights of a checkpoint only by the format in which they are served.
         raise TrainerCheckpointError(
             f"{found}, trained {session.difference(record.config_hash)}: start with the trainer.serving_format of "
-            "then, which a run keeps; if it is the same, the checkpoint is damaged"
+            "then: it cannot change during a run. If it has not changed, the checkpoint is damaged"
         )
     raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
 
