@@ -90,9 +90,10 @@ def test_the_import_rule_can_fail():
     assert forbidden("producers", "from tidemill.kernels.weights import anchor") == ["kernels.weights"]
 
 
-def test_the_producer_side_needs_no_torch():
+def test_the_producer_side_and_the_command_line_need_no_torch():
     blocked = "import sys\nfor name in ('torch', 'transformers', 'vllm', 'faust', 'chdb'): sys.modules[name] = None\n"
-    modules = "tidemill.producers.rollout.worker, tidemill.producers.tasks.feeder, tidemill.producers.router.role"
+    modules = "tidemill.compose.cli, tidemill.producers.rollout.worker, tidemill.producers.tasks.feeder"
+    modules += ", tidemill.producers.router.role"
     done = subprocess.run(
         [sys.executable, "-c", f"{blocked}import {modules}"], capture_output=True, text=True, check=False
     )

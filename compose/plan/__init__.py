@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from tidemill.compose.options import SettingsOf, given
-from tidemill.compose.plan.fit import devices_of
-from tidemill.compose.plan.text import document, print_plan
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 from tidemill.consumers.replica.config import EngineDtype
 from tidemill.trainer.choices import Compute
@@ -63,18 +61,10 @@ def plan(
 
     Examples: `tidemill plan --model Qwen/Qwen3-8B --gpus 8x80` · `tidemill plan --model DIRECTORY --cpu 1x23 --json`
     """
-    devices = devices_of(gpus, cpu)
-    if (peak_tflops is None) != (share is None):
-        raise ValueError("a time needs both --peak-tflops and --share: the peak of a device, and the share you expect")
-    settings = settings_of(given(
-        trainer__model=model, trainer__row_tokens=row_tokens, trainer__optimizer__learning_rate=learning_rate,
-        replica__max_model_len=context, replica__max_num_seqs=requests,
-        replica__data_parallel=data_parallel,
-    ))  # fmt: skip
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tidemill.compose.models_command import DIRECTORY
     from tidemill.compose.plan.estimates import Estimate, StepWork, TrainerSpeed, delta_estimates, step_estimates
-    from tidemill.compose.plan.fit import fit
+    from tidemill.compose.plan.fit import devices_of, fit
     from tidemill.compose.plan.memory import (
         BF16,
         FP32,
@@ -83,8 +73,17 @@ def plan(
         replica_host_bytes,
         trainer_host_bytes,
     )
+    from tidemill.compose.plan.text import document, print_plan
     from tidemill.trainer.model_size import size_of_name
 
+    devices = devices_of(gpus, cpu)
+    if (peak_tflops is None) != (share is None):
+        raise ValueError("a time needs both --peak-tflops and --share: the peak of a device, and the share you expect")
+    settings = settings_of(given(
+        trainer__model=model, trainer__row_tokens=row_tokens, trainer__optimizer__learning_rate=learning_rate,
+        replica__max_model_len=context, replica__max_num_seqs=requests,
+        replica__data_parallel=data_parallel,
+    ))  # fmt: skip
     trainer, replica, longest = settings.trainer, settings.replica, settings.replica.max_model_len
     fetched = DIRECTORY / trainer.model.replace("/", "--")
     size = size_of_name(str(fetched) if (fetched / "config.json").is_file() else trainer.model)
