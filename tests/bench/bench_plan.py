@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -66,8 +65,9 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
 
 
 def resident_mb() -> float:
-    """The most MiB that this process has had resident."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+    """The most MiB that this process has had resident. Its `ru_maxrss` begins with those of the process before it."""
+    (peak,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(peak.split()[1]) * 1024 / MIB
 
 
 def long_group(rollouts: int, tokens: int, vocabulary: int) -> Any:
