@@ -127,6 +127,40 @@ class OutcomeExclusion(StrEnum):
     NO_TOKENS = "no_tokens"
 
 
+class Exclusion(StrEnum):
+    """Why a group, an online batch or an interaction of one is not trained (`StepExclusion.reason`)."""
+
+    EVAL = "eval"
+    LATE = "late"
+    DUPLICATE = "duplicate"
+    TOO_FEW = "too_few"
+    NO_SIGNAL = "no_signal"
+    STALE = "stale"
+    MISSING_ROLLOUT = "missing_rollout"
+    INVALID_ROLLOUT = "invalid_rollout"
+    INVALID_ROUTING = "invalid_routing"
+    """A rollout has no expert ids, or none that the model can be routed by."""
+    BELOW_FLOOR = "below_floor"
+    """Sampled under a version that may not learn from users."""
+    MISSING_INTERACTION = "missing_interaction"
+    INVALID_INTERACTION = "invalid_interaction"
+    ERASED = "erased"
+    """Its user demanded that their data be deleted."""
+    REJECTED_VERSION = "rejected_version"
+    """Sampled under a version that the gate rejected or rolled back from, or under its descendant."""
+    UNDEFINED_LAG = "undefined_lag"
+    """Sampled under another incarnation's versions, or under one that this trainer has not made."""
+    OTHER_SAMPLING = "other_sampling"
+    """Sampled from another distribution than the model's own, whose logprobs are recorded: it cannot be trained
+    exactly."""
+    REPLAYED = "replayed"
+    """Written by a replay that the trainer was not told of."""
+
+
+SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLAYED})
+"""Reasons that say nothing of what a record is about: another one stands for it, or will."""
+
+
 class BatchClose(StrEnum):
     """Why an online batch was closed."""
 

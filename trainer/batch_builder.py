@@ -21,50 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
-from tidemill.schemas.records import CloseReason, Group, Mode, Rollout, StepExclusion, StepInput
+from tidemill.schemas.records import (
+    SECOND_RECORDS,
+    CloseReason,
+    Exclusion,
+    Group,
+    Mode,
+    Rollout,
+    StepExclusion,
+    StepInput,
+)
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
 from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, completed, has_signal, other_sampling
 from tidemill.trainer.undefined_lag import SetAside
-
-
-class Exclusion(StrEnum):
-    """Why a group, an online batch or an interaction of one is not trained."""
-
-    EVAL = "eval"
-    LATE = "late"
-    DUPLICATE = "duplicate"
-    TOO_FEW = "too_few"
-    NO_SIGNAL = "no_signal"
-    STALE = "stale"
-    MISSING_ROLLOUT = "missing_rollout"
-    INVALID_ROLLOUT = "invalid_rollout"
-    INVALID_ROUTING = "invalid_routing"
-    """A rollout has no expert ids, or none that the model can be routed by."""
-    BELOW_FLOOR = "below_floor"
-    """Sampled under a version that may not learn from users."""
-    MISSING_INTERACTION = "missing_interaction"
-    INVALID_INTERACTION = "invalid_interaction"
-    ERASED = "erased"
-    """Its user demanded that their data be deleted."""
-    REJECTED_VERSION = "rejected_version"
-    """Sampled under a version that the gate rejected or rolled back from, or under its descendant."""
-    UNDEFINED_LAG = "undefined_lag"
-    """Sampled under another incarnation's versions, or under one that this trainer has not made."""
-    OTHER_SAMPLING = "other_sampling"
-    """Sampled from another distribution than the model's own, whose logprobs are recorded: it cannot be trained
-    exactly."""
-    REPLAYED = "replayed"
-    """Written by a replay that the trainer was not told of."""
-
-
-SECOND_RECORDS = frozenset({Exclusion.LATE, Exclusion.DUPLICATE, Exclusion.REPLAYED})
-"""Reasons that say nothing of what a record is about: another one stands for it, or will."""
-
 
 MOST_EXCLUSIONS = 4_096
 """As many references fit into one record."""

@@ -20,9 +20,9 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Group, StepInput
+from tidemill.schemas.records import Exclusion, Group, StepInput
 from tidemill.trainer.batch import InvalidRolloutError, check
-from tidemill.trainer.batch_builder import BatchBuilder, Exclusion
+from tidemill.trainer.batch_builder import BatchBuilder
 from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape
 from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog, expert_ids_of
 from tidemill.trainer.trainable import TrainableGroup, completed

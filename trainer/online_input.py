@@ -17,10 +17,18 @@ from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import GateDecision, Interaction, OnlineBatch, OnlineMember, StepInput, UserRequest
+from tidemill.schemas.records import (
+    Exclusion,
+    GateDecision,
+    Interaction,
+    OnlineBatch,
+    OnlineMember,
+    StepInput,
+    UserRequest,
+)
 from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_interaction
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
-from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepBatch
+from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.config import OnlineSettings
 from tidemill.trainer.log_input import LogInput, ReferenceLog
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine

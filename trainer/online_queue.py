@@ -25,6 +25,8 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
+    SECOND_RECORDS,
+    Exclusion,
     GateDecision,
     Interaction,
     OnlineBatch,
@@ -35,7 +37,6 @@ from tidemill.schemas.records import (
     UserWish,
 )
 from tidemill.trainer.advantages import has_signal
-from tidemill.trainer.batch_builder import SECOND_RECORDS, Exclusion
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
 from tidemill.trainer.trainable import TrainableBatch, exclusion, other_sampling

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidemill.schemas.records import (
+    SECOND_RECORDS,
     CloseReason,
     Group,
     Manifest,
@@ -32,9 +33,6 @@ from tidemill.schemas.records import (
     TrainStep,
     WeightAck,
 )
-
-SECOND_RECORDS = frozenset({"late", "duplicate", "replayed"})
-"""Reasons for which the trainer excludes a further record of a group, which has its own ending."""
 
 
 @dataclass(frozen=True, slots=True)

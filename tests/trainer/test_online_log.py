@@ -18,9 +18,8 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
+from tidemill.schemas.records import Exclusion, GateDecision, GateVerdict, Manifest, TrainStep, UserRequest, UserWish
 from tidemill.schemas.stored_object import store_claim
-from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError

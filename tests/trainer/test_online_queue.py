@@ -10,6 +10,7 @@ from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
+    Exclusion,
     GateDecision,
     GateVerdict,
     SamplingParameters,
@@ -18,7 +19,6 @@ from tidemill.schemas.records import (
     UserRequest,
     UserWish,
 )
-from tidemill.trainer.batch_builder import Exclusion
 from tidemill.trainer.choices import BaselineKind
 from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WaitingBatch, WeightLine, repeated

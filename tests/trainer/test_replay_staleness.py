@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.records import build
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import Group, RolloutStatus, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.batch_builder import BatchBuilder, Exclusion, StepRules
+from tidemill.schemas.records import Exclusion, Group, RolloutStatus, StepExclusion, StepInput, TrainStep
+from tidemill.trainer.batch_builder import BatchBuilder, StepRules
 from tidemill.trainer.replay.staleness import Moved, judge, lag_of, places_of
 from tidemill.trainer.trainable import TrainableGroup
 

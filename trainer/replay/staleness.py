@@ -13,8 +13,7 @@ from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import Group, StepExclusion, StepInput, TrainStep
-from tidemill.trainer.batch_builder import Exclusion
+from tidemill.schemas.records import Exclusion, Group, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.trainable import completed
 
 
