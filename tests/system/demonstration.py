@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,15 @@ SMALL = [
     f"run.groups_per_step={GROUPS}",
     "run.skip_no_signal=false",
     "trainer.publish.anchor_every=3",
+    # Threads that wait for each other keep the cores from what runs beside.
+    "midtrain.threads=1",
+    "demo.start_timeout_s=600",
+    "demo.stall_timeout_s=600",
 ]
 """A demonstration that is quick, and whose model answers now and then."""
+TIMEOUT_S = 2400.0
+"""Of a test, whose time has that of up to two demonstrations in it: other tests run beside them."""
+LOOK_S = 2.0
 
 ABOUT_USERS = {
     "arms",
@@ -87,7 +95,8 @@ def run_demonstration(data_dir: Path, settings: Sequence[str], *arguments: str) 
         while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
             look(process.pid, connections)
-            time.sleep(0.5)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

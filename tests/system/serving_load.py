@@ -55,7 +55,7 @@ class RouterProcess:
                 env={**os.environ, **secrets},
             )  # fmt: skip
 
-    async def until_up(self, deadline_s: float = 120.0) -> None:
+    async def until_up(self, deadline_s: float = 400.0) -> None:
         """Wait until it answers. Raises TimeoutError with the end of its log."""
         end = time.monotonic() + deadline_s
         async with aiohttp.ClientSession(self.address) as session:

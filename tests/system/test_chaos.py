@@ -24,6 +24,7 @@ import pytest
 import tomli_w
 from aiohttp import web
 from confluent_kafka import Consumer, TopicPartition
+from demonstration import TIMEOUT_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,7 +57,7 @@ from tidemill.schemas.records import Rollout, Task
 
 CHAOS = Path(keeping.__file__).parent
 ROLES = ("feed", "rollout-0", "rollout-1", "stream", "train", "replica-0", "sink")
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 T = TypeVar("T")
 
 
@@ -247,7 +248,7 @@ def test_nothing_passes_a_link_that_is_cut_and_everything_once_it_is_healed():
     with (
         echo_broker() as port,
         Links([port], ["a"]) as links,
-        socket.create_connection((own_address(0), port), timeout=10) as client,
+        socket.create_connection((own_address(0), port), timeout=60) as client,
     ):
         client.sendall(frame)
         assert client.recv(100) == frame
@@ -257,7 +258,7 @@ def test_nothing_passes_a_link_that_is_cut_and_everything_once_it_is_healed():
         with pytest.raises(TimeoutError):
             client.recv(100)
         links.heal("a")
-        client.settimeout(10)
+        client.settimeout(60)
         assert client.recv(100) == frame
 
 
@@ -357,7 +358,7 @@ def endured(finished, tmp_path_factory: pytest.TempPathFactory) -> Verdict:
     return endure(order, lambda text: print(text, file=sys.stderr, flush=True))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_kill_anything_at_any_time_and_nothing_is_lost_or_done_twice(endured: Verdict):
     for figure in figures(endured):
         print(json.dumps(figure))
@@ -431,7 +432,7 @@ class Bench:
     def kill_worker(self) -> None:
         assert self.worker is not None
         self.worker.kill()
-        self.worker.wait(20)
+        self.worker.wait(60)
 
     def issue(self, numbers: range) -> None:
         with RecordProducer(self.kafka, "test") as producer:
@@ -453,7 +454,7 @@ class Bench:
         group = {"bootstrap.servers": self.kafka.address(), "group.id": f"{self.kafka.topic_prefix}rollout.run"}
         consumer = Consumer(group)
         try:
-            (place,) = consumer.committed([TopicPartition(names.of(Topic.TASKS), 0)], timeout=20)
+            (place,) = consumer.committed([TopicPartition(names.of(Topic.TASKS), 0)], timeout=60)
             return max(0, place.offset)
         finally:
             consumer.close()
@@ -487,7 +488,7 @@ def bench(request, kafka, topic_prefix, tmp_path: Path) -> Iterator[Bench]:
 
 
 @pytest.mark.parametrize("bench", [False, True], indirect=True, ids=["the worker", "a hasty worker"])
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_audit_finds_what_a_worker_loses_that_commits_too_early(bench: Bench):
     released = threading.Event()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from demonstration import ABOUT_USERS, Finished, run_demonstration
+from demonstration import ABOUT_USERS, TIMEOUT_S, Finished, run_demonstration
 
 from tests.second_act import QUICK_SECOND_ACT
 from tidemill.compose.stack.config import StackSettings
@@ -36,12 +36,14 @@ from tidemill.schemas.records import (
     WeightAck,
 )
 
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 BATCHES = 2
 QUICK = [
     f"demo.online_batches={BATCHES}",
-    "demo.online_limit_s=300",
+    "demo.online_limit_s=900",
     "demo.start_timeout_s=600",
     "demo.stall_timeout_s=600",
+    "demo.endings_timeout_s=600",
     "demo.measured_answers=16",
     *QUICK_SECOND_ACT,
 ]
@@ -135,7 +137,7 @@ def test_a_thumb_can_be_followed_to_the_replica_that_serves_what_it_taught(
     event = a_thumb_that_taught(promoted[-1], records)
     command = [sys.executable, "-m", "tidemill.compose.cli", "trace", event.event_id, "--json"]
     arguments = ["--bootstrap", log.bootstrap, "--run-id", played.summary["run_id"]]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     path = json.loads(done.stdout)
     assert path["interaction_id"] == event.interaction_id

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from demonstration import STEPS, Finished
+from demonstration import STEPS, TIMEOUT_S, Finished
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from demonstration import SMALL, Finished, role_logs, run_demonstration
+from demonstration import STEPS, TIMEOUT_S, Finished
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
@@ -14,17 +14,7 @@ from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.weights.anchor import anchor_weights
 
-STEPS = 2
-
-pytestmark = pytest.mark.timeout(900)  # the first test's time has two demonstrations in it
-
-
-@pytest.fixture(scope="module")
-def few_bits(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A demonstration of the simulated loop, from the model of another one, that has ended."""
-    settings = [*SMALL, "trainer.serving_format=nvfp4", f"trainer.publish.anchor_every={STEPS}"]
-    arguments = ["--act", "one", "--steps", str(STEPS), "--model", str(finished.newest_anchor())]
-    return run_demonstration(tmp_path_factory.mktemp("few-bits"), settings, *arguments)
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def magnitudes(finished: Finished, name: str) -> int:
@@ -33,23 +23,24 @@ def magnitudes(finished: Finished, name: str) -> int:
     return max(len(np.unique(block)) for block in (bits & 0x7FFF).reshape(-1, 16))
 
 
-def test_every_version_is_proved_and_its_weights_have_few_values(few_bits: Finished):
-    proofs = few_bits.rows("SELECT version, status, fingerprint = expected_fingerprint AS same FROM weights_acks")
+def test_every_version_is_proved_and_its_weights_have_few_values(finished: Finished):
+    proofs = finished.rows("SELECT version, status, fingerprint = expected_fingerprint AS same FROM weights_acks")
     assert {row["version"] for row in proofs if row["same"]} == set(range(STEPS + 1)), proofs
-    assert few_bits.summary["fingerprints_equal"] and few_bits.summary["audit_sound"]
-    assert not few_bits.summary["refusals"]
-    assert "serving version 0 (values of nvfp4, dequantised)" in role_logs(few_bits.directory)
+    assert finished.summary["fingerprints_equal"] and finished.summary["audit_sound"]
+    assert not finished.summary["refusals"]
+    (log,) = finished.directory.rglob("logs/replica-0.log")
+    assert "serving version 0 (values of nvfp4, dequantised)" in log.read_text()
     # E2M1 has eight sizes; the table of the embeddings stays as it was.
-    assert magnitudes(few_bits, "model.layers.0.self_attn.q_proj.weight") <= 8
-    assert magnitudes(few_bits, "model.embed_tokens.weight") > 8
+    assert magnitudes(finished, "model.layers.0.self_attn.q_proj.weight") <= 8
+    assert magnitudes(finished, "model.embed_tokens.weight") > 8
 
 
-def test_the_trainer_computes_with_the_values_that_are_served(few_bits: Finished):
+def test_the_trainer_computes_with_the_values_that_are_served(finished: Finished):
     """The control are the same steps by a trainer that computes with what it would serve in bf16."""
-    (step,) = few_bits.rows("SELECT metrics['mismatch/k3'] AS k3 FROM train_steps WHERE step = 1")
-    stack = LocalStack(StackSettings(data_dir=few_bits.directory / "kafka", heap_mb=320))
+    (step,) = finished.rows("SELECT metrics['mismatch/k3'] AS k3 FROM train_steps WHERE step = 1")
+    stack = LocalStack(StackSettings(data_dir=finished.directory / "kafka", heap_mb=320))
     try:
-        found = ["--json", "--bootstrap", stack.up().bootstrap, "--config", str(few_bits.directory / "settings.toml")]
+        found = ["--json", "--bootstrap", stack.up().bootstrap, "--config", str(finished.directory / "settings.toml")]
         log = CliRunner().invoke(app, ["weights", "log", *found])
         replayed = CliRunner().invoke(app, ["replay", "steps", "1", "--what-if", "trainer.forward=masters", *found])
     finally:
