@@ -27,7 +27,7 @@ from tidemill.schemas.config import KafkaSettings
 
 USER, PASSWORD = "tidemill", 'a "quoted" pass;word=1'
 KEY_PASSWORD = "of the key"
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 PORTS = 6
 TRIES = 100
 

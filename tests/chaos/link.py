@@ -172,4 +172,4 @@ class Links:
 
     def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.result(30)
+        future.result(60)

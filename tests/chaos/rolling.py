@@ -242,7 +242,7 @@ def _longest_gap(moments: list[float], begin: float, end: float) -> float:
 
 
 def _in_sync(kafka: KafkaSettings) -> bool:
-    topics = admin_client(kafka).list_topics(timeout=20).topics.values()
+    topics = admin_client(kafka).list_topics(timeout=60).topics.values()
     return all(len(part.isrs) == len(part.replicas) for topic in topics for part in topic.partitions.values())
 
 

@@ -197,11 +197,11 @@ def product_replica() -> Iterator[OneVersion]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(60)
         yield replica
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(20)
+        thread.join(60)
         loop.close()
 
 

@@ -326,7 +326,7 @@ def test_a_crowd_stops_at_once_when_it_is_cancelled():
     async def run() -> float:
         product = Scripted(mood="silent")
         asking = asyncio.create_task(Crowd(FAST, product).ask(questions(FAST)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while product.busy < FAST.concurrency:
                 await asyncio.sleep(0.01)
         began = asyncio.get_running_loop().time()
@@ -368,7 +368,7 @@ def test_a_signal_of_the_system_ends_the_process_with_a_last_report():
 
     async def interrupted() -> None:
         running = asyncio.create_task(simulate(FAST, product, questions(FAST), told.append))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while product.busy < FAST.concurrency:
                 await asyncio.sleep(0.01)
         signal.raise_signal(signal.SIGTERM)

@@ -24,7 +24,7 @@ from tidemill.compose.stack.config import HOST, BrokerFailed, StackError
 from tidemill.compose.stack.kafka import NodeState
 
 TOPIC = "kept"
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 
 
 def settings(data_dir: Path, brokers: int = 1) -> StackSettings:
@@ -98,7 +98,7 @@ def test_two_starts_at_once_make_one_cluster(one: Path) -> None:
     program = "from tidemill.compose.cli.stack_commands import stack_app; stack_app()"
     command = [sys.executable, "-c", program, "up", "--json", "--heap-mb", "256", "--data-dir", str(one)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
+    outputs = [process.communicate(timeout=400)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     first, second = (json.loads(output) for output in outputs)
     assert first["ready"]

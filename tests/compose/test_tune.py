@@ -66,12 +66,12 @@ class FakeReplica:
 
         thread = threading.Thread(target=asyncio.run, args=(serve(),))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         try:
             yield addresses[0]
         finally:
             self._loop.call_soon_threadsafe(self._end.set)
-            thread.join(10)
+            thread.join(60)
 
 
 def tuned(address: str, *options: str):
@@ -134,7 +134,7 @@ def test_an_interrupt_ends_it_with_the_numbers_so_far():
             while len(replica.bodies) < 6 and process.poll() is None:
                 signal.sigtimedwait([], 0.05)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "Traceback" not in err and "so far" in err
     assert json.loads(out)["levels"][0]["concurrency"] == 1

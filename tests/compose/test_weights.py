@@ -29,7 +29,7 @@ from tidemill.schemas.records import AckStatus, GateVerdict
 sys.path.insert(0, str(Path(__file__).parent.parent / "consumers"))
 from weight_log import WeightLog, nudged, write_checkpoint
 
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 
 
 @pytest.fixture(scope="module")

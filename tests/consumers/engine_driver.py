@@ -139,7 +139,7 @@ class InProcess:
     def work(self, work: str, *arguments: str) -> dict[str, Any]:
         """Have the ranks do long work, as `ReplicaEngine` does; the engine core's answer."""
         self.core.tidemill_begin(work, list(arguments))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while (answer := self.core.tidemill_answers()) is None:
             assert time.monotonic() < deadline, work
         assert not answer["refused"], answer

@@ -69,7 +69,7 @@ class Acks:
         self._reader = LogReader(settings, [Topic.ACKS])
         self.by_replica: dict[str, list[WeightAck]] = {}
 
-    def until(self, happened: Callable[[dict[str, list[WeightAck]]], bool], deadline_s: float = 120.0) -> None:
+    def until(self, happened: Callable[[dict[str, list[WeightAck]]], bool], deadline_s: float = 240.0) -> None:
         """Read until something happened. Raises TimeoutError."""
         end = time.monotonic() + deadline_s
         while not happened(self.by_replica):
@@ -80,7 +80,7 @@ class Acks:
                 if isinstance(located.record, WeightAck):
                     self.by_replica.setdefault(located.record.replica_id, []).append(located.record)
 
-    def until_serving(self, version: int, *replicas: str, deadline_s: float = 120.0) -> None:
+    def until_serving(self, version: int, *replicas: str, deadline_s: float = 240.0) -> None:
         """Read until the last word of each replica is that it serves `version`."""
         self.until(
             lambda acks: all(name in acks and acks[name][-1].serving_version == version for name in replicas),
@@ -116,7 +116,7 @@ class RoleProcess:
         addresses = [line.split()[-1] for line in own if "serving version" in line]
         return addresses[-1] if addresses else ""
 
-    def status(self, deadline_s: float = 60.0) -> dict[str, Any]:
+    def status(self, deadline_s: float = 180.0) -> dict[str, Any]:
         """What it says of itself over HTTP, whose port opens after its first acknowledgement. Raises TimeoutError."""
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
@@ -134,7 +134,7 @@ class RoleProcess:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0, self.text()
-        assert not psutil.wait_procs(children, timeout=20)[1]
+        assert not psutil.wait_procs(children, timeout=60)[1]
 
     def kill(self) -> None:
         """SIGKILL, and wait until its engine core is gone too."""
@@ -144,5 +144,5 @@ class RoleProcess:
             children = []
         self.process.kill()
         self.process.wait()
-        for child in psutil.wait_procs(children, timeout=20)[1]:
+        for child in psutil.wait_procs(children, timeout=60)[1]:
             child.kill()

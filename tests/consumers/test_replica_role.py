@@ -58,7 +58,7 @@ def _end_under_load(replica):
     clients = [threading.Thread(target=ask, args=(n % 2 == 0,)) for n in range(12)]
     for client in clients:
         client.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while len(answered) < 24 and time.monotonic() < end:
         time.sleep(0.01)
     assert set(answered) == {200}
@@ -113,7 +113,7 @@ def _check_dead_letter(settings, trainer, acks):
 
     consumer = Consumer({"bootstrap.servers": settings.bootstrap, "group.id": "unused"})
     consumer.assign([TopicPartition(names.dead_letter(Topic.MANIFESTS), 0, 0)])
-    message = consumer.poll(20)
+    message = consumer.poll(60)
     consumer.close()
     assert message is not None and message.value() == b"no record"
 

@@ -68,7 +68,7 @@ class Served:
         assert self.ack(deadline_s=240.0).status is AckStatus.ANCHORED
         self.wait_until_healthy()
 
-    def wait_until_healthy(self, deadline_s=60.0):
+    def wait_until_healthy(self, deadline_s=180.0):
         end = time.monotonic() + deadline_s
         while time.monotonic() < end:
             try:
@@ -78,7 +78,7 @@ class Served:
                 threading.Event().wait(0.05)
         raise TimeoutError((self.root / "log").read_text()[-4000:])
 
-    def line(self, deadline_s=60.0):
+    def line(self, deadline_s=180.0):
         end = time.monotonic() + deadline_s
         while time.monotonic() < end and (self.process.poll() is None or not self.lines.empty()):
             try:
@@ -87,7 +87,7 @@ class Served:
                 continue
         raise TimeoutError((self.root / "log").read_text()[-4000:])
 
-    def ack(self, deadline_s=60.0) -> WeightAck:
+    def ack(self, deadline_s=180.0) -> WeightAck:
         while True:
             line = self.line(deadline_s)
             if line not in ("observed", "flipped"):
@@ -121,7 +121,7 @@ class Served:
 
     def close(self):
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(60)
         self.http.close()
 
 
@@ -425,5 +425,5 @@ def test_the_engine_core_dies_with_a_killed_server(served):
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert children
     served.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive

@@ -27,7 +27,7 @@ from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Tick
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 KILLS = 4
 ROLLOUTS = 2000
 SINK = """

@@ -84,13 +84,13 @@ class FakeReplica:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(ready,))
         self._thread.start()
-        assert ready.wait(20)
+        assert ready.wait(60)
 
     def stop(self) -> None:
         """Close the port and cut what is in flight."""
         if self._loop is not None and self._thread is not None:
             self._loop.call_soon_threadsafe(self._ended.set)
-            self._thread.join(20)
+            self._thread.join(60)
             assert not self._thread.is_alive()
             self._loop = self._thread = None
 

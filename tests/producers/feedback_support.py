@@ -26,7 +26,7 @@ PRODUCT = ProductSettings(signing_keys=(SecretStr("s" * 32),), pseudonym_key=Sec
 FORGER = ProductSettings(signing_keys=(SecretStr("f" * 32),), pseudonym_key=SecretStr("p" * 32))
 NOWHERE = "127.0.0.1:9"
 """An address at which nothing listens."""
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 def pseudonym(user: str | None = "ann") -> str:

@@ -30,7 +30,7 @@ def run(scenario):
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-async def until(happened, deadline_s: float = 20.0):
+async def until(happened, deadline_s: float = 180.0):
     async with asyncio.timeout(deadline_s):
         while not happened():
             await asyncio.sleep(0.005)
@@ -89,11 +89,11 @@ def test_a_streamed_answer_is_recorded_before_its_last_chunk(path, body):
 
 def test_a_slow_log_does_not_let_the_deadline_part_a_record_from_its_answer():
     async def scenario():
-        async with rig(request_timeout_s=0.5) as router:
+        async with rig(request_timeout_s=3) as router:
             router.outbox.hold = asyncio.Event()
             asking = asyncio.create_task(router.asked(ASK))
             await router.outbox.asked.wait()
-            await asyncio.sleep(0.7)
+            await asyncio.sleep(3.2)
             router.outbox.hold.set()
             assert (await asking)[0] == 200 and len(router.outbox.written) == 1
 

@@ -40,7 +40,7 @@ class ReplicaThread:
         self._ready, self._loop, self._ended = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(replicas),))
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(60)
 
     async def _serve(self, replicas):
         async with served(replicas[0]), served(replicas[-1]):
@@ -49,7 +49,7 @@ class ReplicaThread:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(20)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def process(settings: KafkaSettings, replicas, port: int, root) -> subprocess.Po
     )
 
 
-def until(happened, deadline_s: float = 60.0):
+def until(happened, deadline_s: float = 180.0):
     end = time.monotonic() + deadline_s
     while not (found := happened()):
         assert time.monotonic() < end, "it did not happen in time"
@@ -122,7 +122,7 @@ def test_answers_are_in_the_log_decisions_reach_the_users_and_a_signal_ends_it(
             assert response.read().endswith(b"data: [DONE]\n\n")
         assert "tidemill_router_interactions_total" in http.get("/metrics").text
         running.send_signal(signal.SIGTERM)
-        assert running.wait(30) == 0
+        assert running.wait(60) == 0
     finally:
         running.kill()
         running.wait()

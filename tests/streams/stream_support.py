@@ -115,7 +115,7 @@ class StreamProcess:
         """SIGKILL."""
         assert self.process is not None
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """SIGTERM; the exit status."""
@@ -231,7 +231,7 @@ def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: 
     consumer = Consumer(consumer_settings(kafka, "test", "test"))
 
     def end() -> int:
-        return int(consumer.get_watermark_offsets(TopicPartition(full, partition), timeout=20)[1])
+        return int(consumer.get_watermark_offsets(TopicPartition(full, partition), timeout=60)[1])
 
     before = end()
     producer.init_transactions(60)

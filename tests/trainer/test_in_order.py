@@ -215,7 +215,7 @@ def copy(source: KafkaSettings, target: KafkaSettings, topic: Topic, replay_id: 
     """Copy a topic record by record, as a replay does."""
     consumer = Consumer(consumer_settings(source, "test", "test-copy"))
     full = Names(source.topic_prefix).of(topic)
-    end = consumer.get_watermark_offsets(TopicPartition(full, 0), timeout=20)[1]
+    end = consumer.get_watermark_offsets(TopicPartition(full, 0), timeout=60)[1]
     consumer.assign([TopicPartition(full, 0, 0)])
     producer, copied = RecordProducer(target, "test"), 0
     while copied < end:

@@ -413,7 +413,7 @@ def write_group(producer: RecordProducer, rollouts, make_member, make_group, **c
     return group
 
 
-def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadline_s: float = 60.0):
+def read_batch(source: LogInput, builder: BatchBuilder, version: int = 0, deadline_s: float = 180.0):
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         source.poll(0.1, version)
@@ -442,7 +442,7 @@ def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_membe
     builder = BatchBuilder(RULES)
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
         batch = read_batch(source, builder)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(builder._excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {g.group.group_id: list(g.rollouts) for g in batch.groups} == {"claimed": full, "plain": plain}
@@ -472,7 +472,7 @@ def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_the
     builder = BatchBuilder(RULES)
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64, routed=shape) as source:
         batch = read_batch(source, builder)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(builder._excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {group.group.group_id for group in batch.groups} == {"routed", "again"}
@@ -487,7 +487,7 @@ def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_the
 def dead_letters(log: KafkaSettings) -> list[bytes]:
     consumer = Consumer(consumer_settings(log, "test", "test-dead-letters"))
     full = Names(log.topic_prefix).dead_letter(Topic.GROUPS)
-    partitions = consumer.list_topics(full, timeout=20).topics[full].partitions
+    partitions = consumer.list_topics(full, timeout=60).topics[full].partitions
     consumer.assign([TopicPartition(full, p, 0) for p in partitions])
     messages = consumer.consume(10, 5.0)
     consumer.close()
@@ -536,7 +536,7 @@ def test_a_burst_waits_in_the_log_and_not_in_memory(log, make_rollout, make_memb
     limit = 2_000
     trained, most = [], 0
     with LogInput(log, builder, producer, limit_bytes=limit, vocab_size=64) as source:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(trained) < number and time.monotonic() < deadline:
             for _ in range(3):
                 source.poll(0.01, 0)
@@ -582,7 +582,7 @@ def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_onc
         write_group(producer, rollouts, make_member, make_group, closed_at=number)
     builder = BatchBuilder(RULES, incarnation="mine")
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source, caplog.at_level("WARNING"):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(builder._excluded) < 5 and time.monotonic() < deadline:
             source.poll(0.1, 0)
         source.poll(0.1, 0)

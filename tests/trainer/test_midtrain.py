@@ -159,7 +159,7 @@ def assert_poison_is_a_dead_letter(log):
     settings = {"bootstrap.servers": log.bootstrap, "group.id": "test", "auto.offset.reset": "earliest"}
     full = Names(log.topic_prefix).dead_letter(Topic.DOCUMENTS)
     consumer = Consumer(settings)
-    partitions = consumer.list_topics(full, timeout=10).topics[full].partitions
+    partitions = consumer.list_topics(full, timeout=60).topics[full].partitions
     consumer.assign([TopicPartition(full, partition, OFFSET_BEGINNING) for partition in partitions])
     (message,) = consumer.consume(1, 20)
     consumer.close()

@@ -170,7 +170,7 @@ def test_a_range_of_a_log_goes_through_a_file_into_another_prefix(kafka, tmp_pat
     refused = run.invoke(app, [*command, "--yes"])
     assert isinstance(refused.exception, ArchiveError)
     admin = admin_client(live)
-    assert not [name for name in admin.list_topics(timeout=20).topics if name.startswith(into)], "nothing was written"
+    assert not [name for name in admin.list_topics(timeout=60).topics if name.startswith(into)], "nothing was written"
     file.write_bytes(whole)
     imported = run.invoke(app, [*command, "--sha256", said["file_sha256"], "--yes", "--json"])
     assert imported.exit_code == 0, imported.output

@@ -133,7 +133,7 @@ def test_live_topics_and_groups_are_left_alone(live, into):
     group_id = f"{live.topic_prefix}trainer"
     consumer = Consumer(consumer_settings(live, "live", group_id))
     consumer.subscribe([rollouts])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not consumer.assignment():
         assert time.monotonic() < deadline
         consumer.poll(0.2)
@@ -151,7 +151,7 @@ def test_live_topics_and_groups_are_left_alone(live, into):
 
 def standing(settings, consumer, rollouts):
     """Committed offsets of the live group, and both ends of every live partition."""
-    committed = consumer.committed([TopicPartition(rollouts, p) for p in range(PARTITIONS)], timeout=20)
+    committed = consumer.committed([TopicPartition(rollouts, p) for p in range(PARTITIONS)], timeout=60)
     with LogSource(settings) as source:
         ends = {
             (topic.value, p): source.bounds((topic.value, p))
@@ -163,7 +163,7 @@ def standing(settings, consumer, rollouts):
 
 def group_names(settings):
     admin = admin_client(settings)
-    listed = admin.list_consumer_groups(request_timeout=20).result(20)
+    listed = admin.list_consumer_groups(request_timeout=60).result(60)
     return {found.group_id for found in listed.valid}
 
 
@@ -171,7 +171,7 @@ def test_a_prefix_that_somebody_reads_is_refused(live, into):
     replay(live, into, topics=("groups",))
     consumer = Consumer(consumer_settings(live, "reader", f"{into}reader"))
     consumer.subscribe([f"{into}groups"])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not consumer.assignment():
         assert time.monotonic() < deadline
         consumer.poll(0.2)
@@ -257,7 +257,7 @@ def test_what_retention_removed_is_said_with_what_can_be_had(live, into):
     name = Names(old.topic_prefix).of(Topic.ROLLOUTS)
     admin = admin_client(old)
     for future in admin.delete_records([TopicPartition(name, 0, 4)]).values():
-        future.result(20)
+        future.result(60)
     with pytest.raises(LookupError, match=r"offset 2 is no longer kept; the log begins at offset 4, written 2"):
         replay(old, into, offsets=(OffsetRange("rollouts", 0, 2, None),))
     with pytest.raises(LookupError, match=r"not all kept; the log begins at offset 4"):
@@ -283,7 +283,7 @@ def test_the_command_says_first_what_it_would_do(live, into):
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
     assert (said["dry_run"], said["records"]) == (True, 12)
-    existing = admin_client(live).list_topics(timeout=20).topics
+    existing = admin_client(live).list_topics(timeout=60).topics
     assert not [name for name in existing if name.startswith(into)], "a dry run makes nothing"
     text = CliRunner().invoke(app, command(live, into, "--step", "1", "--yes", "--dry-run"))
     assert "nothing was written: --yes copies 12 records" in text.stdout

@@ -239,7 +239,7 @@ def test_the_commands_take_the_products_id_and_print_json(
 def eager_cleaner(settings: KafkaSettings) -> Iterator[None]:
     """The broker compacts what is old at once, and looks often."""
     admin = admin_client(settings)
-    brokers = [str(number) for number in admin.list_topics(timeout=20).brokers]
+    brokers = [str(number) for number in admin.list_topics(timeout=60).brokers]
     names = Names(settings.topic_prefix)
     for broker in brokers:
         _alter(admin, ResourceType.BROKER, broker, {"log.cleaner.backoff.ms": "100"})
@@ -257,7 +257,7 @@ def _alter(admin: Any, kind: ResourceType, name: str, values: Mapping[str, str |
         what = AlterConfigOpType.DELETE if value is None else AlterConfigOpType.SET
         resource.add_incremental_config(ConfigEntry(option, value, incremental_operation=what))
     for future in admin.incremental_alter_configs([resource]).values():
-        future.result(20)
+        future.result(60)
 
 
 def test_after_compaction_not_one_byte_of_him_is_read(settings: KafkaSettings, eager_cleaner: None, tmp_path: Path):

@@ -244,7 +244,7 @@ def test_the_fetcher_goes_back_to_a_delta_from_before_the_log_was_opened():
 
 def test_shards_are_decoded_at_once():
     """Two shards that each wait for the other to be read come through only beside each other."""
-    many, both = ManyChunks(2), Barrier(2, timeout=20)
+    many, both = ManyChunks(2), Barrier(2, timeout=60)
     fetcher, decoder = ChunkFetcher(many.log, 5.0), Decoder(2)
 
     def pieces(manifest, shard):
@@ -260,9 +260,9 @@ def test_shards_are_decoded_at_once():
 def test_an_error_of_one_shard_ends_the_others():
     many = ManyChunks(2)
     shards = [many.manifest.shards[0], replace(many.manifest.shards[1], digest="0" * 32)]
-    fetcher, decoder = ChunkFetcher(many.log, 30.0), Decoder(2)
+    fetcher, decoder = ChunkFetcher(many.log, 200.0), Decoder(2)
     begun = time.monotonic()
     with pytest.raises(ValueError, match="not what its record names"):
         decoder.decode(Delta(many.manifest, 0, tuple(shards), 0), fetcher.pieces, lambda block: ())
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     decoder.close()

@@ -260,7 +260,7 @@ def test_the_installed_adapters_are_found_and_listed():
         "assert environment_type('reasoning_gym:chain_sum').name == 'reasoning_gym:chain_sum'\n"
         "assert environment_type('openenv:http://localhost:80').name == 'openenv:http://localhost:80'\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
 
 
 def test_an_opened_environment_scores_what_it_cannot_rescore_as_not_finished():

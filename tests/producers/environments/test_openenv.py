@@ -282,7 +282,7 @@ async def binary(socket):
 
 
 FAULTS = {
-    "hangs": (hang, "no answer to step within 0.5 s"),
+    "hangs": (hang, "no answer to step within 2 s"),
     "closes": (leave, "CLOSE in place of an answer to step"),
     "is killed": (abort, "CLOSED in place of an answer to step"),
     "sends bytes": (binary, "BINARY in place of an answer to step"),
@@ -311,11 +311,11 @@ FAULTS = {
 def test_a_server_that_does_not_answer_in_form_fails_the_rollout_alone(fault):
     act, complaint = FAULTS[fault]
     with OpenEnvServer(faults={"step": act}) as server:
-        environment = opened(server, timeout_s=0.5 if fault == "hangs" else 20)
+        environment = opened(server, timeout_s=100)
         (draft,) = drawn(environment)
         began = time.monotonic()
-        said = reason(environment, draft, "1")
-        assert complaint in said and said.startswith(server.url) and time.monotonic() - began < 10
+        said = reason(opened(server, timeout_s=2) if fault == "hangs" else environment, draft, "1")
+        assert complaint in said and said.startswith(server.url) and time.monotonic() - began < 60
         server.faults = {}
         assert played(environment, draft, number_of(draft))[0].total == 1.0
 
@@ -328,8 +328,8 @@ def test_a_text_that_is_refused_fails_the_rollout(server):
 @pytest.mark.parametrize("fault", ["hangs", "closes", "sends no JSON", "raises"])
 def test_a_reset_that_fails_fails_drawing_and_playing(fault):
     with OpenEnvServer() as server:
-        environment = opened(server, timeout_s=0.5)
-        (draft,) = drawn(environment)
+        (draft,) = drawn(opened(server))
+        environment = opened(server, timeout_s=2) if fault == "hangs" else opened(server)
         server.faults = {"reset": FAULTS[fault][0]}
         complaint = FAULTS[fault][1].replace("step", "reset")
         assert complaint in reason(environment, draft, "1")
@@ -392,7 +392,7 @@ def test_sessions_are_bounded_and_closed(server):
 
         assert [score.total for score in asyncio.run(together())] == [-1.5] * 12
         assert own.most_open == 3
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 180
         while own.open and time.monotonic() < deadline:
             time.sleep(0.01)
         assert own.open == 0
@@ -427,7 +427,7 @@ def test_a_cancelled_episode_closes_its_session():
 
         began = time.monotonic()
         asyncio.run(cancelled())
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40
 
 
 def test_names_are_addresses():

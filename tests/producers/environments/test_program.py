@@ -272,7 +272,7 @@ def test_nothing_that_the_program_started_outlives_its_episode(ending: str, monk
         assert result.success is True
     else:
         assert isinstance(result, EnvironmentFailed | TimeoutError), result
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 180
     while kin(key):
         assert time.monotonic() < deadline, kin(key)
 
@@ -316,7 +316,7 @@ def test_the_program_dies_with_its_worker(tmp_path: Path) -> None:
     key = f"tidemill-test-{os.getpid()}-{time.monotonic_ns()}"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "LC_MARK": key}
     running = subprocess.Popen([sys.executable, str(worker)], env=variables)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not (noted.exists() and noted.read_text()):
         assert time.monotonic() < deadline and running.poll() is None
     assert len(kin(key)) == 3, "the worker, the keeper and the program"

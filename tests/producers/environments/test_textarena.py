@@ -332,7 +332,7 @@ def test_the_list_names_every_game_and_why_some_are_not_offered():
         FAMILY.member("Sudoku-v9")
     assert all(FAMILY.member(name).isolation == "process" for name in OFFERED)
     script = "import sys, tidemill.producers.environments.textarena; assert 'textarena' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 def test_options_are_those_of_the_game():

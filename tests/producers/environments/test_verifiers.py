@@ -319,7 +319,7 @@ def test_an_episode_that_is_cancelled_leaves_nothing() -> None:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await environment.play(task_of(drafts(environment, 1)[0].payload), policy_of(adder))
-            assert time.monotonic() - started < 5 and not environment._player._client.playing
+            assert time.monotonic() - started < 60 and not environment._player._client.playing
         await environment.close()
 
     asyncio.run(cancelled())

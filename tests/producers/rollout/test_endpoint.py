@@ -388,7 +388,7 @@ def test_a_client_that_goes_away_cancels_its_generation() -> None:
             request = asyncio.create_task(send("/chat/completions", {"messages": HELLO}))
             await asyncio.wait_for(asked.wait(), 10)
             request.cancel()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not policy.session.cancelled:
                     await asyncio.sleep(0)
             assert "given up" in policy.failure

@@ -181,11 +181,11 @@ class Bench:
             yield
         finally:
             stop.set()
-            thread.join(30)
+            thread.join(60)
             assert not thread.is_alive()
         assert raised == []
 
-    def rollouts(self, until: Callable[[list[Rollout]], bool], deadline_s=40.0) -> list[Rollout]:
+    def rollouts(self, until: Callable[[list[Rollout]], bool], deadline_s=180.0) -> list[Rollout]:
         """Everything on `rollouts` once `until` holds of it."""
         found: list[Rollout] = []
         deadline = time.monotonic() + deadline_s
@@ -265,7 +265,7 @@ def test_what_shutdown_interrupts_is_played_again_under_the_same_ids(bench, new_
     stuck.set()
     bench.issue(*[task(index) for index in range(4)])
     with bench.worker(settings_for(replica, grace_s=0.1)):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 180
         while len(replica.requests) < 12:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -293,7 +293,7 @@ def test_a_second_worker_takes_its_share(bench, new_replica):
     replicas = [new_replica("r1"), new_replica("r2")]
     found, issued = [], 0
     with bench.worker(settings_for(replicas[0])), bench.worker(settings_for(replicas[1], worker_id="v")):
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 180
         while {rollout.replica_id for rollout in found} != {"r1", "r2"}:
             assert time.monotonic() < deadline
             bench.issue(*[task(index, group_size=1) for index in range(issued, issued + 8)])
@@ -312,7 +312,7 @@ def test_the_tasks_of_a_partition_that_moves_are_played_by_its_new_owner(bench, 
     stuck.answer = never
     bench.issue(*[task(index) for index in range(6)])
     with bench.worker(settings_for(stuck, grace_s=0.0)):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 180
         while not stuck.requests:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -335,7 +335,7 @@ def test_of_two_workers_with_one_name_the_first_ends_with_an_error(bench, new_re
 
 
 def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_replica):
-    bench.log = bench.log.model_copy(update={"client_options": {"session.timeout.ms": "60000"}})
+    bench.log = bench.log.model_copy(update={"client_options": {"session.timeout.ms": "600000"}})
     settings = settings_for(new_replica())
     with bench.worker(settings):
         bench.issue(task(0))
@@ -344,7 +344,7 @@ def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_
     with bench.worker(settings):
         began = time.monotonic()
         bench.rollouts(whole(9))
-    assert time.monotonic() - began < 40.0, "a session of 60 s is not waited for"
+    assert time.monotonic() - began < 180.0, "a session of 600 s is not waited for"
 
 
 def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):

@@ -55,7 +55,7 @@ def process(bench: Bench, settings: RolloutSettings) -> Iterator[subprocess.Pope
         yield running
     finally:
         running.kill()
-        running.wait(20)
+        running.wait(60)
 
 
 class Counted:
@@ -72,7 +72,7 @@ class Counted:
         return response
 
     def wait_for(self, requests: int) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 180
         while len(self.replica.requests) < requests:
             assert time.monotonic() < deadline, len(self.replica.requests)
             time.sleep(0.005)
@@ -93,9 +93,9 @@ def spent_over_kills(bench: Bench, replica, record_turns: bool) -> tuple[list[Ro
         with process(bench, settings) as running:
             counted.wait_for(begun + rng.randrange(20, 45))
             running.send_signal(signal.SIGKILL)
-            running.wait(20)
+            running.wait(60)
     with process(bench, settings):
-        found = bench.rollouts(whole(TASKS), deadline_s=60)
+        found = bench.rollouts(whole(TASKS), deadline_s=180)
     return found, counted.tokens / sum(rollout.sampled_tokens for rollout in found)
 
 

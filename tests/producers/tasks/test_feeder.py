@@ -624,16 +624,16 @@ def test_the_feeder_feeds_a_run_to_its_end_over_a_restart(log):
         first_stop = threading.Event()
         first = threading.Thread(target=feeder.run, args=(log, RUN, FEED, HostLimits(), first_stop))
         first.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 180
         while loop.steps < 1 and time.monotonic() < deadline:
             first_stop.wait(0.01)
         first_stop.set()
-        first.join(30)
+        first.join(60)
         poison(log)
         assert feeder.run(log, RUN, FEED, HostLimits(), threading.Event()), "the second one ends by itself"
     finally:
         loop_stop.set()
-        other_side.join(30)
+        other_side.join(60)
     issued = stages(loop.tasks)
     assert len(issued) == len(set(issued)), "nothing is issued twice"
     assert [name for name in issued if name.startswith("train")] == [f"train/{i}" for i in range(6)]
@@ -667,19 +667,19 @@ def test_a_feeder_killed_anywhere_issues_every_task_once(log):
     try:
         for _ in range(3):
             running = feeder_process(log, run, FEED)
-            wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 40
+            wanted, deadline = len(loop.tasks) + rng.randrange(1, 5), time.monotonic() + 180
             while len(loop.tasks) < wanted:
                 assert time.monotonic() < deadline and running.poll() is None
                 time.sleep(0.002)
             running.send_signal(signal.SIGKILL)
-            running.wait(20)
+            running.wait(60)
         running = feeder_process(log, run, FEED)
         assert running.wait(60) == 0, "the run is over"
     finally:
         running.kill()
-        running.wait(20)
+        running.wait(60)
         loop_stop.set()
-        other_side.join(30)
+        other_side.join(60)
     issued = stages(loop.tasks)
     assert len(issued) == len(set(issued))
     assert {name for name in issued if name.startswith("train")} == {f"train/{i}" for i in range(16)}

@@ -22,7 +22,7 @@ from tidemill.schemas.log.producer import DeliveryError, RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 
-TEST_DEADLINE_S = 60.0
+TEST_DEADLINE_S = 180.0
 MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 SASL = {"security.protocol": "sasl_ssl", "sasl.mechanism": "PLAIN", "sasl.username": "u", "sasl.password": "secret"}
 

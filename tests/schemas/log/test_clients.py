@@ -24,7 +24,7 @@ from tidemill.schemas.log.producer import (
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 LONG_AGO_MS = int(time.time() - 3_600) * 1_000
 
 

@@ -31,7 +31,7 @@ def log(kafka, topic_prefix) -> KafkaSettings:
 
 
 def steps_of(reader: LogReader) -> list[tuple[int, str]]:
-    return [(located.record.step, located.record.trainer) for located in reader.read_to_end(30)]
+    return [(located.record.step, located.record.trainer) for located in reader.read_to_end(120)]
 
 
 def test_what_is_sent_is_in_the_log_once_and_in_order(log) -> None:
@@ -58,8 +58,8 @@ def test_readers_reach_the_end_whatever_lies_there(log) -> None:
         begin = reader.next_offsets()
     with LogReader(log, [Topic.STEPS], start=begin) as resumed:
         started = time.monotonic()
-        assert list(resumed.read_to_end(30)) == []
-        assert time.monotonic() - started < 10
+        assert list(resumed.read_to_end(120)) == []
+        assert time.monotonic() - started < 40
         writer.send_acked(Topic.STEPS, [plan(4)])
         assert [s for s, _ in steps_of(resumed)] == [4]
 
@@ -92,7 +92,7 @@ def test_what_the_replaced_one_had_under_way_is_not_read_and_holds_nobody_up(log
     started = time.monotonic()
     with LogReader(log, [Topic.STEPS]) as reader:
         assert steps_of(reader) == [(1, "newer")]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     with pytest.raises(KafkaException):
         halted._producer.commit_transaction(10)
 

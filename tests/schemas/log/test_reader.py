@@ -95,7 +95,7 @@ def test_a_position_without_a_record_is_told_at_once(log: KafkaSettings):
         with pytest.raises(MissingRecordError, match="no longer holds offset 0"):
             reader.at(here(0))
         assert reader.at(here(2)).record == document(1)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
 
 
 def test_positions_are_fetched_together_and_what_is_gone_is_left_out(log: KafkaSettings):

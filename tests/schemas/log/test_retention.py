@@ -20,7 +20,7 @@ from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
 
-DEADLINE_S = 30.0
+DEADLINE_S = 180.0
 HERE = (Topic.DOCUMENTS, 0)
 
 
