@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,6 +24,8 @@ from uvicorn.server import ServerState
 
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_room import Room
+
+_WATCH_S = 0.2
 
 
 class BoundedConfig(uvicorn.Config):
@@ -51,6 +56,45 @@ class BoundedConfig(uvicorn.Config):
         )
         self.settings = settings
         self.room = Room(settings)
+
+
+class ThreadServer:
+    """A server in a thread of its own, from entering it as a context to its exit, which finishes running answers.
+
+    Args:
+        name: the thread's.
+        listener: a bound socket, closed at the exit.
+    """
+
+    def __init__(self, name: str, listener: socket.socket, config: BoundedConfig) -> None:
+        self._listener, self._server = listener, uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+
+    @property
+    def url(self) -> str:
+        """The address at which it answers."""
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def watch(self, stop: threading.Event) -> None:
+        """Wait until `stop` is set. Raises RuntimeError where the server ends by itself."""
+        while not stop.wait(_WATCH_S):
+            if not self._thread.is_alive():
+                raise RuntimeError(f"{self._thread.name}: the server ended by itself; its log says why")
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._listener])
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
 
 
 class _Phase(Enum):

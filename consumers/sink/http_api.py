@@ -12,14 +12,12 @@ import asyncio
 import json
 import math
 import os
-import threading
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -29,7 +27,7 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import Answer, QueryError, Reader
 from tidemill.consumers.sink.statement import READONLY_CODE
 from tidemill.schemas.http_room import bind
-from tidemill.schemas.http_server import BoundedConfig
+from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 
 EXCEPTION_CODE = "X-ClickHouse-Exception-Code"
 PID_HEADER = "X-Tidemill-Pid"
@@ -143,32 +141,16 @@ GRACE_S = 5
 BACKLOG = 128
 
 
-class QueryServer:
-    """Serves queries from a thread while it is entered as a context."""
-
-    def __init__(self, settings: SinkSettings) -> None:
-        self._listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
-        self._executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
-        app = application(Reader(settings), self._executor)
-        config = BoundedConfig(app, settings.http, lifespan="off", grace_s=GRACE_S)
-        self._server = uvicorn.Server(config)
-        run = partial(self._server.run, sockets=[self._listener])
-        self._thread = threading.Thread(target=run, name="sink-http", daemon=True)
-
-    @property
-    def url(self) -> str:
-        """Where it answers."""
-        return f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.should_exit = True
-        self._thread.join()
+@contextmanager
+def query_server(settings: SinkSettings) -> Iterator[ThreadServer]:
+    """Serve queries while the context is entered. Raises PortTaken."""
+    listener = bind(LOOPBACK, settings.http_port, "sink.http_port", BACKLOG)
+    executor = ThreadPoolExecutor(settings.query_threads, thread_name_prefix="sink-query")
+    app = application(Reader(settings), executor)
+    config = BoundedConfig(app, settings.http, lifespan="off", grace_s=GRACE_S)
+    try:
+        with ThreadServer("sink-http", listener, config) as server:
+            yield server
+    finally:
         # The engine must outlive the queries that run in it; their time is bounded by `query_seconds`.
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        self._listener.close()
+        executor.shutdown(wait=True, cancel_futures=True)

@@ -20,7 +20,7 @@ from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.erasure import Erasures
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, remove_state, write_state
 from tidemill.consumers.sink.rows import PendingRows, Row, row_of
 from tidemill.consumers.sink.writer import Writer
@@ -129,7 +129,7 @@ def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, s
             merges=sink.merges,
         )
         if sink.embedded:
-            server = stack.enter_context(QueryServer(sink))
+            server = stack.enter_context(query_server(sink))
             url = server.url
             write_state(sink.directory, SinkState(os.getpid(), url, sink.database))
             stack.callback(remove_state, sink.directory)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from contextlib import ExitStack
-
-import uvicorn
 
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, answers, read_state, remove_state, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.config import ViewSettings
 from tidemill.consumers.view.tables import Tables
 from tidemill.schemas.http_room import bind
-from tidemill.schemas.http_server import BoundedConfig
+from tidemill.schemas.http_server import BoundedConfig, ThreadServer
 from tidemill.schemas.shutdown import stop_on_signals
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 2
 BACKLOG = 128
-WATCH_S = 0.2
 
 
 def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
@@ -46,16 +42,9 @@ def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
         if open_tables and sink.embedded:
             _open_tables(stack, sink)
         config = BoundedConfig(application(Tables(sink, view), view), view.http, lifespan="on", grace_s=GRACE_S)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), name="view-http", daemon=True)
-        thread.start()
-        host, port = listener.getsockname()[:2]
-        log.info("the page is at http://%s:%d", f"[{host}]" if ":" in host else host, port)
-        while not stop.wait(WATCH_S):
-            if not thread.is_alive():
-                raise RuntimeError("the page's server ended by itself; its log says why")
-        server.should_exit = True
-        thread.join()
+        server = stack.enter_context(ThreadServer("view-http", listener, config))
+        log.info("the page is at %s", server.url)
+        server.watch(stop)
 
 
 def _open_tables(stack: ExitStack, sink: SinkSettings) -> None:
@@ -70,6 +59,6 @@ def _open_tables(stack: ExitStack, sink: SinkSettings) -> None:
     stack.callback(client.close)
     # The tables of an older run get the columns and the topics that are new since: the queries name them all.
     Writer(client, sink.database, sink.table_engine, merges=sink.merges)
-    server = stack.enter_context(QueryServer(sink.model_copy(update={"http_port": 0})))
+    server = stack.enter_context(query_server(sink.model_copy(update={"http_port": 0})))
     write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
     stack.callback(remove_state, sink.directory)

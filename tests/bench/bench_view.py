@@ -34,7 +34,7 @@ from tests.bench.bench_sink import flush_of
 from tests.consumers.view.conftest import QUIET, Look, browser_path, serving, until
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, write_state
 from tidemill.consumers.sink.writer import Writer
 from tidemill.consumers.view.panels import PAGES, panels
@@ -211,7 +211,7 @@ def opened(folder: Path) -> Iterator[tuple[Any, Writer, SinkSettings, str, Brows
     client = connect(sink)
     try:
         writer = Writer(client, sink.database, sink.table_engine)
-        with QueryServer(sink) as server:
+        with query_server(sink) as server:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
             with (
                 serving(folder / "view.log", "--set", f"sink.path={sink.path}") as (url, _),

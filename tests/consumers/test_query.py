@@ -19,7 +19,7 @@ from tests.records import build
 from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import (
     QueryFailed,
     QueryResult,
@@ -435,7 +435,7 @@ def test_a_running_sink_is_asked_over_http_and_a_dead_ones_state_is_not_believed
     sink = filled(tmp_path / "run", small_run())
     client = connect(sink)
     try:
-        with QueryServer(sink) as server:
+        with query_server(sink) as server:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
             assert ask(sink, "SELECT count() FROM rollouts").rows == [[6]]
             assert ask(sink, "SELECT 1 AS a FORMAT CSVWithNames") == QueryResult(["CSVWithNames"], [['"a"\n1\n']])
@@ -455,7 +455,7 @@ def test_parameters_reach_the_query_unharmed_from_disk_and_over_http(tmp_path: P
     sql = "SELECT {text:String} AS text, count() AS n FROM rollouts WHERE rollout_id = {id:String}"
     values = {"text": HOSTILE, "id": "a"}
     assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
-    with closing(connect(sink)), QueryServer(sink) as server:
+    with closing(connect(sink)), query_server(sink) as server:
         write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
         assert ask(sink, sql, values).rows == [[HOSTILE, 1]]
         with pytest.raises(QueryFailed, match="takes no parameter 'ids'; it takes text, id"):
@@ -478,7 +478,7 @@ def test_a_stranger_at_the_sinks_port_is_not_asked(tmp_path: Path):
     sink = filled(tmp_path / "run", small_run())
     client = connect(sink)
     try:
-        with QueryServer(sink) as server:
+        with query_server(sink) as server:
             write_state(sink.directory, SinkState(1, server.url, sink.database))
             assert ask(sink, "SELECT count() FROM tasks").rows == [[3]]
     finally:

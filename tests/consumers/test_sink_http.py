@@ -17,7 +17,7 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect, empty_native_block
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
@@ -35,12 +35,12 @@ def sink(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SinkSettings]:
 
 @pytest.fixture(scope="module")
 def url(sink: SinkSettings) -> Iterator[str]:
-    with QueryServer(sink) as server:
+    with query_server(sink) as server:
         yield server.url
 
 
 def test_a_connection_that_says_nothing_is_closed(sink: SinkSettings):
-    with QueryServer(sink.model_copy(update={"http": HttpSettings(header_timeout_s=0.5)})) as server:
+    with query_server(sink.model_copy(update={"http": HttpSettings(header_timeout_s=0.5)})) as server:
         address = httpx.URL(server.url)
         with closing(socket.create_connection((address.host, address.port), timeout=20)) as connection:
             assert connection.recv(1) == b""

@@ -31,10 +31,11 @@ from tests.producers.feedback_support import (
     written,
 )
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import GatewayServer, run
+from tidemill.producers.gateway.server import gateway_server, run
 from tidemill.producers.product.settings import KeysMissing, ProductSettings
 from tidemill.schemas.config import HttpSettings, KafkaSettings
 from tidemill.schemas.http_room import PortTaken, bind
+from tidemill.schemas.http_server import ThreadServer
 from tidemill.schemas.records import Feedback, SignalKind
 
 KEY, OTHER_KEY = "k" * 64, "o" * 64
@@ -49,7 +50,7 @@ WHEN = "2026-11-21T12:00:00Z"
 @contextmanager
 def serving(kafka: KafkaSettings, settings: GatewaySettings = FREE) -> Iterator[httpx.Client]:
     with (
-        GatewayServer(kafka, PRODUCT, settings) as server,
+        gateway_server(kafka, PRODUCT, settings) as server,
         httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=DEADLINE_S) as client,
     ):
         yield client
@@ -498,9 +499,9 @@ def test_an_error_of_its_own_is_not_shown_to_the_client(client: httpx.Client, mo
 
 def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: KafkaSettings):
     with pytest.raises(KeysMissing, match="openssl rand"):
-        GatewayServer(log_settings, ProductSettings(), FREE)
+        gateway_server(log_settings, ProductSettings(), FREE)
     with pytest.raises(ValueError, match="api_keys is empty"):
-        GatewayServer(log_settings, PRODUCT, GatewaySettings())
+        gateway_server(log_settings, PRODUCT, GatewaySettings())
     with closing(bind("127.0.0.1", 0, "gateway.port", 1)) as taken, pytest.raises(PortTaken, match=r"gateway\.port"):
         bind("127.0.0.1", taken.getsockname()[1], "gateway.port", 1)
     with pytest.raises(PortTaken, match=r"gateway\.host"):
@@ -508,7 +509,7 @@ def test_it_does_not_start_without_keys_or_at_a_taken_address(log_settings: Kafk
 
 
 def test_a_server_that_ends_by_itself_is_an_error(log_settings: KafkaSettings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(GatewayServer, "_serve", lambda self: None)
+    monkeypatch.setattr(ThreadServer, "_serve", lambda self: None)
     with pytest.raises(RuntimeError, match="ended by itself"):
         run(log_settings, PRODUCT, FREE, threading.Event())
 

@@ -12,7 +12,7 @@ import tidemill.producers.gateway as module
 from tests.producers.feedback_support import PRODUCT, token, topics_of, written
 from tidemill.compose.config import TidemillSettings
 from tidemill.producers.gateway.config import GatewaySettings
-from tidemill.producers.gateway.server import GatewayServer
+from tidemill.producers.gateway.server import gateway_server
 
 EXTEND = (Path(__file__).resolve().parents[2] / "docs/extend.md").read_text("utf-8")
 
@@ -63,7 +63,7 @@ def test_the_printed_requests_are_taken(kafka, topic_prefix):
     _, request = blocks()
     from_page = of_the_page("curl https://GATEWAY/")
     assert "http://127.0.0.1:8090/" in request and "TOKEN" in from_page
-    with GatewayServer(settings, PRODUCT, gateway) as server:
+    with gateway_server(settings, PRODUCT, gateway) as server:
         said = bash(request.replace("http://127.0.0.1:8090", server.url), KEY=key, TOKEN=ann)
         said_too = bash(from_page.replace("https://GATEWAY", server.url).replace("TOKEN", ann), KEY=key)
     assert (json.loads(said), json.loads(said_too)) == ({"event_id": "click-1"}, {"event_id": "click-4711"})

@@ -17,7 +17,7 @@ from tests.consumers.sink_support import rows_of
 from tests.consumers.view.run_records import SimulatedLoop, page_rows
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
-from tidemill.consumers.sink.http_api import QueryServer
+from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, write_state
 from tidemill.consumers.sink.rows import Row
 from tidemill.consumers.sink.writer import Writer
@@ -43,7 +43,7 @@ def main(directory: str, *, serve: bool) -> None:
         print("ok", flush=True)
         if not serve:
             return
-        with QueryServer(sink) as server:
+        with query_server(sink) as server:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
             print("ok", flush=True)
             for line in sys.stdin:
