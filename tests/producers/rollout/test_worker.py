@@ -335,7 +335,7 @@ def test_of_two_workers_with_one_name_the_first_ends_with_an_error(bench, new_re
 
 
 def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_replica):
-    bench.log = bench.log.model_copy(update={"client_options": {"session.timeout.ms": "600000"}})
+    bench.log = bench.log.model_copy(update={"client_options": {"session.timeout.ms": "280000"}})
     settings = settings_for(new_replica())
     with bench.worker(settings):
         bench.issue(task(0))
@@ -344,7 +344,7 @@ def test_a_worker_started_again_under_its_name_has_its_tasks_at_once(bench, new_
     with bench.worker(settings):
         began = time.monotonic()
         bench.rollouts(whole(9))
-    assert time.monotonic() - began < 180.0, "a session of 600 s is not waited for"
+    assert time.monotonic() - began < 180.0, "a session of 280 s is not waited for"
 
 
 def test_a_large_rollout_leaves_its_segments_in_the_store(bench, new_replica):
