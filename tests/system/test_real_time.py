@@ -45,6 +45,8 @@ QUICK = [
     "demo.stall_timeout_s=600",
     "demo.endings_timeout_s=600",
     "demo.measured_answers=16",
+    "users.interactions_per_second=16",
+    "users.concurrency=16",
     *QUICK_SECOND_ACT,
 ]
 
