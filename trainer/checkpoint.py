@@ -20,9 +20,11 @@ from typing import Any
 import fsspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
+from tidemill.kernels.weights.bits import as_weight
+from tidemill.kernels.weights.checkpoint import file_pieces
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
 from tidemill.trainer.endings import TopicProgress
 
@@ -78,16 +80,18 @@ class CheckpointStore:
         ranks = ranks or SingleRank()
         parts = {} if ranks.size == 1 else {"ranks": ranks.size}
         header = {HEADER: json.dumps({**dataclasses.asdict(state), **parts})}
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         path = self._path(state.step, ranks.rank, ranks.size)
         self._filesystem.makedirs(self._folder, exist_ok=True)
-        ranks.gather(lambda: None if ranks.is_first else self._put(path, save(contiguous)))
-        ranks.on_first(lambda: self._put(path, save(contiguous, metadata=header)))
+        ranks.gather(lambda: None if ranks.is_first else self._put(path, tensors, {}))
+        ranks.on_first(lambda: self._put(path, tensors, header))
         ranks.on_first(lambda: self._drop(pinned))
         return path
 
-    def _put(self, path: str, payload: bytes) -> None:
-        self._filesystem.pipe_file(f"{path}.partial", payload)
+    def _put(self, path: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Write one file from where the tensors are: as one value it would take as much memory again."""
+        with self._filesystem.open(f"{path}.partial", "wb") as file:
+            for piece in file_pieces({name: as_weight(name, tensor) for name, tensor in tensors.items()}, metadata):
+                file.write(piece)
         self._filesystem.mv(f"{path}.partial", path)
 
     def _drop(self, pinned: Collection[int]) -> None:

@@ -119,10 +119,12 @@ def index_of(weights: Mapping[str, Weight], files: Mapping[str, Sequence[str]]) 
     return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2, sort_keys=True).encode()
 
 
-def file_pieces(weights: Mapping[str, Weight]) -> Iterator[bytes | memoryview]:
+def file_pieces(
+    weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of one safetensors file with these weights, in pieces of at most `PIECE_BYTES`."""
     ordered = {name: weights[name] for name in file_order(weights)}
-    yield file_header(ordered)
+    yield file_header(ordered, metadata)
     for weight in ordered.values():
         yield from data_pieces(weight.bits)
 
@@ -139,9 +141,9 @@ def data_pieces(bits: Bits) -> Iterator[memoryview]:
         yield data[start : start + PIECE_BYTES]
 
 
-def file_header(weights: Mapping[str, Weight]) -> bytes:
+def file_header(weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> bytes:
     """What a file begins with whose tensors are `weights`, in this order."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name, weight in weights.items():
         start, end = end, end + weight.bits.nbytes

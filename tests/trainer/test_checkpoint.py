@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tidemill.kernels.weights.checkpoint import PIECE_BYTES, file_pieces
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
 from tidemill.trainer.endings import TopicProgress
@@ -41,6 +42,23 @@ def test_training_goes_on_bit_for_bit(tiny_model, make_trainable, store: Checkpo
     expected, found = straight.masters.state(), resumed.masters.state()
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_file_is_written_from_where_the_tensors_are(store: CheckpointStore, monkeypatch) -> None:
+    pieces: list[int] = []
+
+    def written(weights, metadata):
+        for piece in file_pieces(weights, metadata):
+            pieces.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr("tidemill.trainer.checkpoint.file_pieces", written)
+    whole = torch.arange(6 << 20, dtype=torch.float32).reshape(2, -1)
+    store.write(state_of(1), {"master/w": whole, "master/transposed": whole.T, "step/w": torch.tensor(3.0)})
+    assert max(pieces) == PIECE_BYTES < whole.nbytes
+    _, tensors = store.read(1)
+    assert torch.equal(tensors["master/w"], whole) and torch.equal(tensors["master/transposed"], whole.T)
+    assert tensors["step/w"].shape == () and tensors["step/w"] == 3.0
 
 
 def test_newest_is_never_past_the_log(store: CheckpointStore) -> None:
