@@ -6,6 +6,13 @@ A replica's engine (AsyncLLM, its core a process of its own, fp32) decodes reque
 a random bf16 Qwen3 arrive as encoded deltas and go the replica's way: decoded and checked against a mirror, staged in
 the engine core, written between two steps, proved. The same weights are then written in full, and reloaded from
 safetensors by vLLM's own `reload_weights`. No Kafka is needed. Times are wall times: read them beside each other.
+
+    python tests/bench/bench_replica.py --topology dense:tensor_parallel=2 [DIR:tensor_parallel=3 ...] [--versions 50]
+
+takes that many versions on engines of several ranks instead, `versions` of them while requests run, and one more; one
+JSON line an engine. A model is `dense` or `experts` (random, tiny), `fused` (the same experts under the names that
+transformers has in memory) or a directory. `unproved` counts versions whose live weights have another fingerprint than
+the version's, `wrong_tokens` those whose version span is not the one that a rank computed them with; both must be 0.
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,17 +39,24 @@ from tidemill.consumers.replica.config import KvPolicy, ReplicaSettings
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve_all
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
+from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
 from tidemill.kernels.weights.mirror import ElementChange
 
-_PATH = Path(__file__).parents[1] / "consumers" / "replica_driver.py"
-_SPEC = importlib.util.spec_from_file_location("replica_driver", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-driver: Any = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = driver
-_SPEC.loader.exec_module(driver)
+
+def beside(name: str) -> Any:
+    """A program of the replica's tests, as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "consumers" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+driver = beside("replica_driver")
 
 LAYERS, VOCABULARY = 12, 8192
+MADE = ("dense", "experts", "fused")
 
 
 @dataclass
@@ -222,6 +238,49 @@ async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole
     assert proof.total == chain.fingerprint.hex(), proof.damage
 
 
+async def on_ranks(ranks: Any, topology: str, versions: int, root: Path) -> dict[str, Any]:
+    """Take versions on one engine of several ranks: what its line says."""
+    model, _, setting = topology.partition(":")
+    key, _, value = setting.partition("=")
+    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **{key: int(value)})
+    engines, base = ranks.engines, Path(model)
+    if model in MADE:
+        kind = engines.Kind("float32", tied=True, intermediate=0 if model == "dense" else 64)
+        base = engines.make_model(kind, root / "a")
+    views = [engines.driver.view_of(base)]
+    views.append(engines.driver.nudged(views[0], seed=1, fraction=0.1))
+    last, specs = engines.save_view(views[1], base, root / "b"), None
+    if model == "fused":
+        views = [engines.fused_view(base), engines.fused_view(last)]
+        specs = [TensorSpec(name, bits.shape, "bfloat16") for name, bits in views[0].items()]
+    ranks.install()
+    engine = await ranks.start(base, settings, specs)
+    chain, rounds = ranks.Versions(engine, views), []
+    for first in range(0, versions, ranks.MOVES):
+        # Each round has requests of its own, which are shorter than the models' context.
+        moves = min(ranks.MOVES, versions - first)
+        rounds.append(await ranks.under_load(engine, chain, moves, first=ranks.REQUESTS * len(rounds)))
+    objections = [each for found in rounds for each in found["objections"]]
+    while chain.number % 2 == 0:
+        await chain.move()
+        objections.append(await chain.proved())
+    greedy = await ranks.greedy(engine)
+    engine.shutdown()
+    fresh = await ranks.start(last, settings)
+    equal = greedy == await ranks.greedy(fresh)
+    fresh.shutdown()
+    pauses, steps = (np.array([one for found in rounds for one in found[what]]) for what in ("pauses", "steps"))
+    return {
+        "figure": "versions on ranks", "topology": topology, "elements": sum(bits.size for bits in views[0].values()),
+        "versions": chain.number, "unproved": sum(map(bool, objections)),
+        "least_requests_running": min(found["running"] for found in rounds),
+        "spans": sum(found["spans"] for found in rounds), "wrong_tokens": sum(found["wrong"] for found in rounds),
+        "greedy_equal_to_a_fresh_engine": equal,
+        "pause_ms": [round(float(np.percentile(pauses, share)), 3) for share in (50, 95)],
+        "engine_step_ms": [round(float(np.percentile(steps, share)), 3) for share in (50, 95)],
+    }  # fmt: skip
+
+
 def make_model(parameters: int, directory: Path) -> Path:
     """A random Qwen3 with at least so many parameters, tied, its hidden size a multiple of 64."""
     hidden = next(h for h in range(64, 1 << 14, 64) if 13 * LAYERS * h * h + VOCABULARY * h >= parameters)
@@ -243,14 +302,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pause of a weight update beside the engine's step and a full reload.")
     parser.add_argument("--parameters", type=float, default=100e6)
     parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--versions", type=int, default=20, help="that are measured, or taken while requests run")
     parser.add_argument("--rewrites", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--topology", nargs="+", help="MODEL:tensor_parallel=N or MODEL:data_parallel=N")
+    arguments = parser.parse_args()
+    if len(arguments.topology or ()) > 1:
+        # vLLM reads its environment once, and a process ends with its engines.
+        command = [sys.executable, __file__, "--versions", str(arguments.versions), "--topology"]
+        sys.exit(max(subprocess.run([*command, one]).returncode for one in arguments.topology))
     prepare_environment(1)
     # The engine core is a fork of this process, and a fork that has lost its compute threads waits for them.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name:
-        asyncio.run(measure(parser.parse_args(), Path(name)))
+        if not arguments.topology:
+            asyncio.run(measure(arguments, Path(name)))
+            return
+        found = asyncio.run(on_ranks(beside("ranks_driver"), arguments.topology[0], arguments.versions, Path(name)))
+    print(json.dumps(found), flush=True)
+    os._exit(bool(found["unproved"] or found["wrong_tokens"] or not found["greedy_equal_to_a_fresh_engine"]))
 
 
 if __name__ == "__main__":

@@ -146,9 +146,11 @@ async def greedy(engine: Any) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in await asyncio.gather(*found)]
 
 
-async def under_load(engine: Any, versions: Versions, moves: int) -> dict[str, Any]:
-    """Versions while requests run: what was proved, the times, and the spans beside the workers' own record."""
-    load = [asyncio.create_task(request(engine, n, temperature=1.0, max_tokens=TOKENS)) for n in range(REQUESTS)]
+async def under_load(engine: Any, versions: Versions, moves: int, first: int = 0) -> dict[str, Any]:
+    """Versions while requests run, numbered from `first` on: what was proved, the times, and the spans beside the
+    workers' own record."""
+    numbers = range(first, first + REQUESTS)
+    load = [asyncio.create_task(request(engine, n, temperature=1.0, max_tokens=TOKENS)) for n in numbers]
     objections, applied = [], []
     for _ in range(moves):
         applied.append(await versions.move())
