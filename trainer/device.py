@@ -11,6 +11,10 @@ import torch
 from tidemill.trainer.choices import Compute
 from tidemill.trainer.config import TrainerSettings
 
+KEPT_BLOCK, KEPT_BLOCK_SHARDED = 1 << 30, 1 << 23
+"""Bytes of the largest block that `keep_freed_memory` is told to keep; the second for a sharded model. Gathered layers
+come and go between activations that stay: kept among these, they left holes of up to half of a rank's memory."""
+
 _FIXED_ON_A_GPU = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -85,13 +89,14 @@ def make_deterministic(threads: int, device: torch.device | None = None) -> None
         torch.cuda.set_device(device)
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(largest_block: int) -> None:
     """Let this process keep what a step frees, where its allocator is glibc's: the next step needs as much again.
 
-    Given back, every page would be faulted in and cleared anew, a twentieth of a step.
+    Given back, every page would be faulted in and cleared anew, a twentieth of a step. Blocks above `largest_block`
+    bytes are given back all the same.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3
         mallopt(trim_threshold, (1 << 31) - 4096)
-        mallopt(mmap_threshold, 1 << 30)
+        mallopt(mmap_threshold, largest_block)

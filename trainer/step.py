@@ -31,7 +31,16 @@ from tidemill.trainer.batch import PackedRow, Trajectory, pack
 from tidemill.trainer.choices import AdvantageKind, Forward, Routing
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights, sequence_sum
-from tidemill.trainer.device import ALONE, RankPlace, compute_dtype, device_of, keep_freed_memory, make_deterministic
+from tidemill.trainer.device import (
+    ALONE,
+    KEPT_BLOCK,
+    KEPT_BLOCK_SHARDED,
+    RankPlace,
+    compute_dtype,
+    device_of,
+    keep_freed_memory,
+    make_deterministic,
+)
 from tidemill.trainer.expert_ids import InvalidRoutingError
 from tidemill.trainer.machine import StepMachine
 from tidemill.trainer.master import MasterWeights
@@ -134,7 +143,6 @@ class Learner:
     ) -> None:
         self._device = device_of(settings, place)
         make_deterministic(settings.threads, self._device)
-        keep_freed_memory()
         if settings.kl.coefficient and reference is None:
             raise ValueError("kl.coefficient is above 0, so a reference model is needed")
         self._settings = settings
@@ -143,6 +151,7 @@ class Learner:
         self._ranks = ranks or SingleRank()
         compute = compute_dtype(settings, self._device)
         self.machine = StepMachine(self._device.type, str(compute).removeprefix("torch."), self._ranks.size)
+        keep_freed_memory(KEPT_BLOCK_SHARDED if self.machine.is_sharded else KEPT_BLOCK)
         routed = settings.routing is not Routing.OFF
         self.replay = RoutingReplay(model, settings.routing, settings.routing_plausible) if routed else None
         if settings.checkpoint_activations:
