@@ -102,7 +102,7 @@ def plan(
         beta=trainer.optimizer.betas[0],
         density=density,
     )
-    delta = delta_estimates(size, work)
+    delta = {each.name: each for each in delta_estimates(size, work)}
     one_rank = TrainerCase(
         ranks=1,
         row_tokens=max(trainer.row_tokens, longest),
@@ -110,6 +110,10 @@ def plan(
         compute_bytes=BF16 if half else FP32,
         checkpointed=trainer.checkpoint_activations,
         gpu=devices.gpu,
+        density=delta["density"].value,
+        delta_bytes=delta["delta_bytes"].value,
+        beside=trainer.publish_beside,
+        older=trainer.score_older_every > 0,
     )
     found = fit(
         size,
@@ -122,13 +126,13 @@ def plan(
             context=longest,
             step_tokens=replica.max_num_batched_tokens,
             value_bytes=FP32 if replica.dtype is EngineDtype.FLOAT32 and not devices.gpu else BF16,
-            changed=delta[0].value,
+            changed=delta["changed_elements"].value,
             gpu=devices.gpu,
         ),
     )
     ranks = found.trainer.devices if found.trainer else devices.count
     pace = None if peak_tflops is None or share is None else TrainerSpeed(ranks, peak_tflops, share)
-    estimates = [*step_estimates(size, work, pace), *delta]
+    estimates = [*step_estimates(size, work, pace), *delta.values()]
     if devices.gpu:
         estimates += [
             Estimate("trainer_host_bytes", trainer_host_bytes(size, replace(one_rank, ranks=ranks)), "for each rank"),

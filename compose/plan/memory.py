@@ -1,23 +1,31 @@
 """The memory of a trainer's process and of a replica, from the model's size and the settings.
 
 Of a trainer the fullest moment of a step is counted: the backward pass of a row begins, gradients of the rows before
-it are there. For one process on a CPU the sum is within 15 % of what was measured (`tests/bench/bench_plan.py`). Two
-ranks on a CPU held 1.4 times the sum with SmolLM2, rows of 512 tokens; a GPU was never measured.
+it are there, and the version before is being published. On a CPU the sum is within 15 % of what was measured for one
+process, two and four ranks (`tests/bench/bench_plan.py`). A GPU was never measured.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.kernels.coder import BLOCK_ELEMENTS
+from tidemill.kernels.encoder import SHARED_SHARE
+from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MEMORY_BYTES
 from tidemill.trainer.model_size import ModelSize
 from tidemill.trainer.policy import CHUNK_SCORES, keeps_scores
 
 FP32, BF16 = 4, 2
-PROCESS_BYTES = 0.75 * 2**30
-"""Resident after the libraries are imported; of a process on a CPU, where that memory is the device's."""
+PROCESS_BYTES = 0.86 * 2**30
+"""Resident with a model of no size: libraries, clients of the log; of a process on a CPU, where that memory is the
+device's."""
 SCORE_BUFFERS = 4
 """Arrays of scores that are there at once: in the head two of this chunk and two of the one before it, in attention the
 scores, their exponentials and the slopes of both."""
+ENCODED_BYTES, WAITING_BYTES = 36, 24
+"""Of a changed element in a block that is encoded, and of one that waits for a block: places, patterns, streams."""
+CHUNK_COPIES = 3
+"""A chunk on its way to the log: the record, its serialised form, and the client's copy of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +42,14 @@ class TrainerCase:
     checkpointed: bool
     """Layers are computed a second time for their gradients, and keep only their inputs."""
     gpu: bool
+    density: float
+    """Share of the elements that a step changes."""
+    delta_bytes: float
+    """Of the encoded change, of all ranks."""
+    beside: bool
+    """A version is published beside the next step."""
+    older: bool
+    """Some tokens are scored at older weights too, of which a copy is kept."""
 
     @property
     def sharded(self) -> bool:
@@ -44,6 +60,7 @@ class TrainerCase:
 def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
     """Bytes of one rank, by what they hold."""
     share = size.parameters / case.ranks
+    activations, head = _activations(size, case), _head(size, case)
     device = {
         # Parameters are fp32 tensors that hold bf16 values, beside the masters (trainer/master.py).
         "weights": FP32 * share,
@@ -51,21 +68,24 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "moments": 2 * FP32 * share,
         "gradients": FP32 * share,
         "reference": FP32 * share * case.reference,
-        "gathered": _gathered(size, case.compute_bytes) if case.sharded else 0.0,
-        "activations": _activations(size, case),
+        "older_weights": BF16 * share * case.older,
+        "gathered": _gathered(size, case, activations + head) if case.sharded else 0.0,
+        "activations": activations,
         "attention": _attention(size, case.row_tokens) if case.gpu else 0.0,
-        "head": _head(size, case),
+        "head": head,
     }
     if case.gpu:
         return device
     # Every rank loads whole models before it keeps its share.
     more = max(0.0, _loading(size, case) - sum(device.values()))
-    return {**device, "loading": more, "versions": _versions(size, case), "process": PROCESS_BYTES}
+    freed = sum(device[name] for name in ("gradients", "gathered", "activations", "head"))
+    publication = _held(size, case) + max(0.0, _encoder(size, case) - (0.0 if case.beside else freed))
+    return {**device, "loading": more, "publication": publication, "process": PROCESS_BYTES}
 
 
 def trainer_host_bytes(size: ModelSize, case: TrainerCase) -> float:
     """Bytes in the host's memory for one rank of a trainer on GPUs, while it loads whole models or while it trains."""
-    return PROCESS_BYTES + max(_loading(size, case), _versions(size, case))
+    return PROCESS_BYTES + max(_loading(size, case), _held(size, case) + _encoder(size, case))
 
 
 def kept_bytes(size: ModelSize, compute_bytes: int) -> int:
@@ -87,15 +107,33 @@ def _loading(size: ModelSize, case: TrainerCase) -> float:
     return float(FP32 * size.parameters * (1 + case.reference))
 
 
-def _versions(size: ModelSize, case: TrainerCase) -> float:
-    """The view of the version held, and the publisher's copy for the next delta: always in the host's memory."""
+def _held(size: ModelSize, case: TrainerCase) -> float:
+    """The version that is published, and the publisher's copy of the one before: always in the host's memory."""
     return 2 * BF16 * size.parameters / case.ranks
 
 
-def _gathered(size: ModelSize, compute_bytes: int) -> float:
-    """Two layers gathered, a layer's gradients with their reduction's input, and the same of the parameters outside."""
-    reduced = compute_bytes + FP32
-    return float((2 * compute_bytes + reduced) * size.layer + reduced * size.root)
+def _encoder(size: ModelSize, case: TrainerCase) -> float:
+    """Encoding and sending a delta: a block of the largest tensor, small tensors that wait for one, and the output."""
+    own, output = size.parameters / case.ranks, case.delta_bytes / case.ranks
+    block = min(BLOCK_ELEMENTS, max(size.head, size.expert_layer) / case.ranks)
+    waiting = min(BLOCK_ELEMENTS / SHARED_SHARE, own)
+    blocks = ENCODED_BYTES * case.density * block + (BF16 + WAITING_BYTES * case.density) * waiting
+    return blocks + min(MEMORY_BYTES, output) + CHUNK_COPIES * min(CHUNKS_IN_FLIGHT * CHUNK_BYTES, output)
+
+
+def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
+    """What is gathered from the ranks and summed over them, where `begun` bytes belong to a backward pass that begins.
+
+    The parameters outside the layers stay gathered from a row's first pass to its last, and the reference's for good.
+    Of the layers two are gathered, and one has its gradients and the input of their sum. Last, when nothing else is
+    there, come the gradients of the parameters outside. Without a GPU ranks talk by gloo, which copies what it gathers
+    and what it sums.
+    """
+    value, copies = case.compute_bytes, 1 if case.gpu else 2
+    outside = value * size.root * (1 + case.reference)
+    layers = (2 * value + copies * (value + FP32)) * size.layer
+    last = (value + copies * FP32) * size.root
+    return float(outside + layers + max(0.0, last - begun))
 
 
 def _activations(size: ModelSize, case: TrainerCase) -> float:

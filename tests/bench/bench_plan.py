@@ -1,11 +1,12 @@
-"""The planner's memory beside trainers that take two steps, one JSON line a model.
+"""The planner's memory beside trainers that take two steps and publish them, one JSON line a trainer and its parts.
 
-    python tests/bench/bench_plan.py [--model small DIR] [--row-tokens 256] [--rows 2] [--ranks 2] [--checkpointed]
+    python tests/bench/bench_plan.py [--model small DIR] [--ranks 1 2 4] [--row-tokens 256] [--rows 4] [--checkpointed]
 
-Each rank is a process that holds what a trainer on a CPU holds: model, masters, moments, reference, the serving view,
-and a copy of the newest version as the publisher keeps it. `measured_mb` is the most that was resident, `imported_mb`
-before the model was there; `planned_mb` is the sum of `compose/plan/memory.py` for rows of so many tokens, and
-`of_measured` the ratio of the two. `small` is a random model of 21 million parameters.
+Each rank is a process that torchrun started. It holds and does what a trainer on a CPU does: model, masters, moments,
+reference and older weights; steps, each beside the publication of the version before, to a broker that is started for
+it; a checkpoint. `measured_mb` is the most that was resident in the rank that held most, `imported_mb` before the model
+was there; `planned_mb` is the sum of `compose/plan/memory.py` for rows of so many tokens, nearly all sampled, and
+`of_measured` the ratio of the two. `small` and `experts` are random models, dense and with experts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,42 +29,78 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "trainer"), str(Path(__file__).p
 from conftest import trainable_group  # noqa: E402
 
 SMALL = {
-    "vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 64,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True,
+    "vocab_size": 16_000, "hidden_size": 512, "num_hidden_layers": 4, "head_dim": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "tie_word_embeddings": True,
 }  # fmt: skip
+MADE = {
+    "small": {"intermediate_size": 1536},
+    "experts": {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 2},
+}
 MIB = 2**20
+STEPS = 2
 
 
 def take_steps(directory: str, chosen: argparse.Namespace) -> None:
-    """Take two steps on rollouts that fill rows, and print the most MiB that this rank had resident."""
+    """Take steps on rollouts that fill rows, publish and store them, and print the most MiB that this rank held."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tidemill.kernels.weights.held import HeldVersion
-    from tidemill.trainer.config import KlSettings, TrainerSettings
+    import tidemill.trainer.run  # noqa: F401 - what the role imports is resident too
+    from tidemill.kernels.weights.publish import WeightPublisher
+    from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+    from tidemill.schemas.log.admin import create_topics
+    from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
+    from tidemill.trainer.endings import TopicProgress
     from tidemill.trainer.job import open_job
-    from tidemill.trainer.sharded_view import local_parts
     from tidemill.trainer.step import Learner
+    from tidemill.trainer.trained_weights import TrainedWeights
 
-    imported = resident_mb()
+    imported, settings = resident_mb(), trainer_settings(chosen)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(directory)
     model, reference = (AutoModelForCausalLM.from_config(config, dtype=torch.float32) for _ in range(2))
-    settings = TrainerSettings(
+    group = long_group(chosen.rows, chosen.row_tokens, config.vocab_size, prompt=1)
+    kafka = KafkaSettings(bootstrap=chosen.bootstrap, topic_prefix=chosen.prefix)
+    run, store = RunSettings(), StoreSettings(root=chosen.store)
+    with open_job(600.0) as job:
+        job.ranks.on_first(lambda: create_topics(kafka))
+        with (
+            WeightPublisher.open(
+                kafka, run, store, settings.publish, base_model=directory, ranks=job.ranks.sibling()
+            ) as publisher,
+            ThreadPoolExecutor(1) as beside,
+        ):
+            checkpoints = CheckpointStore(store.root, run.run_id, run.branch, 1)
+            learner = Learner(model, settings, reference, job.ranks, job.place)
+            del model, reference
+            weights = TrainedWeights(settings, learner, checkpoints, publisher, job, beside)
+            if not job.ranks.is_first:
+                weights.follow()
+            else:
+                made = weights.snapshot()
+                weights.publish(0)
+                for step in range(1, STEPS + 1):
+                    weights.train([group], step, step - 1, step, None)
+                    weights.published()
+                    made = weights.snapshot()
+                    weights.publish(step)
+                weights.published()
+                weights.save(CheckpointState(run.run_id, run.branch, STEPS, STEPS, made, "", TopicProgress()), ())
+                weights.let_go()
+    print(json.dumps({"imported_mb": imported, "measured_mb": resident_mb()}))
+
+
+def trainer_settings(chosen: argparse.Namespace) -> Any:
+    """A trainer that keeps and publishes all that one can, with older weights in both of its steps."""
+    from tidemill.trainer.config import KlSettings, TrainerSettings
+
+    return TrainerSettings(
         kl=KlSettings(coefficient=0.001),
         row_tokens=chosen.row_tokens,
         device="cpu",
         checkpoint_activations=chosen.checkpointed,
+        score_older_every=STEPS,
     )
-    group = long_group(chosen.rows, chosen.row_tokens, config.vocab_size)
-    with open_job(600.0) as job:
-        learner = Learner(model, settings, reference, job.ranks, job.place)
-        view = local_parts(learner.model, first=job.ranks.is_first)
-        held = HeldVersion.copy_of(0, view)
-        for step in (1, 2):
-            learner.train([group], step, 0, seed=step)
-        assert held.version == 0 and view
-    print(json.dumps({"imported_mb": imported, "measured_mb": resident_mb()}))
 
 
 def resident_mb() -> float:
@@ -70,14 +109,14 @@ def resident_mb() -> float:
     return int(peak.split()[1]) * 1024 / MIB
 
 
-def long_group(rollouts: int, tokens: int, vocabulary: int) -> Any:
-    """A group of rollouts that share nothing and fill a row of so many tokens each, half of them sampled."""
+def long_group(rollouts: int, tokens: int, vocabulary: int, prompt: int) -> Any:
+    """A group of rollouts that share nothing and fill a row of so many tokens each, all after the prompt sampled."""
     from tidemill.schemas.records import Segment, VersionSpan
 
     group = trainable_group("g", tuple(float(n % 2) for n in range(rollouts)))
     generator = np.random.default_rng(0)
     mask = np.zeros(tokens + 1, np.uint8)
-    mask[tokens // 2 :] = 1
+    mask[prompt:] = 1
     made = []
     for record in group.rollouts:
         segment = Segment(
@@ -85,33 +124,46 @@ def long_group(rollouts: int, tokens: int, vocabulary: int) -> Any:
             token_ids=generator.integers(0, vocabulary, tokens + 1).astype("<u4").tobytes(),
             loss_mask=mask.tobytes(),
             logprobs=np.where(mask, -np.log(vocabulary), 0).astype("<f4").tobytes(),
-            spans=[VersionSpan(0, tokens // 2, tokens + 1)],
+            spans=[VersionSpan(0, prompt, tokens + 1)],
         )
         made.append(replace(record, segments=[segment], sampled_tokens=int(mask.sum())))
     return replace(group, rollouts=tuple(made))
 
 
-def compare(directory: str, chosen: argparse.Namespace) -> None:
-    """Run a process of its own, and print its peak beside the plan."""
+def compare(directory: str, ranks: int, chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
+    """Run a trainer of so many ranks, and print the peak of one beside the plan."""
+    from tidemill.compose.plan.estimates import StepWork, delta_estimates
     from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
     from tidemill.trainer.model_size import size_of_name
 
-    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(chosen.ranks)] if chosen.ranks > 1 else []
+    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *several, __file__, "--take-steps", directory, "--row-tokens", str(chosen.row_tokens)]
     command += ["--rows", str(chosen.rows), *(["--checkpointed"] if chosen.checkpointed else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    size = size_of_name(directory)
-    case = TrainerCase(
-        chosen.ranks, chosen.row_tokens, reference=True, compute_bytes=4, checkpointed=chosen.checkpointed, gpu=False
-    )
-    parts = trainer_bytes(size, case)
+    prefix = f"plan-{uuid.uuid4().hex[:8]}."
+    command += ["--bootstrap", bootstrap, "--prefix", prefix, "--store", str(root / prefix)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr[-4000:])
+    size, settings = size_of_name(directory), trainer_settings(chosen)
+    adam = settings.optimizer
+    work = StepWork(chosen.rows, 1, chosen.row_tokens, chosen.checkpointed, 2, adam.learning_rate, adam.betas[0], None)
+    delta = {each.name: each.value for each in delta_estimates(size, work)}
+    parts = trainer_bytes(
+        size,
+        TrainerCase(
+            ranks, chosen.row_tokens, reference=True, compute_bytes=4, checkpointed=chosen.checkpointed, gpu=False,
+            density=delta["density"], delta_bytes=delta["delta_bytes"], beside=True, older=True,
+        ),
+    )  # fmt: skip
     planned, lines = sum(parts.values()) / MIB, [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == ranks, done.stdout
     found = max(map(json.loads, lines), key=lambda rank: rank["measured_mb"])
     line = {
         "figure": "plan.trainer_memory",
         "parameters": size.parameters,
+        "experts": size.experts,
         "row_tokens": chosen.row_tokens,
-        "ranks": chosen.ranks,
+        "ranks": ranks,
         "checkpointed": chosen.checkpointed,
         "planned_mb": round(planned, 1),
         "measured_mb": round(found["measured_mb"], 1),
@@ -122,27 +174,48 @@ def compare(directory: str, chosen: argparse.Namespace) -> None:
     print(json.dumps(line), flush=True)
 
 
+def compare_all(chosen: argparse.Namespace, bootstrap: str, root: Path) -> None:
+    """Compare each model on each number of ranks."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    for name in chosen.model:
+        directory = name
+        if name in MADE:
+            directory = str(root / name)
+            kind = Qwen3MoeConfig if "num_experts" in MADE[name] else Qwen3Config
+            kind(**SMALL, **MADE[name]).save_pretrained(directory)
+        for ranks in chosen.ranks:
+            compare(directory, ranks, chosen, bootstrap, root)
+
+
 def main() -> None:
-    """Compare each model."""
+    """Compare, with a broker of its own where none is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=["small"], help="directories of models, or small")
+    parser.add_argument("--model", nargs="+", default=list(MADE), help="directories of models, small or experts")
     parser.add_argument("--row-tokens", type=int, default=256, help="tokens of each row")
-    parser.add_argument("--rows", type=int, default=2, help="rows of a step")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks; the greatest one's memory is told")
+    parser.add_argument("--rows", type=int, default=4, help="rows of a step")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1], help="numbers of ranks; the fullest rank is told")
     parser.add_argument("--checkpointed", action="store_true", help="with trainer.checkpoint_activations")
-    parser.add_argument("--take-steps", help=argparse.SUPPRESS)
+    parser.add_argument("--bootstrap", help="a broker; without it one is started")
+    for inner in ("--take-steps", "--prefix", "--store"):
+        parser.add_argument(inner, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.take_steps:
         take_steps(chosen.take_steps, chosen)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        for name in chosen.model:
-            if name == "small":
-                from transformers import Qwen3Config
+    from tidemill.compose.stack.config import StackSettings
+    from tidemill.compose.stack.kafka import LocalStack
 
-                name = folder
-                Qwen3Config(**SMALL).save_pretrained(name)
-            compare(name, chosen)
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
+        root = Path(folder)
+        if chosen.bootstrap:
+            compare_all(chosen, chosen.bootstrap, root)
+            return
+        stack = LocalStack(StackSettings(data_dir=root / "stack", heap_mb=320))
+        try:
+            compare_all(chosen, stack.up(lambda _: None).bootstrap, root)
+        finally:
+            stack.down(lambda _: None)
 
 
 if __name__ == "__main__":

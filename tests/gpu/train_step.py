@@ -75,7 +75,7 @@ def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any
         checkpoint_activations=True,
     )
     learner = Learner(model, settings, None)
-    group = long_group(rows, row_tokens, config.vocab_size)
+    group = long_group(rows, row_tokens, config.vocab_size, row_tokens // 2)
     learner.train([group], 1, 0, seed=1)
     before = serving_view(learner.model)
     begun = time.perf_counter()
@@ -84,8 +84,10 @@ def train(config: PretrainedConfig, rows: int, row_tokens: int) -> dict[str, Any
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     after, size = serving_view(learner.model), size_of(model)
-    case = TrainerCase(1, row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
-                       gpu=DEVICE != "cpu")  # fmt: skip
+    case = TrainerCase(
+        1, row_tokens, reference=False, compute_bytes=4 if DEVICE == "cpu" else 2, checkpointed=True,
+        gpu=DEVICE != "cpu", density=0.0, delta_bytes=0.0, beside=False, older=False,
+    )  # fmt: skip
     work = found["flops/forward"] + found["flops/backward"]
     told = {
         "parameters": size.parameters,
