@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +15,7 @@ import pytest
 
 from tests.consumers.product_support import SECOND, outcome, product_run, request
 from tests.consumers.product_support import interaction as served
-from tests.consumers.sink_support import START_US, group, rollout, rows_of, small_run
+from tests.consumers.sink_support import START_US, group, rollout, rows_of, small_run, step
 from tests.records import build
 from tidemill.consumers.sink import query
 from tidemill.consumers.sink.config import SinkSettings
@@ -39,6 +40,8 @@ from tidemill.schemas.records import (
     MismatchSlice,
     Mode,
     Staleness,
+    StepExclusion,
+    StepInput,
     TrainStep,
     Turn,
     UserWish,
@@ -286,6 +289,55 @@ def test_every_rollout_has_one_ending(answers):
     assert all(r["trained_twice"] == r["held_out_trained"] == 0 for r in answers["accounting"])
     totals = {r["mode"]: r["total"] for r in answers["accounting"]}
     assert totals == {mode: sum(n for (of, _), n in endings.items() if of == mode) for mode in ("train", "eval")}
+
+
+def test_a_group_whose_records_say_otherwise_than_the_table_is_counted_one_by_one(tmp_path: Path):
+    played = [
+        rollout(name, of) for of, names in {"g0": "ab", "g1": "cd", "g2": "ef", "g3": "h"}.items() for name in names
+    ]
+    a, b, c, _late, e, f, h = played
+    records = [
+        *[*played, a],  # The first is there twice.
+        *[group("g0", [a, b]), group("g1", [c]), group("g2", [e, f]), group("g2", [e, f])],
+        group("g3", [h, rollout("never read", "g3")]),
+        step(
+            1, [StepInput(f"g{n}", "groups", 0, n) for n in range(3)], [StepExclusion("g3", "groups", 0, 4, "stale", 2)]
+        ),
+        step(2, [StepInput("g2", "groups", 0, 3)], []),
+    ]
+    told = table(ask(filled(tmp_path / "otherwise", records), "accounting"))
+    assert {row["ending"]: (row["rollouts"], row["trained_twice"]) for row in told} == {
+        "excluded: stale": (1, 0),
+        "more than one ending": (2, 2),
+        "open: in no group": (1, 0),
+        "trained": (3, 0),
+    }
+    assert {row["total"] for row in told} == {7}
+
+
+def test_overlap_is_that_of_the_union_of_all_spans(tmp_path: Path):
+    draw = random.Random(7)
+    spans = []
+    for _ in range(60):
+        began = draw.randrange(0, 20_000_000, 250_000)
+        spans.append((began, began + draw.choice([0, 1, 250_000, 900_000, 1_000_000, 3_100_000])))
+    rollouts = [
+        replace(rollout(f"r{n}", "g"), started_at=START_US + began, finished_at=START_US + ended)
+        for n, (began, ended) in enumerate(spans)
+    ]
+    times = {1: (100_000, 2_750_000), 2: (2_750_001, 9_000_000), 3: (18_000_000, 40_000_000)}
+    steps = [
+        replace(step(n, [], []), started_at=START_US + began, finished_at=START_US + ended)
+        for n, (began, ended) in times.items()
+    ]
+    told = table(ask(filled(tmp_path / "spans", [*rollouts, *steps]), "overlap_by_step"))
+    busy = {}
+    for n, (began, ended) in times.items():
+        busy[n], reached = 0, began
+        for first, last in sorted(spans):
+            busy[n] += max(0, min(last, ended) - max(first, reached))
+            reached = max(reached, min(last, ended))
+    assert {row["step"]: row["both_busy_s"] for row in told} == {n: round(us / 1e6, 3) for n, us in busy.items()}
 
 
 def test_the_work_of_a_step_is_what_is_computed_by_hand(tmp_path: Path):

@@ -7,7 +7,9 @@
 -- unit: rollouts
 -- total: total
 -- part: /rollouts
--- Ids and names are hashed to 64 bits, since a million of them as text would be most of the work.
+-- A group is `whole` if each of its records names exactly the rollouts that the table has of it, by number and sum of
+-- hashed ids; it is counted at once. `of_groups` is a value, and so computed once: the endings of whole groups, and the
+-- keys of all other groups. The rollouts of these, and of them alone, are counted one by one.
 WITH
     read AS
     (
@@ -24,88 +26,139 @@ WITH
         )
         ARRAY JOIN all AS one
     ),
-    members AS
+    records AS
     (
         SELECT
-            arrayJoin(ids) AS id,
-            r.ending = 'trained' AS trained,
+            g.key AS key,
+            g.ids AS ids,
+            r.ending AS ending,
             r.ending != '' AS ended,
-            if(r.ending = '', 0, cityHash64(r.ending)) AS reason,
+            r.ending = 'trained' AS trained,
             trained AND g.task_id IN (SELECT task_id FROM tasks WHERE mode = 'eval') AS held_out
         FROM
         (
             SELECT
                 task_id,
+                cityHash64(run_id, group_id) AS key,
                 cityHash64(group_id, toInt64(_partition), _offset) AS mark,
-                arrayMap(rollout_id -> cityHash64(run_id, rollout_id), members.rollout_id) AS ids
+                arrayMap(rollout_id -> cityHash64(rollout_id), members.rollout_id) AS ids
             FROM `groups`
             WHERE {run:String} = '' OR run_id = {run:String}
         ) AS g
         LEFT JOIN read AS r ON r.mark = g.mark
     ),
-    endings AS
     (
-        SELECT
-            id,
-            max(of_kind) AS kind,
-            max(has_failed) AS failed,
-            sum(was_trained) AS trained,
-            sum(has_ended) AS ended,
-            max(for_reason) AS reason,
-            max(was_held_out) AS held_out,
-            max(in_group) AS grouped
+        SELECT groupArray((run_id, mode, how_often, ending, trained_twice, held_out, completed, failed, keys))
         FROM
         (
             SELECT
-                cityHash64(run_id, rollout_id) AS id,
-                cityHash64(run_id, mode) AS of_kind,
-                status = 'failed' AS has_failed,
-                0 AS was_trained,
-                0 AS has_ended,
-                toUInt64(0) AS for_reason,
-                0 AS was_held_out,
-                0 AS in_group
-            FROM rollouts
-            WHERE {run:String} = '' OR run_id = {run:String}
-            UNION ALL
-            SELECT id, toUInt64(0), 0, trained, ended, reason, held_out, 1
-            FROM members
+                o.run AS run_id,
+                o.of_mode AS mode,
+                o.completed + o.failed = r.fewest AND r.fewest = r.most AND o.ids = r.least AND r.least = r.greatest
+                    AND (o.of_eval = 0 OR o.of_eval = r.most) AS whole,
+                r.ended AS how_often,
+                r.ending AS ending,
+                r.trained > 1 AS trained_twice,
+                r.held_out AS held_out,
+                sumIf(o.completed, whole) AS completed,
+                sumIf(o.failed, whole) AS failed,
+                groupArrayIf(o.key, NOT whole) AS keys
+            FROM
+            (
+                SELECT
+                    cityHash64(run_id, group_id) AS key,
+                    any(run_id) AS run,
+                    any(mode) AS of_mode,
+                    countIf(mode = 'eval') AS of_eval,
+                    countIf(status = 'completed') AS completed,
+                    countIf(status = 'failed') AS failed,
+                    sum(cityHash64(rollout_id)) AS ids
+                FROM rollouts
+                WHERE {run:String} = '' OR run_id = {run:String}
+                GROUP BY key
+            ) AS o
+            LEFT JOIN
+            (
+                SELECT
+                    key,
+                    sum(ended) AS ended,
+                    sum(trained) AS trained,
+                    max(ending) AS ending,
+                    max(held_out) AS held_out,
+                    min(arrayUniq(ids)) AS fewest,
+                    max(length(ids)) AS most,
+                    min(arraySum(ids)) AS least,
+                    max(arraySum(ids)) AS greatest
+                FROM records
+                GROUP BY key
+            ) AS r ON r.key = o.key
+            GROUP BY run_id, mode, whole, how_often, ending, trained_twice, held_out
         )
-        GROUP BY id
-        HAVING kind != 0
-    ),
+    ) AS of_groups,
+    arrayFlatten(arrayMap(one -> one.9, of_groups)) AS others,
     counted AS
     (
         SELECT
-            kind,
-            multiIf(ended > 1, 1, ended = 1 AND reason != cityHash64('trained'), 2, failed, 3, ended = 1, 2, grouped, 4, 5) AS how,
-            if(how = 2, reason, 0) AS why,
-            count() AS rollouts,
-            countIf(trained > 1) AS trained_twice,
-            countIf(held_out) AS held_out_trained
-        FROM endings
-        GROUP BY kind, how, why
+            one.1 AS run_id,
+            toString(one.2) AS mode,
+            one.3 AS ended,
+            one.4 AS ending,
+            one.5 AS trained_twice,
+            one.6 AS held_out,
+            true AS grouped,
+            has_failed AS failed,
+            n AS rollouts
+        FROM (SELECT arrayJoin(of_groups) AS one)
+        ARRAY JOIN [false, true] AS has_failed, [one.7, one.8] AS n
+        UNION ALL
+        SELECT
+            max(run),
+            max(of_mode) AS mode,
+            sum(has_ended),
+            max(how),
+            sum(was_trained) > 1,
+            max(was_held_out),
+            max(in_group),
+            max(has_failed),
+            1
+        FROM
+        (
+            SELECT
+                cityHash64(rollout_id) AS id,
+                run_id AS run,
+                toString(mode) AS of_mode,
+                status = 'failed' AS has_failed,
+                cityHash64(run_id, group_id) AS key,
+                0 AS has_ended,
+                0 AS was_trained,
+                '' AS how,
+                false AS was_held_out,
+                false AS in_group
+            FROM rollouts
+            WHERE notEmpty(others) AND ({run:String} = '' OR run_id = {run:String}) AND key IN (SELECT arrayJoin(others))
+            UNION ALL
+            SELECT arrayJoin(ids), '', '', false, key, ended, trained, ending, held_out, true
+            FROM records
+            WHERE notEmpty(others) AND key IN (SELECT arrayJoin(others))
+        )
+        GROUP BY key, id
+        HAVING mode != ''
     )
 SELECT
-    k.run_id AS run_id,
-    k.mode AS mode,
+    c.run_id AS run_id,
+    c.mode AS mode,
     multiIf(
-        c.how = 1, 'more than one ending',
-        c.how = 2, n.ending,
-        c.how = 3, 'failed',
-        c.how = 4, 'open: in a group',
+        c.ended > 1, 'more than one ending',
+        c.ended = 1 AND c.ending != 'trained', c.ending,
+        c.failed, 'failed',
+        c.ended = 1, 'trained',
+        c.grouped, 'open: in a group',
         'open: in no group') AS ending,
-    c.rollouts AS rollouts,
-    c.trained_twice AS trained_twice,
-    c.held_out_trained AS held_out_trained,
-    k.total AS total
+    sum(c.rollouts) AS rollouts,
+    sumIf(c.rollouts, c.trained_twice) AS trained_twice,
+    sumIf(c.rollouts, c.held_out) AS held_out_trained,
+    sum(rollouts) OVER (PARTITION BY run_id, mode) AS total
 FROM counted AS c
-INNER JOIN
-(
-    SELECT run_id, mode, cityHash64(run_id, mode) AS kind, uniqExact(cityHash64(run_id, rollout_id)) AS total
-    FROM rollouts
-    WHERE {run:String} = '' OR run_id = {run:String}
-    GROUP BY run_id, mode
-) AS k ON k.kind = c.kind
-LEFT JOIN (SELECT DISTINCT ending, cityHash64(ending) AS why FROM read) AS n ON n.why = c.why
+GROUP BY run_id, mode, ending
+HAVING rollouts > 0
 ORDER BY run_id, mode, ending

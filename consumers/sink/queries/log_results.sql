@@ -11,9 +11,12 @@ WITH
                 'group assembly' AS reader,
                 concat(substring(log, 1, length(log) - length('groups')), one.1) AS topic,
                 one.2 AS part,
-                max(arrayMax((t, p, o) -> if((t, p) = one, o, -1), topics, parts, offsets)) AS reached
-            FROM (SELECT _topic AS log, members.topic AS topics, members.partition AS parts, members.offset AS offsets FROM `groups`)
-            ARRAY JOIN arrayDistinct(arrayZip(topics, parts)) AS one
+                max(one.3) AS reached
+            FROM
+            (
+                SELECT _topic AS log, arrayJoin(arrayZip(members.topic, members.partition, members.offset)) AS one
+                FROM `groups`
+            )
             GROUP BY topic, part
             UNION ALL
             SELECT
@@ -42,9 +45,19 @@ WITH
             GROUP BY topic, part
         )
     ) AS named,
+    reached AS
+    (
+        SELECT cityHash64(one.2, one.3) AS mark, toNullable(one.4) AS offset
+        FROM (SELECT arrayJoin(named) AS one)
+    ),
     held AS
     (
-        SELECT _topic, _partition, groupArray(_offset) AS offsets, groupArray(_timestamp) AS times
+        SELECT
+            _topic,
+            count() AS records,
+            countIf(_offset > n.offset) AS after,
+            maxIf(_timestamp, _offset <= n.offset) AS latest,
+            max(_timestamp) AS newest
         FROM
         (
             SELECT _topic, _partition, _offset, _timestamp FROM rollouts
@@ -54,22 +67,17 @@ WITH
             SELECT _topic, _partition, _offset, _timestamp FROM `groups`
             UNION ALL
             SELECT _topic, _partition, _offset, _timestamp FROM online_batches
-        )
-        GROUP BY _topic, _partition
+        ) AS one
+        LEFT JOIN reached AS n ON n.mark = cityHash64(_topic, toInt64(_partition))
+        GROUP BY _topic
     )
 SELECT
     r.reader AS reader,
     r.topic AS topic,
-    sum(length(h.offsets)) AS records,
-    sum(arrayCount(offset -> offset > n.reached, h.offsets)) AS after,
-    max(arrayMax(arrayMap((offset, time) -> if(offset <= n.reached, time, toDateTime64(0, 3, 'UTC')), h.offsets, h.times))) AS reached,
-    max(arrayMax(h.times)) AS newest_record
+    h.records AS records,
+    h.after AS after,
+    h.latest AS reached,
+    h.newest AS newest_record
 FROM held AS h
 INNER JOIN (SELECT DISTINCT one.1 AS reader, one.2 AS topic FROM (SELECT arrayJoin(named) AS one)) AS r ON r.topic = h._topic
-LEFT JOIN
-(
-    SELECT one.1 AS reader, one.2 AS topic, one.3 AS part, toNullable(one.4) AS reached
-    FROM (SELECT arrayJoin(named) AS one)
-) AS n ON n.reader = r.reader AND n.topic = h._topic AND n.part = toInt64(h._partition)
-GROUP BY reader, topic
 ORDER BY reader, topic

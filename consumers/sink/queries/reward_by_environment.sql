@@ -21,7 +21,7 @@ SELECT
     round(sum(g.solved) / rollouts, 4) AS success
 FROM
 (
-    SELECT run_id, step, inputs.partition AS part, inputs.offset AS place
+    SELECT run_id, step, cityHash64(run_id, inputs.partition, inputs.offset) AS mark
     FROM
     (
         SELECT run_id, step, inputs.partition, inputs.offset
@@ -35,16 +35,15 @@ FROM
 INNER JOIN
 (
     SELECT
-        toInt64(_partition) AS part,
-        _offset AS place,
-        run_id,
+        cityHash64(run_id, toInt64(_partition), _offset) AS mark,
         environment,
-        arrayCount(reward -> reward IS NOT NULL, members.reward) AS n,
-        arraySum(reward -> ifNull(reward, 0), members.reward) AS total,
-        arraySum(reward -> ifNull(reward * reward, 0), members.reward) AS squares,
-        arrayCount(success -> ifNull(success, 0), members.success) AS solved
+        arrayMap(reward -> ifNull(reward, 0), members.reward) AS rewards,
+        length(rewards) - countEqual(members.reward, NULL) AS n,
+        arraySum(rewards) AS total,
+        arraySum(reward -> reward * reward, rewards) AS squares,
+        countEqual(members.success, true) AS solved
     FROM `groups`
     WHERE {run:String} = '' OR run_id = {run:String}
-) AS g ON g.run_id = s.run_id AND g.part = s.part AND g.place = s.place
+) AS g ON g.mark = s.mark
 GROUP BY run_id, step, environment
 ORDER BY run_id, step, environment
