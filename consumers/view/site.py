@@ -6,6 +6,8 @@ import csv
 import hashlib
 import io
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -96,7 +98,9 @@ class Site:
             plot=plotted(panel, result) if whole and panel.plot in PLOTTED else None,
             here=request.url.path, own={key: value for key, value in values.items() if key != "from"},
         )  # fmt: skip
-        return unless_same(request, answer)
+        sent = unless_same(request, answer)
+        sent.headers["Age"] = str(round(time.monotonic() - result.asked))
+        return sent
 
     async def enter(self, request: Request) -> Response:
         """The form that asks for the token, and its answer."""
@@ -130,7 +134,7 @@ def chosen_run(result: TableRows, run: str) -> TableRows:
         return result
     place = result.columns.index("run_id")
     rows = [row for row in result.rows if row[place] == run]
-    return TableRows(result.columns, result.types, rows, result.cut, result.seconds)
+    return replace(result, rows=rows)
 
 
 def rows_as(result: TableRows, ending: str, name: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,10 +19,12 @@ from tidemill.consumers.view.config import ViewSettings
 
 EXTRA_S = 2.0
 """Seconds that an answer may take to arrive beyond the query's own limit."""
-REST = 50
-"""A panel's query that took t seconds is not asked again for so many t, so that it takes 2 % of the engine's time."""
+REST = 40
+"""Where all that is looked at takes t seconds to ask, an answer stands for so many t: together 2.5 % of the time."""
 REST_S = 30.0
 """Age up to which an answer stands for that reason."""
+PATIENCE_S = 0.1
+"""Seconds after which a reader who waits for a new answer is given the kept one; the next reading has the new one."""
 LONGEST_S = 60.0
 """Age up to which an answer stands while the tables read no further."""
 STATE_S = 0.5
@@ -42,6 +45,8 @@ class TableRows:
     cut: bool
     """Whether the engine had more rows than are shown."""
     seconds: float
+    asked: float = field(default_factory=time.monotonic)
+    """When, on the monotonic clock."""
 
     def part(self, begin: int, rows: int) -> TableRows:
         """Some of the rows."""
@@ -50,12 +55,17 @@ class TableRows:
 
 @dataclass(slots=True)
 class _Kept:
-    """The newest answer to a query; the lock is held by who asks it."""
+    """The newest answer to a query."""
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     rows: TableRows | None = None
-    at: float = 0.0
+    asking: asyncio.Task[TableRows] | None = None
+    """Where a newer one is asked for, or was last."""
+    at: float = -math.inf
     """When it was asked, on the monotonic clock."""
+    looked: float = -math.inf
+    """When somebody last looked."""
+    cost: float = math.inf
+    """Seconds that the query takes while little else runs."""
     state: Any = None
     """How far the tables had read before."""
 
@@ -71,6 +81,9 @@ class Tables:
         self._sink, self._view = sink, view
         self._client = httpx.AsyncClient(timeout=view.query_seconds + EXTRA_S)
         self._kept: OrderedDict[tuple[str, ...], _Kept] = OrderedDict()
+        self._reading_state = asyncio.Lock()
+        self._known: tuple[float, Any] = (-math.inf, None)
+        """When it was asked how far the tables have read, and the answer."""
 
     async def close(self) -> None:
         """Close the connections."""
@@ -87,18 +100,37 @@ class Tables:
     async def kept(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """As `ask`, for all who look at once: one of them asks, and a kept answer stands for a while.
 
-        It stands for `REST` times the time that it took, and for longer while the tables read no further.
+        It stands for `REST` times what all that is looked at takes, and for longer while the tables read no further.
         """
         given = parameters or {}
         one = self._answer_of((sql, str(most), *(f"{name}={given[name]}" for name in sorted(given))))
-        async with one.lock:
-            age = time.monotonic() - one.at
-            if one.rows is not None and age < min(REST * one.rows.seconds, REST_S):
-                return one.rows
-            state = await self._state()
-            if one.rows is None or age > LONGEST_S or state != one.state:
-                one.at, one.state, one.rows = time.monotonic(), state, await self.ask(sql, given, most)
+        now = one.looked = time.monotonic()
+        if one.rows is not None and now - one.at < min(REST * self._cost(now), REST_S):
             return one.rows
+        if one.asking is None or one.asking.done():
+            one.asking = asyncio.create_task(self._renewed(one, sql, given, most))
+            # A failure that nobody waits for is seen at the next reading, which has no kept answer.
+            one.asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        old = one.rows if now - one.at < LONGEST_S + REST_S else None
+        done, _ = await asyncio.wait({one.asking}, timeout=None if old is None else PATIENCE_S)
+        return one.asking.result() if done or old is None else old
+
+    def _cost(self, now: float) -> float:
+        """Seconds that the queries take which somebody has looked at of late."""
+        return sum(one.cost for one in self._kept.values() if one.rows is not None and now - one.looked < LONGEST_S)
+
+    async def _renewed(self, one: _Kept, sql: str, given: Mapping[str, str], most: int) -> TableRows:
+        try:
+            state = await self._state()
+            if one.rows is None or time.monotonic() - one.at > LONGEST_S or state != one.state:
+                one.at, one.state = time.monotonic(), state
+                one.rows = await self.ask(sql, given, most)
+                # Beside other work a query takes longer than it costs.
+                one.cost = min(one.rows.seconds, 1.5 * one.cost)
+        except QueryFailed:
+            one.rows = None
+            raise
+        return one.rows
 
     def _answer_of(self, key: tuple[str, ...]) -> _Kept:
         one = self._kept.setdefault(key, _Kept())
@@ -108,11 +140,12 @@ class Tables:
         return one
 
     async def _state(self) -> object:
-        one = self._answer_of((STATE,))
-        async with one.lock:
-            if one.rows is None or time.monotonic() - one.at > STATE_S:
-                one.at, one.rows = time.monotonic(), await self.ask(STATE)
-            return one.rows.rows[0][0]
+        async with self._reading_state:
+            at, state = self._known
+            if time.monotonic() - at > STATE_S:
+                at, state = time.monotonic(), (await self.ask(STATE)).rows[0][0]
+                self._known = at, state
+            return state
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """The rows of one reading statement.
@@ -143,6 +176,7 @@ class Tables:
             document["data"][:most],
             len(document["data"]) >= most,
             time.monotonic() - began,
+            began,
         )
 
     async def _send(self, sql: str, settings: Mapping[str, str], parameters: Mapping[str, str]) -> httpx.Response:

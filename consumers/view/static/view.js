@@ -20,17 +20,24 @@ async function read(panel) {
   try {
     const headers = panel.dataset.tag ? { "If-None-Match": panel.dataset.tag } : {};
     const reply = await fetch(panel.dataset.panel, { headers });
-    if (reply.status === 304) return;
+    if (reply.status === 304) { aged(panel, reply); return; }
     if (reply.redirected || reply.status === 401) { location.reload(); return; }
     const text = await reply.text();
     if (!reply.ok) throw new Error(text);
     show(panel, text, reply.headers.get("ETag") ?? "");
+    aged(panel, reply);
     live.textContent = "";
   } catch (error) {
     live.textContent = `not up to date: ${error.message || "no answer"}`;
   } finally {
     panel.setAttribute("aria-busy", "false");
   }
+}
+
+// How old the numbers are, where that is not a matter of course.
+function aged(panel, reply) {
+  const age = Number(reply.headers.get("Age")), place = panel.querySelector(".from .age");
+  if (place) place.textContent = age * 1000 > refreshMs ? `read ${age} s ago` : "";
 }
 
 function show(panel, html, tag) {

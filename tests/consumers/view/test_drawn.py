@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import html
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from starlette.testclient import TestClient
 
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.query import QueryFailed
 from tidemill.consumers.view import tables as module
 from tidemill.consumers.view.app import application
 from tidemill.consumers.view.cells import link, table_body
@@ -38,13 +41,18 @@ class Counted(Tables):
     def __init__(self, rows: TableRows) -> None:
         super().__init__(SinkSettings(), ViewSettings())
         self.rows, self.position, self.asked = rows, 0, 0
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.failure: QueryFailed | None = None
 
     async def ask(self, sql: str, parameters: Mapping[str, str] | None = None, most: int = 0) -> TableRows:
         """The rows."""
         if sql == STATE:
             return TableRows(("n",), ("UInt64",), [[self.position]], False, 0.0)
         self.asked += 1
-        await asyncio.sleep(0)
+        await self.ready.wait()
+        if self.failure:
+            raise self.failure
         return self.rows
 
 
@@ -108,6 +116,54 @@ def test_an_answer_does_not_stand_for_ever(monkeypatch: pytest.MonkeyPatch, seco
     asyncio.run(tables.kept("SELECT 1"))
     asyncio.run(tables.kept("SELECT 1"))
     assert tables.asked == 2
+
+
+def test_a_slow_answer_is_not_waited_for_where_an_older_one_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "STATE_S", -1.0)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.001)
+    tables = Counted(rewards(1))
+
+    async def look() -> None:
+        first = await tables.kept("SELECT 1")
+        tables.position, tables.rows = 1, rewards(2)
+        tables.ready.clear()
+        assert await tables.kept("SELECT 1") is await tables.kept("SELECT 1") is first
+        tables.ready.set()
+        while await tables.kept("SELECT 1") is not tables.rows:
+            pass
+
+    asyncio.run(asyncio.wait_for(look(), 10))
+    assert tables.asked == 2
+
+
+def test_a_failure_takes_the_kept_answer_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "STATE_S", -1.0)
+    tables = Counted(rewards(1))
+
+    async def look() -> None:
+        await tables.kept("SELECT 1")
+        tables.position, tables.failure = 1, QueryFailed("ClickHouse does not answer")
+        for _ in range(2):
+            with pytest.raises(QueryFailed):
+                await tables.kept("SELECT 1")
+
+    asyncio.run(look())
+
+
+@pytest.mark.parametrize(("queries", "asked"), [(1, 2), (3, 3)])
+def test_all_that_is_looked_at_takes_its_share_together(monkeypatch: pytest.MonkeyPatch, queries: int, asked: int):
+    now = 1000.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    tables = Counted(replace(rewards(1), seconds=1 / module.REST))
+
+    async def look() -> None:
+        await asyncio.gather(*(tables.kept(f"SELECT {number}") for number in range(queries)))
+        tables.position += 1
+
+    asyncio.run(look())
+    now += 2.0  # Alone an answer stands for a second, and beside two others for three.
+    asyncio.run(look())
+    assert tables.asked == asked
 
 
 def test_a_header_that_cannot_be_read_is_the_fault_of_its_panel_alone(monkeypatch: pytest.MonkeyPatch):
