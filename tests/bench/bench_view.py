@@ -1,26 +1,29 @@
 """How quick the page is in a real browser, beside its bare queries, and what it costs the sink.
 
-    python tests/bench/bench_view.py views --rollouts 1000 1000000 [--times 20]
-    python tests/bench/bench_view.py cost [--periods 8] [--seconds 20]
+    python tests/bench/bench_view.py views [--rollouts 1000 1000000] [--times 20] [--seed 0]
+    python tests/bench/bench_view.py cost [--rollouts 1000 1000000] [--periods 8] [--seconds 20] [--seed 0]
 
-One JSON line a figure. `views`: tables of so many rollouts, filled by INSERT SELECT; each view from a browser without a
-cache (`first`) and by a click (`click`), from the request until every panel in sight is drawn, and the first row that
-leads on (`follow`), with the bytes of a first load. `cold` is the first load of all, when no answer is kept.
+One JSON line a figure, over tables of so many rollouts, filled by INSERT SELECT. `views`: each view in a browser
+without a cache, from a page that has just started and keeps no answer (`cold`) and from one that others look at
+(`first`), and by a click (`click`), from the request until every panel in sight is drawn; the first row that leads on
+(`follow`); the bytes of a first load; and each of the view's queries asked of the engine itself (`queries`).
 `cost`: rows a second and CPU a row of the sink's write path, in periods with and without a browser on the view Run, by
-turns.
+turns; `lost` is the share of the rows a second that the watched periods lack, and `lost_by_pair` that of each two
+periods that follow one another.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,16 +44,24 @@ from tidemill.consumers.view.panels import PAGES, panels
 
 MEMBERS, GROUPS_A_STEP, TOKENS = 8, 32, 200
 AT = "toDateTime64('2026-11-01 00:00:00', 6, 'UTC') + toIntervalMillisecond({})"
+ALSO = {"rollouts": ("rollout_list", "rollout_choices")}
+"""Queries of views that have no panels."""
+MERGED_S = 3600.0
 GROUP = "concat('big/', toString({}))"
 MEMBER = f"concat({GROUP.format('number')}, '/', toString(i))"
 
 
-def fill(client: Any, rollouts: int) -> None:
-    """The tables of a run: groups of 8, 32 groups a step, 200 tokens a rollout, two replicas, a tenth held out."""
+def fill(client: Any, rollouts: int, seed: int) -> None:
+    """The tables of a run: groups of 8, 32 groups a step, 200 tokens a rollout, two replicas, a tenth held out.
+
+    Which rollouts failed, and what the others earned, is drawn from the seed.
+    """
     groups = rollouts // MEMBERS
     steps = max(1, groups // GROUPS_A_STEP)
     of = f"intDiv(number, {MEMBERS})"
-    failed = "number % 97 = 0"
+    member = f"number * {MEMBERS} + i"
+    lost, earned = (f"cityHash64({{}}, {seed}, '{what}') % {of}" for what, of in (("lost", "97 = 0"), ("earned", "11")))
+    failed, share = lost.format("number"), earned.format("number")
     version = f"intDiv(number, {MEMBERS * GROUPS_A_STEP})"
     kind = "['ledger', 'reasoning_gym:chain_sum', 'sql'][1 + {} % 3]"
     mode = "if({} % 10 = 0, 'eval', 'train')"
@@ -76,8 +87,8 @@ def fill(client: Any, rollouts: int) -> None:
         group_size=str(MEMBERS),
         status=f"if({failed}, 'failed', 'completed')",
         failure=f"if({failed}, 'the replica did not answer', '')",
-        reward=f"if({failed}, NULL, (number % 11) / 10)",
-        success=f"if({failed}, NULL, number % 11 > 6)",
+        reward=f"if({failed}, NULL, ({share}) / 10)",
+        success=f"if({failed}, NULL, {share} > 6)",
         turns="3",
         prompt_tokens=str(TOKENS // 2),
         sampled_tokens=str(TOKENS // 2),
@@ -87,15 +98,15 @@ def fill(client: Any, rollouts: int) -> None:
         started_at=AT.format("number * 20"),
         finished_at=AT.format("number * 20 + 5000"),
         segments__n_tokens=f"[{TOKENS}]",
-        token_ids=f"arrayMap(i -> toUInt32(cityHash64(number, i) % 50000), range({TOKENS}))",
+        token_ids=f"arrayMap(i -> toUInt32(cityHash64(number, i, {seed}) % 50000), range({TOKENS}))",
         loss_mask=f"arrayMap(i -> toUInt8(i % 20 > 9), range({TOKENS}))",
-        logprobs=f"arrayMap(i -> toFloat32(-(cityHash64(i, number) % 1000) / 300), range({TOKENS}))",
+        logprobs=f"arrayMap(i -> toFloat32(-(cityHash64(i, number, {seed}) % 1000) / 300), range({TOKENS}))",
         spans__segment="[0]",
         spans__version=f"[toInt64({version})]",
         spans__start="[0]",
         spans__end=f"[{TOKENS}]",
         rewards__name="['right']",
-        rewards__value="[(number % 11) / 10]",
+        rewards__value=f"[({share}) / 10]",
         rewards__weight="[1.0]",
     )
     insert(
@@ -110,7 +121,7 @@ def fill(client: Any, rollouts: int) -> None:
         issued_at=AT.format(f"number * 20 * {MEMBERS}"),
         issued_version=f"intDiv(number, {GROUPS_A_STEP})",
     )
-    lost = f"(number * {MEMBERS} + i) % 97 = 0"
+    no_reward, share = lost.format(member), earned.format(member)
     insert(
         *("groups", "groups", groups, "number % 8", "intDiv(number, 8)"),
         group_id=GROUP.format("number"),
@@ -124,10 +135,10 @@ def fill(client: Any, rollouts: int) -> None:
         members__topic=f"arrayMap(i -> 'rollouts', {each})",
         members__partition=f"arrayMap(i -> toInt64(number % 8), {each})",
         members__offset=f"arrayMap(i -> toInt64(intDiv(number, 8) * {MEMBERS} + i), {each})",
-        members__status=f"arrayMap(i -> if({lost}, 'failed', 'completed'), {each})",
-        members__reward=f"arrayMap(i -> if({lost}, NULL, ((number * {MEMBERS} + i) % 11) / 10), {each})",
-        members__advantage=f"arrayMap(i -> if({lost}, NULL, 0.1), {each})",
-        members__success=f"arrayMap(i -> if({lost}, NULL, (number * {MEMBERS} + i) % 11 > 6), {each})",
+        members__status=f"arrayMap(i -> if({no_reward}, 'failed', 'completed'), {each})",
+        members__reward=f"arrayMap(i -> if({no_reward}, NULL, ({share}) / 10), {each})",
+        members__advantage=f"arrayMap(i -> if({no_reward}, NULL, 0.1), {each})",
+        members__success=f"arrayMap(i -> if({no_reward}, NULL, {share} > 6), {each})",
         members__sampled_tokens=f"arrayMap(i -> toInt64({TOKENS // 2}), {each})",
         members__version_min=f"arrayMap(i -> toInt64(intDiv(number, {GROUPS_A_STEP})), {each})",
         members__version_max=f"arrayMap(i -> toInt64(intDiv(number, {GROUPS_A_STEP})), {each})",
@@ -201,27 +212,39 @@ def say(**figure: object) -> None:
 
 def shares(milliseconds: list[float]) -> dict[str, float]:
     ordered = sorted(milliseconds)
-    return {"p50_ms": round(statistics.median(ordered)), "p95_ms": round(ordered[int(0.95 * (len(ordered) - 1))])}
+    return {"p50_ms": round(statistics.median(ordered)), "p95_ms": round(ordered[math.ceil(0.95 * len(ordered)) - 1])}
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[tuple[Any, Writer, SinkSettings, str, Browser]]:
-    """Tables that this process has open, the page over them, and a browser."""
+def opened(folder: Path, rollouts: int, seed: int) -> Iterator[tuple[Any, Writer, str, Browser]]:
+    """Filled tables that this process has open, the address of their engine, and a browser."""
     sink = SinkSettings(path=str(folder / "tables"), http_port=0)
     client = connect(sink)
     try:
         writer = Writer(client, sink.database, sink.table_engine)
-        with query_server(sink) as server:
+        with query_server(sink) as server, sync_playwright() as driver:
             write_state(sink.directory, SinkState(os.getpid(), server.url, sink.database))
-            with (
-                serving(folder / "view.log", "--set", f"sink.path={sink.path}") as (url, _),
-                sync_playwright() as driver,
-            ):
-                browser = driver.chromium.launch(executable_path=browser_path(), args=list(QUIET))
-                yield client, writer, sink, url, browser
-                browser.close()
+            filled = timed(lambda: fill(client, rollouts, seed))
+            merging = "SELECT count() FROM system.merges"
+            until(lambda: client.query(merging).result_rows[0][0] == 0, MERGED_S)
+            size = client.query("SELECT sum(bytes_on_disk) FROM system.parts WHERE active").result_rows[0][0]
+            say(
+                figure="tables",
+                rollouts=rollouts,
+                seed=seed,
+                mebibytes=round(size / 2**20),
+                fill_s=round(filled / 1000),
+            )
+            browser = driver.chromium.launch(executable_path=browser_path(), args=list(QUIET))
+            yield client, writer, server.url, browser
+            browser.close()
     finally:
         client.close()
+
+
+def page_over(folder: Path) -> AbstractContextManager[tuple[str, object]]:
+    """A page that has just started."""
+    return serving(folder / "view.log", "--set", f"sink.path={folder / 'tables'}")
 
 
 def timed(act: Callable[[], object]) -> float:
@@ -237,42 +260,45 @@ def look_with(browser: Browser) -> Look:
     return Look(context.new_page(), context, Path())
 
 
-def measure_views(rollouts: int, times: int, folder: Path) -> None:
-    with opened(folder) as (client, _writer, _sink, url, browser):
-        filled = timed(lambda: fill(client, rollouts))
-        merging = "SELECT count() FROM system.merges"
-        until(lambda: client.query(merging).result_rows[0][0] == 0)
-        size = client.query("SELECT sum(bytes_on_disk) FROM system.parts WHERE active").result_rows[0][0]
-        say(figure="tables", rollouts=rollouts, mebibytes=round(size / 2**20), fill_s=round(filled / 1000))
-        engine = json.loads((folder / "tables" / "tidemill-sink.json").read_text())["url"]
-        for page in PAGES:
-            bare = {name: bare_ms(engine, name, times) for name in page.panels}
-            first, click, follow, sizes = [], [], [], [0]
-            for _ in range(times):
-                look = look_with(browser)
-                loaded: list[Request] = []
-                look.page.on("requestfinished", lambda request, loaded=loaded: loaded.append(request))
-                first.append(timed(lambda page=page, look=look: look.open(f"{url}/{page.path}")))
-                sizes.append(sum(map(wire_bytes, list(loaded))))
-                other = PAGES[0] if page is not PAGES[0] else PAGES[3]
-                look.open(f"{url}/{other.path}")
-                link = look.page.get_by_role("navigation").get_by_role("link", name=page.title, exact=True)
-                click.append(timed(lambda link=link, look=look: (link.click(), look.settle())))
-                row = look.page.locator("main td a[href^='/']:visible").first
-                if row.count():
-                    follow.append(timed(lambda row=row, look=look: (row.click(), look.settle())))
-                look.context.close()
-            say(
-                figure="view",
-                rollouts=rollouts,
-                view=page.path,
-                first=shares(first),
-                cold_ms=round(first[0]),
-                click=shares(click),
-                follow=shares(follow) if follow else "no row leads on",
-                bytes=max(sizes),
-                queries_ms=bare,
-            )
+def measure_views(rollouts: int, seed: int, times: int, folder: Path) -> None:
+    with opened(folder, rollouts, seed) as (_client, _writer, engine, browser):
+        cold: dict[str, list[float]] = {page.path: [] for page in PAGES}
+        sizes: dict[str, list[int]] = {page.path: [] for page in PAGES}
+        for _ in range(times):
+            with page_over(folder) as (url, _):
+                for page in PAGES:
+                    look = look_with(browser)
+                    loaded: list[Request] = []
+                    look.page.on("requestfinished", lambda request, loaded=loaded: loaded.append(request))
+                    cold[page.path].append(timed(lambda page=page, look=look: look.open(f"{url}/{page.path}")))
+                    sizes[page.path].append(sum(map(wire_bytes, list(loaded))))
+                    look.context.close()
+        with page_over(folder) as (url, _):
+            for page in PAGES:
+                bare = {name: bare_ms(engine, name, times) for name in page.panels or ALSO.get(page.path, ())}
+                first, click, follow = [], [], []
+                for _ in range(times):
+                    look = look_with(browser)
+                    first.append(timed(lambda page=page, look=look: look.open(f"{url}/{page.path}")))
+                    other = PAGES[0] if page is not PAGES[0] else PAGES[3]
+                    look.open(f"{url}/{other.path}")
+                    link = look.page.get_by_role("navigation").get_by_role("link", name=page.title, exact=True)
+                    click.append(timed(lambda link=link, look=look: (link.click(), look.settle())))
+                    row = look.page.locator("main td a[href^='/']:visible").first
+                    if row.count():
+                        follow.append(timed(lambda row=row, look=look: (row.click(), look.settle())))
+                    look.context.close()
+                say(
+                    figure="view",
+                    rollouts=rollouts,
+                    view=page.path,
+                    cold=shares(cold[page.path]),
+                    first=shares(first),
+                    click=shares(click),
+                    follow=shares(follow) if follow else "no row leads on",
+                    bytes=max(sizes[page.path]),
+                    queries=bare,
+                )
 
 
 def wire_bytes(request: Request) -> int:
@@ -280,18 +306,20 @@ def wire_bytes(request: Request) -> int:
     return found["responseBodySize"] + found["responseHeadersSize"]
 
 
-def bare_ms(engine: str, name: str, times: int) -> int:
-    """The median time of a panel's query, asked of the engine itself."""
+def bare_ms(engine: str, name: str, times: int) -> dict[str, float]:
+    """The times of a panel's query, asked of the engine itself."""
     panel = panels()[name]
     parameters = {"default_format": "JSONCompact", **{f"param_{one}": "" for one in panel.parameters}}
     asked = [timed(lambda: httpx.post(engine, params=parameters, content=panel.sql, timeout=60)) for _ in range(times)]
-    return round(statistics.median(asked))
+    return shares(asked)
 
 
-def measure_cost(periods: int, seconds: float, folder: Path) -> None:
-    with opened(folder) as (client, writer, _sink, url, browser):
-        fill(client, 10_000)
-        made = flush_of(4000, 0)
+def measure_cost(rollouts: int, seed: int, periods: int, seconds: float, folder: Path) -> None:
+    with (
+        opened(folder, rollouts, seed) as (_client, writer, _engine, browser),
+        page_over(folder) as (url, _),
+    ):
+        made = flush_of(4000, seed)
         offset = 10**9
         found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         for period in range(periods):
@@ -309,10 +337,13 @@ def measure_cost(periods: int, seconds: float, folder: Path) -> None:
             look.context.close()
         rate = {watched: statistics.median(one for one, _ in some) for watched, some in found.items()}
         work = {watched: statistics.median(one for _, one in some) for watched, some in found.items()}
+        pairs = zip(found[False], found[True], strict=True)
         say(
             figure="cost to the sink",
+            rollouts=rollouts,
             rows_per_s={"alone": round(rate[False]), "watched": round(rate[True])},
             lost=round(1 - rate[True] / rate[False], 4),
+            lost_by_pair=[round(1 - watched / alone, 4) for (alone, _), (watched, _) in pairs],
             cpu_us_per_row={"alone": round(work[False], 1), "watched": round(work[True], 1)},
             more_cpu=round(work[True] / work[False] - 1, 4),
             periods={
@@ -327,18 +358,21 @@ def main() -> None:
     parser.add_argument("what", choices=("views", "cost"))
     parser.add_argument("--rollouts", type=int, nargs="+", default=[1_000, 1_000_000])
     parser.add_argument("--times", type=int, default=20, help="how often each view is looked at")
-    parser.add_argument("--periods", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--periods", type=int, default=8, help="even: half of them are watched")
     parser.add_argument("--seconds", type=float, default=20.0, help="length of a period")
     parser.add_argument("--directory", type=Path, help="where the tables are made, in place of a temporary directory")
     options = parser.parse_args()
+    if options.periods % 2:
+        parser.error("--periods must be even: half of them are watched")
     if not browser_path():
         parser.error("there is no browser: install Debian's package `chromium`")
-    for rollouts in options.rollouts if options.what == "views" else [0]:
+    for rollouts in options.rollouts:
         with tempfile.TemporaryDirectory(dir=options.directory) as folder:
             if options.what == "views":
-                measure_views(rollouts, options.times, Path(folder))
+                measure_views(rollouts, options.seed, options.times, Path(folder))
             else:
-                measure_cost(options.periods, options.seconds, Path(folder))
+                measure_cost(rollouts, options.seed, options.periods, options.seconds, Path(folder))
 
 
 if __name__ == "__main__":
