@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -25,6 +28,17 @@ def _begin(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: 
     return with_local_log(settings_of(given(**flags)))
 
 
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Import modules that stay to the end of the process: now and later no look for garbage goes through them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def serve(
     settings_of: SettingsOf,
     replica_id: Annotated[str | None, typer.Option(help="Name of the replica.")] = None,
@@ -38,7 +52,8 @@ def serve(
     """
     settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
-    from tidemill.consumers.replica import run
+    with _lasting():
+        from tidemill.consumers.replica import run
 
     run(settings.kafka, settings.run, settings.store, settings.replica, settings.chat)
 
@@ -144,12 +159,14 @@ def train(
     """
     if phase is Phase.MIDTRAIN:
         settings = _begin(settings_of, midtrain__output=model)
-        from tidemill.trainer import midtrain
+        with _lasting():
+            from tidemill.trainer import midtrain
 
         midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
         return
     settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
-    from tidemill.trainer.run import run
+    with _lasting():
+        from tidemill.trainer.run import run
 
     run(settings.kafka, settings.run, settings.store, settings.trainer)
 

@@ -8,6 +8,7 @@ A process of its own because vLLM reads its environment at import.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -110,11 +111,18 @@ def main() -> None:
     from tidemill.consumers.replica.environment import prepare_environment
 
     prepare_environment(1)
+    gc.disable()
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
     from tidemill.trainer.batch import pack
     from tidemill.trainer.model import load_model
     from tidemill.trainer.policy import frozen_logprobs
     from tidemill.trainer.probe import use_packed_attention
 
+    # vLLM looks for garbage six times as an engine starts: no look goes through what is imported by now.
+    gc.freeze()
+    gc.enable()
     root = Path(sys.argv[1])
     for family in sys.argv[2:] or SERVED:
         begun = time.monotonic()
