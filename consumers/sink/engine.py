@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import clickhouse_connect
@@ -22,6 +23,10 @@ from tidemill.consumers.sink.statement import READONLY_CODE, Refused, Statement,
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
+KNOWN_STATEMENTS = 128
+"""Statements that are not checked again when they are asked again."""
+KNOWN_LENGTH = 2**14
+"""Characters of such a statement at most."""
 UNKNOWN_CODE = 1002
 """ClickHouse's UNKNOWN_EXCEPTION, for a message without a code."""
 
@@ -106,6 +111,8 @@ class Reader:
         }
         listed = self._run("SELECT name FROM system.table_functions", "JSONCompactColumns", {}, None).body
         self._refused = refused_functions(json.loads(listed)[0])
+        # A page asks the same few statements again and again.
+        self._known = lru_cache(KNOWN_STATEMENTS)(self.check)
 
     def ask(
         self,
@@ -127,7 +134,7 @@ class Reader:
         Raises:
             QueryError: refused, not understood, failed, or past a limit.
         """
-        statement = self.check(sql)
+        statement = self._known(sql) if len(sql) <= KNOWN_LENGTH else self.check(sql)
         chosen = statement.format or default_format
         answer = self._run(statement.sql, chosen, parameters or {}, database, bounds)
         if not answer.body and chosen == "Native":
