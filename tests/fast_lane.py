@@ -31,6 +31,7 @@ SLOW: tuple[str, ...] = (
     "test_static.py::test_types_are_checked",
     "trainer/test_interrupted.py",
     "trainer/test_ranks.py",
+    "trainer/test_step.py::test_two_processes_get_the_same_weights_bit_for_bit",
 )
 """Folders, files and tests below tests/ that keep a processor busy for long: whole demonstrations and trainings, mypy,
 Triton's interpreter, a process for each bench, and one or more for each hostile environment (some 2 s a test)."""

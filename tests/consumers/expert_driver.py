@@ -117,7 +117,7 @@ def changed_under_way(engine: Routed, a: Path, prompt: list[int]) -> dict[str, A
 
 def main() -> None:
     """See the module's docstring."""
-    engines.prepare_environment(1)
+    engines.prepare()
     root = Path(sys.argv[1])
     kind = engines.Kind("float32", intermediate=64)
     a = engines.make_model(kind, root / "a")

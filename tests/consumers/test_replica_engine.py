@@ -28,7 +28,7 @@ NO_PADDING = [name for name in EXPERTS if KINDS[name].intermediate % 32 == 0]
 def compared(tmp_path_factory, vllm):
     """What the driver saw of each kind of engine."""
     command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("engines"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -26,7 +26,7 @@ LAYERS, TOP_K = 2, 2
 def seen(tmp_path_factory, vllm):
     """What the driver saw of an engine."""
     command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("experts"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

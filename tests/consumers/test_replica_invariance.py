@@ -21,7 +21,7 @@ DRIVER = Path(__file__).with_name("invariance_driver.py")
 def seen(tmp_path_factory, vllm):
     """What the driver saw of engines with and without it."""
     command = [sys.executable, str(DRIVER), str(tmp_path_factory.mktemp("invariance"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -24,7 +24,7 @@ def test_no_init_file():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("vllm")
 def test_transformers_and_vllm_find_what_is_installed_and_not_this_folder():
     pytest.importorskip("vllm", reason="the replica's extra is not installed")
@@ -36,7 +36,7 @@ def test_transformers_and_vllm_find_what_is_installed_and_not_this_folder():
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     installed = any(found.metadata["Name"] == "kernels" for found in distributions())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).resolve().parent
-SECONDS = 560
+SECONDS = 900
 
 
 def run(*command, **environment):

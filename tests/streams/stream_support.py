@@ -173,7 +173,7 @@ def fresh_topics(bootstrap: str, prefix: str, partitions: int = 2) -> KafkaSetti
             return False
         return True
 
-    wait_until(led, 60, "leaders of the new topics")
+    wait_until(led, 240, "leaders of the new topics")
     return kafka
 
 
@@ -217,7 +217,7 @@ def dead_letters(kafka: KafkaSettings, topic: Topic, count: int) -> list[tuple[b
         return len({(headers[HEADER_PARTITION], headers[HEADER_OFFSET]) for _, headers in found}) >= count
 
     try:
-        wait_until(enough, 60, f"{count} dead letters")
+        wait_until(enough, 240, f"{count} dead letters")
     finally:
         consumer.close()
     return found
@@ -239,7 +239,7 @@ def commit_in_transaction(kafka: KafkaSettings, topic: Topic, key: str, record: 
     producer.produce(full, CODEC.encode(record), key.encode(), partition=partition)
     producer.commit_transaction(60)
     # The coordinator writes the marker after it has answered.
-    wait_until(lambda: end() >= before + 2, 60, "the end marker of a transaction")
+    wait_until(lambda: end() >= before + 2, 240, "the end marker of a transaction")
     consumer.close()
 
 

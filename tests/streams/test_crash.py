@@ -62,7 +62,7 @@ def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Co
             names.update(located.key for located in new)
             return len(names) >= count
 
-        found.extend(read_records(groups, there, 60, worker))
+        found.extend(read_records(groups, there, 240, worker))
 
     for threshold in KILL_AT:
         read_to(threshold)
@@ -72,7 +72,7 @@ def kill_through(worker: StreamProcess, groups: LogReader, last: int) -> list[Co
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path: Path, runner):
     settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
     fill(settings, duplicates=0.1)
@@ -93,7 +93,7 @@ def test_killed_worker_loses_and_corrupts_nothing(kafka, topic_prefix, tmp_path:
     print(f"{len(KILL_AT)} kills, {len(found) - GROUPS} groups written again, all identical")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_naive_control_is_corrupted_by_the_same_kills(kafka, topic_prefix, tmp_path: Path):
     settings = fresh_topics(kafka.bootstrap, topic_prefix, partitions=4)
     fill(settings, duplicates=0.0)

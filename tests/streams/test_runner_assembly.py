@@ -61,7 +61,7 @@ def test_groups_lie_in_the_partition_of_their_rollouts(settings, producer, worke
     for name in "abcdefgh":
         send_group(producer, name)
     with LogReader(settings, [Topic.GROUPS]) as groups, LogReader(settings, [Topic.ROLLOUTS]) as rollouts:
-        found = read_records(groups, lambda read: len(read) >= 8, 40, worker)
+        found = read_records(groups, lambda read: len(read) >= 8, 240, worker)
         places = {(r.partition, r.offset): r.record for r in rollouts.read_to_end() if not isinstance(r.record, Tick)}
     assert sorted(group_of(f).group_id for f in found) == list("abcdefgh")
     assert {f.partition for f in found} == {0, 1}
@@ -84,7 +84,7 @@ def test_poison_goes_to_the_dead_letters_and_the_stream_goes_on(settings, produc
     producer.send(Topic.ROLLOUTS, rollout("g", 9), key="g")
     send_group(producer, "g")
     with LogReader(settings, [Topic.GROUPS]) as groups:
-        (found,) = read_records(groups, lambda read: len(read) >= 1, 40, worker)
+        (found,) = read_records(groups, lambda read: len(read) >= 1, 240, worker)
     assert group_of(found).closed_by is CloseReason.SIZE
     letters = dead_letters(settings, Topic.ROLLOUTS, len(poison) + 2)
     assert len(letters) == len(poison) + 2
@@ -98,13 +98,13 @@ def test_deadline_closes_a_group_in_an_idle_partition(settings, producer, worker
     producer.send(Topic.ROLLOUTS, rollout("g", 0, deadline_at=deadline), key="g")
     producer.flush()
     with LogReader(settings, [Topic.GROUPS]) as groups:
-        (found,) = read_records(groups, lambda read: len(read) >= 1, 40, worker)
+        (found,) = read_records(groups, lambda read: len(read) >= 1, 240, worker)
         closed = group_of(found)
         assert closed.closed_by is CloseReason.DEADLINE
         assert closed.closed_at >= deadline
         producer.send(Topic.ROLLOUTS, rollout("g", 1, deadline_at=deadline), key="g")
         producer.flush()
-        (late,) = read_records(groups, lambda read: len(read) >= 1, 20, worker)
+        (late,) = read_records(groups, lambda read: len(read) >= 1, 240, worker)
     assert group_of(late).closed_by is CloseReason.LATE
     with LogReader(settings, [Topic.ROLLOUTS]) as rollouts:
         ticks = [r for r in rollouts.read_to_end() if isinstance(r.record, Tick)]
@@ -116,14 +116,14 @@ def test_a_second_worker_goes_on_where_the_first_stopped(settings, producer, wor
         producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
     send_group(producer, "whole")
     with LogReader(settings, [Topic.GROUPS]) as groups:
-        read_records(groups, lambda read: len(read) >= 1, 40, worker)
+        read_records(groups, lambda read: len(read) >= 1, 240, worker)
         assert worker.stop() == 0
         send_group(producer, "whole")
         for index in (2, 3):
             producer.send(Topic.ROLLOUTS, rollout("open", index), key="open")
         producer.flush()
         with stream_process(settings, tmp_path / "second") as second:
-            (found,) = read_records(groups, lambda read: len(read) >= 1, 40, second)
+            (found,) = read_records(groups, lambda read: len(read) >= 1, 240, second)
             assert second.stop() == 0
         assert not list(groups.read_to_end())
     assert group_of(found).group_id == "open"
@@ -146,10 +146,10 @@ def test_partitions_move_to_the_worker_that_stays(settings, producer, tmp_path):
             if index == 2:
                 for mark in marks:
                     send_group(producer, mark)
-                read_records(groups, lambda read: {group_of(f).group_id for f in read} >= marks, 60, two)
+                read_records(groups, lambda read: {group_of(f).group_id for f in read} >= marks, 240, two)
                 one.kill()
         producer.flush()
-        found = read_records(groups, lambda read: {group_of(f).group_id for f in read} >= set(names), 60, two)
+        found = read_records(groups, lambda read: {group_of(f).group_id for f in read} >= set(names), 240, two)
     # The worker that stays may emit a mark again.
     by_name = {group_of(f).group_id: group_of(f) for f in found if group_of(f).group_id not in marks}
     assert sorted(by_name) == sorted(names)
@@ -170,13 +170,13 @@ def test_a_broken_state_ends_the_worker(settings, producer, tmp_path):
         LogReader(settings, [Topic.GROUPS]) as groups,
         stream_process(settings, tmp_path) as worker,
     ):
-        read_records(groups, lambda read: len(read) >= 1, 60, worker)
+        read_records(groups, lambda read: len(read) >= 1, 240, worker)
         assert worker.stop() == 0
         changelog = f"{settings.topic_prefix}group-assembly.run-groups-changelog"
         producer.send_bytes(changelog, b"junk", key=b"junk", partition=0)
         producer.flush()
         worker.start()
-        wait_until(lambda: not worker.running(), 60, "the worker's end")
+        wait_until(lambda: not worker.running(), 240, "the worker's end")
         assert worker.stop() == 1
         assert "a state begins with" in worker.log.read_text()
 
@@ -189,7 +189,7 @@ def test_a_record_that_went_missing_ends_faust_and_the_end_of_a_transaction_does
         LogReader(settings, [Topic.GROUPS]) as groups,
         stream_process(settings, tmp_path) as worker,
     ):
-        read_records(groups, lambda read: len(read) >= 1, 60, worker)
+        read_records(groups, lambda read: len(read) >= 1, 240, worker)
         # The end of a transaction takes an offset that no reader gets, like a record that was lost on the way.
         second = rollout("second", 0, group_size=1)
         commit_in_transaction(settings, Topic.ROLLOUTS, "second", second, partition_of("first", 2))
@@ -198,9 +198,9 @@ def test_a_record_that_went_missing_ends_faust_and_the_end_of_a_transaction_does
         )
         producer.flush()
         if runner is RunnerName.FAUST:
-            wait_until(lambda: not worker.running(), 60, "the worker's end")
+            wait_until(lambda: not worker.running(), 240, "the worker's end")
             assert worker.stop() == 1
             assert "records were lost on the way" in worker.log.read_text()
             worker.start()
-        read_records(groups, lambda read: {group_of(f).group_id for f in read} >= {"third"}, 60, worker)
+        read_records(groups, lambda read: {group_of(f).group_id for f in read} >= {"third"}, 240, worker)
         assert worker.stop() == 0

@@ -38,20 +38,20 @@ def test_what_was_deleted_before_it_was_read_ends_the_worker_unless_it_may_be_mi
     delete(settings, 2)
     with LogReader(settings, [Topic.GROUPS]) as groups:
         with stream_process(settings, tmp_path) as worker:
-            found = read_records(groups, lambda read: len(read) >= 2, 90, worker)
+            found = read_records(groups, lambda read: len(read) >= 2, 240, worker)
             assert [group_of(f).group_id for f in found] == ["c", "d"], "a fresh worker begins with what there is"
             assert worker.stop() == 0
             assert "is read from its beginning, which is now offset 2" in worker.log.read_text()
             send(settings, "e", "f", "g")
             delete(settings, 6)
             worker.start()
-            wait_until(lambda: not worker.running(), 90, "the worker's end")
+            wait_until(lambda: not worker.running(), 240, "the worker's end")
             assert worker.stop() == 1
             said = worker.log.read_text()
             assert "rollouts[0]: the log no longer keeps offset 4, the log begins at 6" in said
             assert "stream.accept_gaps" in said
         with stream_process(settings, tmp_path / "accepting", accept_gaps=True) as worker:
-            (found,) = read_records(groups, lambda read: len(read) >= 1, 90, worker)
+            (found,) = read_records(groups, lambda read: len(read) >= 1, 240, worker)
             assert group_of(found).group_id == "g"
             assert worker.stop() == 0
             assert "2 offsets skipped so far" in worker.log.read_text()

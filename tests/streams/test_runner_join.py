@@ -82,7 +82,7 @@ def read_to(reader: LogReader, worker: StreamProcess, seen: set[bytes], count: i
         seen.update(located.value or b"" for located in found)
         return len(seen) >= count
 
-    read_records(reader, there, 120, worker)
+    read_records(reader, there, 240, worker)
 
 
 def kill_through(reader: LogReader, worker: StreamProcess, seen: set[bytes], thresholds: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ def joined(kafka, runner, tmp_path_factory: pytest.TempPathFactory) -> Joined:
     return Joined(settings, names, expected, seen, written)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_killed_join_gives_the_outcomes_of_the_pure_machine(joined, runner):
     assert joined.found == emitted(joined.expected)
     assert joined.written == len(joined.found) or runner is RunnerName.FAUST, "each once"
@@ -132,7 +132,7 @@ def test_killed_join_keeps_every_dead_letter(joined, runner):
         assert len(letters) == len(wanted) or runner is RunnerName.FAUST, "each once"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: Path):
     """Over the outcomes as the killed join left them: with repeats."""
     settings = BatchSettings(**BATCHES)
@@ -150,7 +150,7 @@ def test_killed_batcher_gives_the_batches_of_the_pure_machine(joined, tmp_path: 
             expected, waits = batch_oracle(joined.kafka, settings)
             return not waits and seen == emitted(expected)
 
-        wait_until(nothing_waits, 90, "the batches of the pure machine, the last of them closed by ticks")
+        wait_until(nothing_waits, 240, "the batches of the pure machine, the last of them closed by ticks")
         assert worker.stop() == 0
         assert not list(reader.read_to_end())
     batches = sorted((CODEC.decode(value) for value in seen), key=lambda batch: batch.sequence)
@@ -179,18 +179,18 @@ def test_what_is_due_in_an_idle_partition_is_decided_by_ticks_in_both_topics(set
             log.serve(made, now_us())
         log.say(feedback("liked", "vote", observed_at=liked.served_at + SECOND_US // 2), now_us())
         log.producer.flush()
-        found = read_records(reader, lambda read: len(read) >= 2, 60, worker)
+        found = read_records(reader, lambda read: len(read) >= 2, 240, worker)
         ends = {outcome_of(f).interaction_id: outcome_of(f) for f in found}
         assert ends["silent"].exclusion == "no_signal"
         assert (ends["liked"].reward, ends["liked"].exclusion) == (1.0, "")
         hole_in = partition_of("before-a-hole", 2)
         made = interaction("before-a-hole", served_at=now_us())
         commit_in_transaction(settings, Topic.INTERACTIONS, made.interaction_id, made, hole_in)
-        read_records(reader, lambda read: len(read) >= 1, 60, worker)
+        read_records(reader, lambda read: len(read) >= 1, 240, worker)
         behind = next(f"behind-{n}" for n in range(99) if partition_of(f"behind-{n}", 2) == hole_in)
         log.serve(interaction(behind, served_at=now_us()), now_us())
         log.producer.flush()
-        (after,) = read_records(reader, lambda read: len(read) >= 1, 60, worker)
+        (after,) = read_records(reader, lambda read: len(read) >= 1, 240, worker)
         assert outcome_of(after).interaction_id == behind
         assert len(dead_letters(settings, Topic.INTERACTIONS, 1) + dead_letters(settings, Topic.FEEDBACK, 1)) == 2
         assert worker.stop() == 0

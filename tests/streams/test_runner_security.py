@@ -32,7 +32,7 @@ from tidemill.streams.runner.faust_settings import broker_credentials
 from tidemill.streams.runner.worker import group_assembly, run
 
 DEADLINE_S = 90.0
-REFUSAL_S = 40.0
+REFUSAL_S = 100.0
 """How long a worker that is refused may take to end, the start of its process included."""
 LIVE = {
     "map": {"rules": {"thumb": {"horizon_s": DEADLINE_S, "weight": 1.0}}},

@@ -71,7 +71,7 @@ def groups(settings: KafkaSettings) -> Iterator[LogReader]:
 
 def read_all(groups: LogReader, count: int, worker: StreamProcess) -> list[ConsumedRecord]:
     """The committed groups, once there are `count`, and those that came after until the worker stopped."""
-    found = read_records(groups, lambda read: len(read) >= count, 90, worker)
+    found = read_records(groups, lambda read: len(read) >= count, 240, worker)
     assert worker.stop() == 0
     return found + list(groups.read_to_end())
 
@@ -91,7 +91,7 @@ def test_at_whatever_step_it_is_killed_or_fails_each_group_is_there_once(setting
         worker.command = [worker.command[0], *doomed]
         worker.start()
         if fate == "kill":
-            wait_until(lambda: not worker.running(), 60, "the worker's own end")
+            wait_until(lambda: not worker.running(), 240, "the worker's own end")
             assert worker.stop() == -signal.SIGKILL
             worker.command = [
                 worker.command[0],
@@ -110,17 +110,17 @@ def test_a_worker_that_was_replaced_while_it_stood_still_writes_nothing_more(set
     fill(settings, range(GROUPS), range(2))
     fast = {**SMALL, "session_timeout_s": 6.0, "heartbeat_interval_s": 1.0}
     with stream_process(settings, tmp_path / "one", **fast) as one:
-        wait_until(lambda: committed(settings) == 2 * GROUPS, 60, "the first worker's state")
+        wait_until(lambda: committed(settings) == 2 * GROUPS, 240, "the first worker's state")
         assert one.process is not None
         os.kill(one.process.pid, signal.SIGSTOP)
         fill(settings, range(GROUPS), range(2, SIZE))
         with stream_process(settings, tmp_path / "two", **fast) as two:
-            found = read_records(groups, lambda read: len(read) >= GROUPS, 90, two)
+            found = read_records(groups, lambda read: len(read) >= GROUPS, 240, two)
             os.kill(one.process.pid, signal.SIGCONT)
             time.sleep(3)
             assert one.running(), one.log.read_text()
             fill(settings, [GROUPS])
-            found += read_records(groups, lambda read: len(read) >= 1, 60, two)
+            found += read_records(groups, lambda read: len(read) >= 1, 240, two)
             assert one.stop() == 0
             assert two.stop() == 0
     found += list(groups.read_to_end())
@@ -142,7 +142,7 @@ def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settin
     fill(settings, range(GROUPS), range(2))
     with stream_process(settings, tmp_path / "faust", max_batch=7) as worker:
         fill(settings, [GROUPS])
-        read_records(groups, lambda read: len(read) >= 1, 60, worker)
+        read_records(groups, lambda read: len(read) >= 1, 240, worker)
         assert worker.stop() == 0
     fill(settings, range(GROUPS), range(2, SIZE))
     with stream_process(settings, tmp_path / "transactional", **SMALL) as worker:
@@ -150,7 +150,7 @@ def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settin
     assert sorted(group_of(f).group_id for f in found) == sorted(f"g{n}" for n in range(GROUPS))
     assert all(len(group_of(f).members) == SIZE for f in found)
     with stream_process(settings, tmp_path / "back", runner="faust") as worker:
-        wait_until(lambda: not worker.running(), 60, "the worker's end")
+        wait_until(lambda: not worker.running(), 240, "the worker's end")
         assert worker.stop() == 1
         assert "was written by the transactional runner" in worker.log.read_text()
 
@@ -158,10 +158,10 @@ def test_it_goes_on_from_fausts_state_and_faust_refuses_to_go_on_from_its(settin
 def test_two_workers_of_one_name_do_not_both_write(settings, groups, tmp_path):
     with stream_process(settings, tmp_path / "one", instance="same", **SMALL) as one:
         fill(settings, [0])
-        read_records(groups, lambda read: len(read) >= 1, 60, one)
+        read_records(groups, lambda read: len(read) >= 1, 240, one)
         with stream_process(settings, tmp_path / "two", instance="same", **SMALL) as two:
             fill(settings, range(1, GROUPS))
-            wait_until(lambda: not one.running(), 60, "the end of the worker that was replaced")
+            wait_until(lambda: not one.running(), 240, "the end of the worker that was replaced")
             assert one.stop() == 1
             found = read_all(groups, GROUPS - 1, two)
     assert len(found) == GROUPS - 1

@@ -60,7 +60,7 @@ def test_logprobs_are_those_of_whole_sequences(family: str) -> None:
 def served(tmp_path_factory, vllm):
     """What `families` printed of each family."""
     command = [sys.executable, families.__file__, str(tmp_path_factory.mktemp("families"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return {line["family"]: line for line in map(json.loads, done.stdout.splitlines())}
 

@@ -50,7 +50,7 @@ class Foreign:
             "store": self.root / "store", "steps": steps, "topic-prefix": self.kafka.topic_prefix,
         }  # fmt: skip
         command = [sys.executable, str(TRAINER), *(str(part) for k, v in words.items() for part in (f"--{k}", v))]
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False, timeout=900)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout.splitlines()
 
@@ -97,7 +97,7 @@ def test_a_follower_proves_every_version_and_a_restart_repeats_none(foreign, tmp
     follow(foreign, manifests, tmp_path)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_vllm_replica_proves_what_it_serves(foreign, tmp_path):
     """A real engine joins the run and follows it through the log alone."""
     joined = len(foreign.manifests() or foreign.train(1)) - 1

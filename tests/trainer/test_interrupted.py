@@ -136,7 +136,7 @@ def interrupted(log, settings, tmp_path_factory) -> Interrupted:
         jobs.append(job(log, settings, root / name, actions))
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, interrupted_trainer.__file__, str(root / "jobs.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     logs = {f"{path.parent.name}/{path.stem}": path.read_text() for path in sorted(root.glob("*/*.log"))}
     assert done.returncode == 0, done.stderr + "\n".join(logs.values())
     killed, halted = (json.loads(line) for line in done.stdout.splitlines())

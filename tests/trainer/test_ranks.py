@@ -58,7 +58,7 @@ def out(tmp_path_factory) -> Path:
     make_model("Qwen3Moe").bfloat16().save_pretrained(root / "experts")
     (root / "jobs.json").write_text(json.dumps(jobs).replace("{root}", str(root)))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     logs = "\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*.log")))
     assert done.returncode == 0, done.stderr + logs
     print(logs)

@@ -93,7 +93,7 @@ def log(kafka, tmp_path_factory) -> Log:
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", rank_driver.__name__, str(root / "jobs.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     run_and_stop(made)
     print("\n".join(f"{path.stem}:\n{path.read_text()}" for path in sorted(root.glob("*-?.log"))))

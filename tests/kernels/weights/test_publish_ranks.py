@@ -105,7 +105,7 @@ def torchrun(n_ranks, out):
             stdout=output,
             stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=500,
+            timeout=900,
             check=False,
         )
     print((out / "output").read_text()[:20000])
