@@ -238,8 +238,9 @@ async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole
     assert proof.total == chain.fingerprint.hex(), proof.damage
 
 
-async def on_ranks(ranks: Any, topology: str, versions: int, root: Path) -> dict[str, Any]:
+async def on_ranks(ranks: Any, arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Take versions on one engine of several ranks: what its line says."""
+    topology, versions = arguments.topology[0], arguments.versions
     model, _, setting = topology.partition(":")
     key, _, value = setting.partition("=")
     settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **{key: int(value)})
@@ -248,7 +249,7 @@ async def on_ranks(ranks: Any, topology: str, versions: int, root: Path) -> dict
         kind = engines.Kind("float32", tied=True, intermediate=0 if model == "dense" else 64)
         base = engines.make_model(kind, root / "a")
     views = [engines.driver.view_of(base)]
-    views.append(engines.driver.nudged(views[0], seed=1, fraction=0.1))
+    views.append(engines.driver.nudged(views[0], seed=1, fraction=arguments.density))
     last, specs = engines.save_view(views[1], base, root / "b"), None
     if model == "fused":
         views = [engines.fused_view(base), engines.fused_view(last)]
@@ -309,7 +310,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if len(arguments.topology or ()) > 1:
         # vLLM reads its environment once, and a process ends with its engines.
-        command = [sys.executable, __file__, "--versions", str(arguments.versions), "--topology"]
+        command = [sys.executable, __file__, "--versions", str(arguments.versions)]
+        command += ["--density", str(arguments.density), "--topology"]
         sys.exit(max(subprocess.run([*command, one]).returncode for one in arguments.topology))
     prepare_environment(1)
     # The engine core is a fork of this process, and a fork that has lost its compute threads waits for them.
@@ -318,7 +320,7 @@ def main() -> None:
         if not arguments.topology:
             asyncio.run(measure(arguments, Path(name)))
             return
-        found = asyncio.run(on_ranks(beside("ranks_driver"), arguments.topology[0], arguments.versions, Path(name)))
+        found = asyncio.run(on_ranks(beside("ranks_driver"), arguments, Path(name)))
     print(json.dumps(found), flush=True)
     os._exit(bool(found["unproved"] or found["wrong_tokens"] or not found["greedy_equal_to_a_fresh_engine"]))
 
