@@ -56,9 +56,15 @@ class Order:
     in_order: bool = False
     """The deterministic mode: the weights are a function of the log, and are compared with an undisturbed trainer's."""
     act: Act = Act.ONE
+    ranks: int = 1
+    """Ranks of the trainer, and of each replica's engine (tensor parallel)."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be. Raises ValueError."""
+        if self.ranks == 1 and self.counts.get(FaultKind.RANK_KILL):
+            raise ValueError("a rank is killed where there are several: give --ranks 2")
+        if self.in_order and self.ranks > 1:
+            raise ValueError("--in-order compares with a trainer of one process: leave out --ranks")
         if self.in_order and self.act is not Act.ONE:
             raise ValueError("--in-order is of act one: what users do is no function of the log")
 
@@ -75,6 +81,7 @@ class Verdict:
     """None where the run was not in the deterministic mode."""
     sink_rows_twice: int
     brokers: int
+    ranks: int
     directory: Path
     told: Noted
     """What users were told; nothing in a run without users."""
@@ -126,17 +133,18 @@ def paced(settings: TidemillSettings, storm: Storm) -> TidemillSettings:
 def _targets(kind: FaultKind, course: Course, chosen: Sequence[str], nodes: Sequence[str]) -> Sequence[str]:
     if kind in BROKER_FAULTS:
         return nodes
-    return [name for name in chosen if name in course.keeps_files] if kind is FaultKind.DISK else chosen
+    bearers = {FaultKind.DISK: course.keeps_files, FaultKind.RANK_KILL: course.on_ranks}.get(kind, frozenset(chosen))
+    return [name for name in chosen if name in bearers]
 
 
 def endure(order: Order, say: Say) -> Verdict:
     """Run it to its end and judge it. Raises Wedged, CrashLoop, RoleDied, StackError, ValueError."""
     settings = settings_for(
-        order.directory, order.act, steps=order.steps, seed=order.seed, model=order.model, changes=order.changes,
-        in_order=order.in_order,
+        order.directory, order.act, steps=order.steps, seed=order.seed, model=order.model,
+        changes=(f"replica.tensor_parallel={order.ranks}", *order.changes), in_order=order.in_order,
     )  # fmt: skip
     storm = storm_of(order, settings)
-    with site_of(paced(settings, storm), order.brokers, say) as site:
+    with site_of(paced(settings, storm), order.brokers, say, order.ranks) as site:
         storm.save(site.plan.directory / "storm.json")
         say(f"seed {storm.seed}, {len(storm.faults)} faults; everything is in {site.plan.directory}")
         with Supervisor(site.plan.log_directory) as supervisor:
@@ -146,7 +154,7 @@ def endure(order: Order, say: Say) -> Verdict:
         found = audit(site.config, endured.tally.step)
         say("audit clean" if found.clean else f"audit: {found.text}")
         say("making every step again")
-        again = steps_again(site.config, endured.tally.step)
+        again = steps_again(site.config, endured.tally.step, order.ranks)
         say("every step made again gave its recorded weights" if again.clean else f"replay: {again.text}")
         chains = None
         if order.in_order:
@@ -154,8 +162,9 @@ def endure(order: Order, say: Say) -> Verdict:
             say("an undisturbed trainer made the same versions" if chains.equal else f"undisturbed: {chains.said}")
         told = noted(site.plan.directory / NOTES_NAME)
         return Verdict(
-            storm, endured, found, again, chains, sink_rows_twice, order.brokers, site.plan.directory, told, order.act
-        )
+            storm, endured, found, again, chains, sink_rows_twice, order.brokers, order.ranks, site.plan.directory,
+            told, order.act,
+        )  # fmt: skip
 
 
 def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say: Say) -> tuple[Endured, int]:
@@ -195,7 +204,7 @@ def figures(verdict: Verdict) -> list[dict[str, Any]]:
     lost, twice = verdict.lost(), verdict.twice()
     return [
         {"figure": "storm", "act": verdict.act.value, "seed": verdict.storm.seed,
-         "brokers": verdict.brokers, "faults": len(endured.struck),
+         "brokers": verdict.brokers, "ranks": verdict.ranks, "faults": len(endured.struck),
          "left_out": endured.left_out,
          "by_target": {kind.value: dict(targets) for kind, targets in _came(endured).items()},
          "met_a_running_process": sum(struck.hit for struck in endured.struck),

@@ -72,6 +72,8 @@ class Course:
     """Roles that end by themselves when their work is done: then the run is over."""
     keeps_files: frozenset[str]
     """Roles that a full disk can hit: they alone write to one."""
+    on_ranks: frozenset[str]
+    """Roles that may be of several ranks."""
     later: frozenset[str]
     """Roles that begin when a version is served to everyone."""
     config_name: str
@@ -95,6 +97,7 @@ def course_of(settings: TidemillSettings) -> Course:
             # The feeder benches what comes after the last step as well, and has no end of its own.
             must_end=frozenset({TRAIN_ONLINE}),
             keeps_files=frozenset({TRAIN_ONLINE, SINK}),
+            on_ranks=frozenset({TRAIN_ONLINE, STABLE, CANARY}),
             later=frozenset({USERS}),
             config_name=ONLINE_CONFIG_NAME,
         )  # fmt: skip
@@ -107,6 +110,7 @@ def course_of(settings: TidemillSettings) -> Course:
         feeder=FEED,
         must_end=frozenset({TRAIN, FEED}),
         keeps_files=frozenset({TRAIN, SINK}),
+        on_ranks=frozenset({TRAIN, *replicas}),
         later=frozenset(),
         config_name=CONFIG_NAME,
     )
@@ -122,11 +126,26 @@ def steps_of(settings: TidemillSettings) -> int:
     return settings.demo.online_batches if settings.demo.act is Act.TWO else settings.run.max_steps
 
 
-def specs_of(plan: DemoPlan, course: Course, environments: Mapping[str, Mapping[str, str]]) -> tuple[RoleSpec, ...]:
-    """How each role is started; `environments` have what each finds in its environment beside its keys."""
+def on_ranks(ranks: int) -> tuple[str, ...]:
+    """The command line as a program of so many ranks, by torchrun."""
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return TIDEMILL if ranks == 1 else (*several, *TIDEMILL)
+
+
+def specs_of(
+    plan: DemoPlan, course: Course, environments: Mapping[str, Mapping[str, str]], ranks: int
+) -> tuple[RoleSpec, ...]:
+    """How each role is started; `environments` have what each finds in its environment beside its keys.
+
+    Args:
+        ranks: of the trainer.
+    """
     plain = dict(plan.loop_roles()) | {SINK: plan.arguments("sink")}
+    programs = {USERS: PROGRAM, course.trainer: on_ranks(ranks)}
     if course.act is Act.ONE:
-        return tuple(RoleSpec(name, plain[name], environments[name]) for name in course.roles)
+        return tuple(
+            RoleSpec(name, plain[name], environments[name], programs.get(name, TIDEMILL)) for name in course.roles
+        )
     (port,), key = pick_ports(1, base_port=0), secrets.token_urlsafe()
     arguments = {**plain, **dict([*plan.online_roles(), plan.router_role(), plan.users_role()])}
     arguments[GATEWAY] = ["gateway", "--config", str(plan.directory / ONLINE_CONFIG_NAME), "--port", str(port)]
@@ -142,7 +161,7 @@ def specs_of(plan: DemoPlan, course: Course, environments: Mapping[str, Mapping[
             name,
             arguments[name],
             {**environments[name], **extra.get(name, {})},
-            PROGRAM if name == USERS else TIDEMILL,
+            programs.get(name, TIDEMILL),
         )
         for name in course.roles
     )

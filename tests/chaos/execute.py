@@ -250,6 +250,10 @@ class Execution:
             self._earliest = now + fault.delay_s
         if now < self._earliest:
             return
+        waits = fault.kind is FaultKind.RANK_KILL and fault.target not in self._keeper.done
+        if waits and len(self._keeper.ranks(fault.target)) < 2:
+            # It takes a role far longer to come back than faults are apart.
+            return
         self._left.pop(0)
         self._earliest, self._moved = 0.0, now
         at_s, step = time.time(), self.result.tally.step
@@ -263,6 +267,9 @@ class Execution:
             case FaultKind.KILL:
                 self._fallen(target, FaultKind.KILL)
                 return self._keeper.kill(target)
+            case FaultKind.RANK_KILL:
+                self._fallen(target, FaultKind.RANK_KILL)
+                return self._keeper.kill_rank(target, fault.number)
             case FaultKind.PAUSE:
                 self._later(now + fault.lasts_s, lambda: self._resume(target))
                 return self._keeper.pause(target)

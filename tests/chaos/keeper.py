@@ -14,8 +14,11 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from tidemill.compose.processes import TIDEMILL, Role, Supervisor
 
@@ -25,6 +28,8 @@ HEALTHY_S = 45.0
 """A longer life is none of them."""
 BACKOFF_S = 1.0
 """A role that ended by itself waits so long for its next life, and longer with each further end."""
+TRACKER = "resource_tracker"
+"""What the processes have in their command line that Python starts beside ranks with shared memory."""
 DISK_MARGIN = 16 * 1024
 """Bytes that a role may still write to its own log when its disk is full: it is to say what is wrong."""
 
@@ -121,6 +126,26 @@ class Keeper:
         sent = self._signal(kept, signal.SIGKILL)
         kept.doomed |= sent
         return sent
+
+    def kill_rank(self, name: str, number: int) -> bool:
+        """SIGKILL to one of the role's ranks; whether it had several."""
+        ranks = self.ranks(name)
+        if len(ranks) < 2:
+            return False
+        ranks[number % len(ranks)].kill()
+        self._kept[name].doomed = True
+        return True
+
+    def ranks(self, name: str) -> list[psutil.Process]:
+        """The last processes of a role's tree; none while it ends, because one of them was killed."""
+        kept, found = self._kept[name], list[psutil.Process]()
+        if kept.doomed or kept.role is None or kept.role.process.poll() is not None:
+            return found
+        for process in sorted(psutil.Process(kept.role.process.pid).children(recursive=True), key=lambda one: one.pid):
+            with suppress(psutil.NoSuchProcess):
+                if not process.children() and TRACKER not in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
 
     def pause(self, name: str) -> bool:
         """SIGSTOP; whether a process ran."""

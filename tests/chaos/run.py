@@ -6,6 +6,7 @@ Prints one JSON line a figure.
     python -m tests.chaos.run --seed 3 --kills 20 --pauses 7 --partitions 7 --disks 2 --json storm-3.json
     python -m tests.chaos.run --act two --model MODEL --seed 7 --kills 100 --pauses 7 --disks 2
     python -m tests.chaos.run --brokers 3 --kills 20 --broker-kills 3
+    python -m tests.chaos.run --ranks 2 --rank-kills 50 --kills 50 --roles train replica-0
     python -m tests.chaos.run --plan data/chaos/.../storm.json
     python -m tests.chaos.run brokers --brokers 3
 
@@ -70,6 +71,7 @@ def _order(options: argparse.Namespace) -> Order:
         changes=tuple(options.set),
         in_order=options.in_order,
         act=options.act,
+        ranks=options.ranks,
     )
 
 
@@ -88,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of the run")
     parser.add_argument("--roles", nargs="+", default=[], help="whom faults fall on; default: every role")
     parser.add_argument("--brokers", type=int, choices=(1, 3), default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer (torchrun) and of each replica's engine")
     parser.add_argument("--gap", type=float, default=6.0, help="longest delay of a fault, in seconds")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no fault comes after so long")
     parser.add_argument("--stall-minutes", type=float, default=7.0, help="a run without a step or a fault is wedged")

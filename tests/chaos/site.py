@@ -158,8 +158,8 @@ class Site:
 
 
 @contextmanager
-def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None]) -> Iterator[Site]:
-    """Brokers, links and a plan; the topics are there, no role runs."""
+def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None], ranks: int = 1) -> Iterator[Site]:
+    """Brokers, links and a plan; the topics are there, no role runs. The trainer is to have so many ranks."""
     plan, course = DemoPlan.of(settings), course_of(settings)
     with brokers_in(plan.directory / "kafka", brokers, say) as stack, Links(stack.ports, course.roles) as links:
         kafka = with_address(settings.kafka, stack.bootstrap).model_copy(update={"replication_factor": brokers})
@@ -167,7 +167,7 @@ def site_of(settings: TidemillSettings, brokers: int, say: Callable[[str], None]
         _share_tasks(kafka)
         create_topics(kafka)
         plan.write_config()
-        yield Site(plan, course, stack, links, specs_of(plan, course, _environments(plan, course, links)))
+        yield Site(plan, course, stack, links, specs_of(plan, course, _environments(plan, course, links), ranks))
 
 
 def _share_tasks(kafka: KafkaSettings) -> None:

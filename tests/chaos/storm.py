@@ -22,6 +22,8 @@ class FaultKind(StrEnum):
 
     KILL = "kill"
     """SIGKILL; whoever supervises the role starts it again."""
+    RANK_KILL = "rank-kill"
+    """SIGKILL of one rank of a role that has several; the others notice, the role ends and is started again."""
     PAUSE = "pause"
     """SIGSTOP, and SIGCONT a while later."""
     PARTITION = "partition"

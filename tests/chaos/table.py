@@ -26,6 +26,7 @@ Result = Sequence[Mapping[str, Any]]
 
 MEANT = {
     FaultKind.KILL: "SIGKILL",
+    FaultKind.RANK_KILL: "SIGKILL of one rank",
     FaultKind.PAUSE: "SIGSTOP, SIGCONT later",
     FaultKind.PARTITION: "cut off from every broker, healed later",
     FaultKind.DISK: "disk quota used up (no file may grow)",
@@ -50,6 +51,10 @@ NOTICED = {
         "route": "process manager; the product's requests fail, and are its own to try again",
         "gateway": "process manager; backends get no 202, and send again under the same event id",
         "users": "process manager; they are the product: nobody asks",
+    },
+    FaultKind.RANK_KILL: {
+        "train": "the other ranks: the job ends and names the rank; torchrun, the process manager",
+        "replica": "the engine core: the replica ends and names the rank; process manager",
     },
     FaultKind.PAUSE: {"": "nobody, when short; else consumer session, HTTP time-out, the role's own watchdog"},
     FaultKind.PARTITION: {"": "consumer session; delivery time-out; the role's watchdog: the log does not answer"},

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.course import on_ranks
+
 COMMAND_S = 900.0
 
 
@@ -31,9 +33,9 @@ class Answer:
         return self.status == 0
 
 
-def tidemill(*arguments: str) -> Answer:
-    """Run a command of the command line to its end."""
-    command = [sys.executable, "-m", "tidemill.compose.cli", *arguments]
+def tidemill(*arguments: str, ranks: int = 1) -> Answer:
+    """Run a command of the command line to its end, on so many ranks."""
+    command = [sys.executable, *on_ranks(ranks), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     return Answer(done.returncode, _json(done.stdout), (done.stdout + done.stderr)[-4000:])
 
@@ -43,9 +45,9 @@ def audit(config: Path, last: int) -> Answer:
     return tidemill("audit", "--config", str(config), "--set", f"run.max_steps={last}", "--json", "--complete")
 
 
-def steps_again(config: Path, last: int) -> Answer:
-    """Every step of the run made again from its recorded inputs, in one undisturbed process."""
-    return tidemill("replay", "steps", f"1..{last}", "--config", str(config), "--json")
+def steps_again(config: Path, last: int, ranks: int) -> Answer:
+    """Every step of the run made again from its recorded inputs, undisturbed, on as many ranks as the trainer had."""
+    return tidemill("replay", "steps", f"1..{last}", "--config", str(config), "--json", ranks=ranks)
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -29,11 +29,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.chaos import keeper as keeping
-from tests.chaos.campaign import Order, Verdict, endure, figures
+from tests.chaos.campaign import Order, Verdict, endure, figures, storm_of
 from tests.chaos.keeper import CrashLoop, Ended, Keeper, RoleSpec
 from tests.chaos.link import MOST_LINKS, Links, own_address, readdressed
 from tests.chaos.observed_users import ACKNOWLEDGED, SERVED, Noted, noted
 from tests.chaos.product_tally import ProductTally
+from tests.chaos.site import settings_for
 from tests.chaos.storm import LASTING, FaultKind, Share, Storm, counted, draw
 from tests.chaos.table import MEANT, NOTICED
 from tests.chaos.tally import Recoveries, Tally
@@ -284,6 +285,28 @@ def test_a_role_that_is_done_is_left_alone(keep):
     keeper = keep("--help")
     assert (ended(keeper).status, keeper.done) == (0, {"role"})
     assert keeper.mend() == [] and keeper.lives["role"] == 1
+
+
+def test_a_killed_rank_ends_the_role_and_that_is_no_crash(tmp_path):
+    rank = [sys.executable, "-c", "import signal; signal.pause()"]
+    role = f"import subprocess; own = [subprocess.Popen({rank}) for _ in range(2)]; status = own[1].wait()"
+    with Supervisor(tmp_path / "logs") as supervisor:
+        keeper = Keeper(
+            supervisor, [RoleSpec("role", (f"{role}; own[0].kill(); exit(-status)",), program=("-c",))], ["role"]
+        )
+        assert not keeper.kill_rank("role", 1)
+        keeper.mend()
+        wait_for(lambda: keeper.kill_rank("role", 1), "the role has no ranks")
+        assert ended(keeper) == Ended("role", signal.SIGKILL, by_itself=False, last_words="")
+
+
+def test_ranks_are_killed_where_there_are_several(tmp_path):
+    with pytest.raises(ValueError, match="--ranks 2"):
+        Order(tmp_path, 1, 4, None, {FaultKind.RANK_KILL: 1})
+    order = Order(tmp_path, 1, 4, None, {FaultKind.RANK_KILL: 4}, ranks=2)
+    settings = settings_for(tmp_path, Act.ONE, steps=4, seed=1, model=None)
+    targets = counted(storm_of(order, settings))[FaultKind.RANK_KILL]
+    assert targets == {"train": 2, "replica-0": 2}
 
 
 def test_a_killed_role_is_started_again_and_that_is_no_crash(keep):
