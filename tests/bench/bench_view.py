@@ -322,7 +322,7 @@ def measure_cost(rollouts: int, seed: int, periods: int, seconds: float, folder:
         made = flush_of(4000, seed)
         offset = 10**9
         found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        for period in range(periods):
+        for period in range(-1, periods):  # The first one warms up, and does not count.
             watched = period % 4 in (1, 2)
             look = look_with(browser)
             if watched:
@@ -333,7 +333,8 @@ def measure_cost(rollouts: int, seed: int, periods: int, seconds: float, folder:
                 writer.write(flush, {("tidemill.rollouts", 0): offset + len(made)})
                 offset, rows = offset + len(made), rows + len(made)
                 look.page.wait_for_timeout(1)  # The driver reads its messages in this thread.
-            found[watched].append((rows / (time.perf_counter() - wall), (time.process_time() - cpu) / rows * 1e6))
+            if period >= 0:
+                found[watched].append((rows / (time.perf_counter() - wall), (time.process_time() - cpu) / rows * 1e6))
             look.context.close()
         rate = {watched: statistics.median(one for one, _ in some) for watched, some in found.items()}
         work = {watched: statistics.median(one for _, one in some) for watched, some in found.items()}
