@@ -29,13 +29,12 @@ def _begin(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: 
 
 
 @contextmanager
-def _lasting() -> Iterator[None]:
-    """Import modules that stay to the end of the process: now and later no look for garbage goes through them."""
+def _quickly() -> Iterator[None]:
+    """Import modules without looking for garbage meanwhile, which takes a third of the time."""
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         gc.enable()
 
 
@@ -52,7 +51,7 @@ def serve(
     """
     settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
-    with _lasting():
+    with _quickly():
         from tidemill.consumers.replica import run
 
     run(settings.kafka, settings.run, settings.store, settings.replica, settings.chat)
@@ -159,13 +158,13 @@ def train(
     """
     if phase is Phase.MIDTRAIN:
         settings = _begin(settings_of, midtrain__output=model)
-        with _lasting():
+        with _quickly():
             from tidemill.trainer import midtrain
 
         midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
         return
     settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
-    with _lasting():
+    with _quickly():
         from tidemill.trainer.run import run
 
     run(settings.kafka, settings.run, settings.store, settings.trainer)

@@ -61,14 +61,12 @@ KINDS = {
 
 
 def prepare() -> None:
-    """Set the environment of engines and import vLLM, which looks for garbage six times as an engine starts: no look
-    goes through what is imported by now."""
+    """Set the environment of engines and import vLLM, without looking for garbage meanwhile."""
     prepare_environment(1)
     gc.disable()
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    gc.freeze()
     gc.enable()
 
 

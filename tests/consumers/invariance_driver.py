@@ -164,7 +164,7 @@ async def refusal(directory: Path, on: bool) -> str:
 
 def main() -> None:
     """See the module's docstring."""
-    engines.prepare_environment(1)
+    engines.prepare()
     root, found = Path(sys.argv[1]), {}
     kinds = {"dense": engines.KINDS["dense tied float32"], "experts": engines.Kind("float32", intermediate=64)}
     made = {name: engines.make_model(kind, root / name) for name, kind in kinds.items()}

@@ -13,7 +13,8 @@ from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.vllm_args import REFUSED, flags, refusal
 
 PROBE = """
-import json, sys
+import gc, json, sys
+gc.disable()
 from tidemill.consumers.replica.environment import prepare_environment
 prepare_environment(1)
 from fastapi import FastAPI

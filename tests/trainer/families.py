@@ -120,8 +120,6 @@ def main() -> None:
     from tidemill.trainer.policy import frozen_logprobs
     from tidemill.trainer.probe import use_packed_attention
 
-    # vLLM looks for garbage six times as an engine starts: no look goes through what is imported by now.
-    gc.freeze()
     gc.enable()
     root = Path(sys.argv[1])
     for family in sys.argv[2:] or SERVED:
