@@ -12,10 +12,12 @@ other ranks' answers unread, and takes them for answers to its next call.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import wraps
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -27,7 +29,7 @@ from tidemill.consumers.replica.hand_over import taken_over
 from tidemill.consumers.replica.holdings import HeldBoxes
 from tidemill.consumers.replica.invariant import require_tokenwise
 from tidemill.consumers.replica.live_weights import LiveWeights, WeightWrite, WholeWrite
-from tidemill.consumers.replica.plugin import Answer, fixed_shapes, register
+from tidemill.consumers.replica.plugin import Answer, die_with, fixed_shapes, register
 from tidemill.consumers.replica.weight_map import record_map
 from tidemill.kernels.backend import backend_for
 from tidemill.kernels.fingerprint import ZERO, TensorKey
@@ -117,6 +119,8 @@ class ReplicaExtension:
     @_answered
     def tidemill_map(self, tensors: list[tuple[str, list[int], str]]) -> Answer:
         """Record the map for checkpoint tensors (name, shape, dtype); says which `boxes` of them lie here."""
+        if parent_process() is not None:
+            die_with(os.getppid())
         model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
         if fixed_shapes():
             require_tokenwise(model)

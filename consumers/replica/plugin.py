@@ -69,7 +69,7 @@ def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: boo
 
     With `expert_ids` the ranks keep those of every token.
     """
-    _die_with_parent()
+    die_with(int(os.environ[PARENT_VARIABLE]))
     if core.batch_queue is not None:
         raise UnsupportedModelError("an atomic update needs an engine without asynchronous scheduling")
     answers = _ranks(core, "tidemill_map", tensors)
@@ -212,18 +212,21 @@ def _tell_expert_ids(core: EngineCore, outputs: list[Any]) -> None:
 
 
 def _start_with_parent(core: EngineCore, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
-    _die_with_parent()
+    die_with(int(os.environ[PARENT_VARIABLE]))
     _vllm_init(core, *arguments, **options)
 
 
-def _die_with_parent() -> None:
-    # vLLM's engine core outlives a server that is killed with SIGKILL; the kernel's signal depends on nobody.
-    parent = int(os.environ[PARENT_VARIABLE])
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its `parent` ends, unless it is the parent itself.
+
+    vLLM's engine core outlives a server that is killed with SIGKILL, and a rank that waits in a layer for another rank
+    outlives its engine core; the kernel's signal depends on nobody. Raises SystemExit where the parent has ended.
+    """
     if parent == os.getpid():
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        raise SystemExit("the server that started this engine is gone")
+        raise SystemExit("the process that started this one is gone")
 
 
 def _plain_linear(layer: Any, remove_weight: bool) -> None:  # noqa: ANN401 - vLLM's linear layers

@@ -233,9 +233,12 @@ async def kill_a_rank(engine: Any, versions: Versions) -> str:
 
 
 async def kill_the_core(engine: Any) -> str:
-    """SIGKILL the engine core with a call in its hands; what the call then says."""
+    """SIGKILL the engine core with a call in its hands, and ranks that notice nothing; what the call then says."""
     (core,) = [one for one in psutil.Process().children() if one.children()]
-    core.suspend()
+    ranks = [one for one in core.children() if "resource_tracker" not in " ".join(one.cmdline())]
+    assert len(ranks) == 2, "two ranks and vLLM's tracker of shared memory"
+    for process in (core, *ranks):
+        process.suspend()
     asked = asyncio.ensure_future(ending(engine._cores("tidemill_answers")))
     while not engine.engine_core.utility_results:
         await asyncio.sleep(0.01)

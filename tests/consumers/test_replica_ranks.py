@@ -77,5 +77,6 @@ def test_a_rank_killed_before_the_commit_ends_the_engine(seen):
     assert seen["left"] == 0
 
 
-def test_a_core_that_dies_with_a_call_in_its_hands_ends_the_call(seen):
+def test_a_core_that_dies_with_a_call_in_its_hands_ends_the_call_and_its_ranks(seen):
     assert seen["core_killed"].startswith("EngineDeadError")
+    assert seen["left"] == 0
