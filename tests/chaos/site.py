@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -187,7 +188,9 @@ def _environments(plan: DemoPlan, course: Course, links: Links) -> dict[str, dic
     """What each role finds in its environment: its own way to the brokers, and where to keep scratch files."""
     scratch = plan.directory / "tmp"
     scratch.mkdir(exist_ok=True)
-    return {name: {"TIDEMILL_KAFKA__BOOTSTRAP": links.bootstrap(name), "TMPDIR": str(scratch)} for name in course.roles}
+    # The engine's sockets stay out of it: the path of one may have 107 characters at most.
+    kept = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": tempfile.gettempdir()}
+    return {name: {"TIDEMILL_KAFKA__BOOTSTRAP": links.bootstrap(name), **kept} for name in course.roles}
 
 
 def make_model(site: Site, supervisor: Supervisor, say: Callable[[str], None]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +147,10 @@ def test_a_worker_whose_faust_alone_is_kept_out_ends_at_once(
     create_topics(settings)
     wrong = broker_credentials(at(secured.sasl, "", secured.sasl_options(sasl_password="wrong")))
     monkeypatch.setattr(faust_settings, "broker_credentials", lambda _kafka: wrong)
-    stream, begun = StreamSettings(data_dir=str(tmp_path)), time.monotonic()
+    # Nothing but the refusal can end this worker: it never counts as one that stands still.
+    stream = StreamSettings(data_dir=str(tmp_path), stall_timeout_s=0.0)
     with pytest.raises(StreamFailure, match="Unable to bootstrap"):
         run(settings, RunSettings(run_id=RUN_ID), stream, group_assembly(RunSettings(), stream))
-    assert time.monotonic() - begun < REFUSAL_S < stream.stall_timeout_s
 
 
 def test_what_faust_is_told(secured: SecuredLog):

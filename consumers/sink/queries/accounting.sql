@@ -9,7 +9,8 @@
 -- part: /rollouts
 -- A group is `whole` if each of its records names exactly the rollouts that the table has of it, by number and sum of
 -- hashed ids; it is counted at once. `of_groups` is a value, and so computed once: the endings of whole groups, and the
--- keys of all other groups. The rollouts of these, and of them alone, are counted one by one.
+-- keys of all other groups. The rollouts of these, and of them alone, are counted one by one. `total` is counted apart
+-- from the endings, so that it shows where they lack one.
 WITH
     read AS
     (
@@ -157,8 +158,15 @@ SELECT
     sum(c.rollouts) AS rollouts,
     sumIf(c.rollouts, c.trained_twice) AS trained_twice,
     sumIf(c.rollouts, c.held_out) AS held_out_trained,
-    sum(rollouts) OVER (PARTITION BY run_id, mode) AS total
+    any(w.whole) AS total
 FROM counted AS c
+LEFT JOIN
+(
+    SELECT run_id AS run, toString(mode) AS of_mode, uniqExact(cityHash64(rollout_id)) AS whole
+    FROM rollouts
+    WHERE {run:String} = '' OR run_id = {run:String}
+    GROUP BY run_id, mode
+) AS w ON w.run = c.run_id AND w.of_mode = c.mode
 GROUP BY run_id, mode, ending
 HAVING rollouts > 0
 ORDER BY run_id, mode, ending
