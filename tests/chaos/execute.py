@@ -79,6 +79,8 @@ class Endured:
     tally: Tally = field(default_factory=Tally)
     train_starts_s: list[float] = field(default_factory=list)
     """When the lives of the trainer began."""
+    running: frozenset[str] = frozenset()
+    """Roles that ran after the last step and the last fault; some of them may have had nothing left to write."""
     seconds: float = 0.0
     """Until the last step was taken and the last fault had come."""
 
@@ -135,6 +137,8 @@ class Execution:
             self._site.brokers.check()
             self._look_for_progress()
         self._site.brokers.settle()
+        self._mend()
+        self.result.running = frozenset(name for name in self._course.roles if self._keeper.pid(name) is not None)
         self.result.train_starts_s = self._keeper.starts_s[self._course.trainer]
         self.result.seconds = time.monotonic() - began
         if self._course.act is Act.TWO:
