@@ -83,7 +83,8 @@ class ReplicaSettings(Section):
     """Engines side by side behind the one server, each with whole weights and `tensor_parallel` ranks, each taking a
     version between two steps of its own. For dense models."""
     expert_parallel: bool = False
-    """Give each rank whole experts instead of a slice of every expert. vLLM does it on GPUs only."""
+    """Give each of `tensor_parallel` ranks whole experts instead of a slice of every expert. On a CPU it saves no time:
+    a rank multiplies by 0 for the experts of a token that others hold."""
     expert_ids: bool = False
     """Have each answer of `/v1/completions` say which experts of each layer its tokens were sent to, so that the
     trainer can route them the same (trainer.routing). For mixtures of experts. An answer that ended at a stop string,

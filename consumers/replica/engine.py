@@ -223,11 +223,6 @@ def _check_topology(config: VllmConfig) -> None:
             f"the model is quantized ({config.model_config.quantization}): its runtime weights cannot be written "
             "bit by bit; serve an unquantized checkpoint"
         )
-    if parallel.enable_expert_parallel and current_platform.is_cpu():
-        raise UnsupportedModelError(
-            "replica.expert_parallel needs a GPU: vLLM's experts for CPUs multiply by the wrong ones under it; set "
-            "replica.tensor_parallel instead, which cuts every expert"
-        )
     if parallel.data_parallel_size > 1 and config.model_config.is_moe:
         raise UnsupportedModelError(
             "replica.data_parallel is for dense models: engines side by side compute one forward pass of a mixture of "

@@ -1,4 +1,5 @@
-"""The experts of a CPU engine: the order in which it keeps their weights, and to which of them it sent each token.
+"""The experts of a CPU engine: the order in which it keeps their weights, which of them a rank multiplies by, and to
+which of them it sent each token.
 
 vLLM's grouped product on a CPU reads each expert's matrix in an order of its own, which it makes once at load; a weight
 that is written in the checkpoint's order afterwards would silently be another weight. The order depends only on the
@@ -88,6 +89,27 @@ def packed_order(rows: int, columns: int, dtype: torch.dtype, isa: str) -> Indic
             f"packing a {rows} x {columns} {dtype} matrix for {isa!r} loses elements: not mapped"
         )
     return order
+
+
+def apply_held(experts: CPUUnquantizedExperts, /, **given: Any) -> None:  # noqa: ANN401 - vLLM's own arguments
+    """vLLM's `apply` on a rank that holds whole experts, and not all of them (`replica.expert_parallel`).
+
+    vLLM's products for CPUs take the ids of a token's experts in the model for those on the rank. Here an expert that
+    another rank holds has weight 0, so that the sum over the ranks has each expert of a token once.
+    """
+    if (held := given["expert_map"]) is not None:
+        if given["apply_router_weight_on_input"]:
+            raise UnsupportedModelError(
+                "replica.expert_parallel: this model weighs the input of its experts, which a CPU engine cannot do for "
+                "experts of other ranks; set replica.tensor_parallel alone, which cuts every expert"
+            )
+        ids = held.to(torch.int64)[given["topk_ids"].to(torch.int64)]
+        given["topk_ids"] = ids.clamp(min=0).to(given["topk_ids"].dtype)
+        given["topk_weights"] = torch.where(ids < 0, 0.0, given["topk_weights"]).to(given["topk_weights"].dtype)
+    _vllm_apply(experts, **given)
+
+
+_vllm_apply = CPUUnquantizedExperts.apply
 
 
 class ExpertCapture:

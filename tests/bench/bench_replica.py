@@ -241,9 +241,9 @@ async def rewrite(engine: Any, chain: Chain, load: Load, figures: Figures, whole
 async def on_ranks(ranks: Any, arguments: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Take versions on one engine of several ranks: what its line says."""
     topology, versions = arguments.topology[0], arguments.versions
-    model, _, setting = topology.partition(":")
-    key, _, value = setting.partition("=")
-    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **{key: int(value)})
+    model, _, given = topology.partition(":")
+    chosen = {key: int(value) for key, _, value in (each.partition("=") for each in given.split(","))}
+    settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **chosen)
     engines, base = ranks.engines, Path(model)
     if model in MADE:
         kind = engines.Kind("float32", tied=True, intermediate=0 if model == "dense" else 64)
@@ -306,7 +306,9 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20, help="that are measured, or taken while requests run")
     parser.add_argument("--rewrites", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--topology", nargs="+", help="MODEL:tensor_parallel=N or MODEL:data_parallel=N")
+    parser.add_argument(
+        "--topology", nargs="+", help="MODEL:tensor_parallel=2[,expert_parallel=1], MODEL:data_parallel=2"
+    )
     arguments = parser.parse_args()
     if len(arguments.topology or ()) > 1:
         # vLLM reads its environment once, and a process ends with its engines.

@@ -282,8 +282,12 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     children = psutil.Process().children(recursive=True)
     engine.shutdown()
     result["left"] = len(psutil.wait_procs(children, timeout=20)[1])
-    fresh = await start(b, settings)
+    # Where there are experts, each of these ranks holds whole ones.
+    fresh = await start(b, settings.model_copy(update={"expert_parallel": bool(kind.intermediate)}))
     result["fresh"] = await greedy(fresh)
+    if kind.intermediate:
+        result["whole_experts"] = await under_load(fresh, Versions(fresh, views[::-1]), MOVES - 1)
+        result["back"] = await greedy(fresh)
     children = psutil.Process().children(recursive=True)
     result["core_killed"] = await kill_the_core(fresh)
     fresh.shutdown()

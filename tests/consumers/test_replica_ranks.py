@@ -40,6 +40,13 @@ def test_an_updated_engine_computes_what_a_fresh_engine_computes(seen):
     assert seen["whole_greedy"] == seen["before"]
 
 
+def test_ranks_with_whole_experts_are_updated_and_compute_the_same(seen):
+    assert ("whole_experts" in seen) == (seen["kind"] == "experts")
+    if load := seen.get("whole_experts"):
+        assert load["objections"] == [""] * (ranks_driver.MOVES - 1)
+        assert (load["wrong"], seen["back"]) == (0, seen["fresh"])
+
+
 @pytest.mark.parametrize(
     ("what", "why"),
     [("shard", "rank 1: the changes in shared memory are not those"), ("commit", "rank 1: the weights were changed")],
