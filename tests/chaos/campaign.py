@@ -174,7 +174,7 @@ def _weather(site: Site, supervisor: Supervisor, storm: Storm, order: Order, say
         say("the run is over; waiting for the sink")
         sink = SinkTables(SinkSettings(path=str(site.plan.sink_directory)))
         sink.drain(site.settings, execution.keep)
-        twice = sink.rows_twice()
+        twice = sink.rows_twice(execution.keep)
         execution.stop()
         for located in reader.read_to_end():
             endured.tally.observe(located)

@@ -30,6 +30,8 @@ class SinkTables:
         self._directory = sink.directory
         # A loopback address: no proxy, and no certificates to load.
         self._client = httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False)
+        self._refusal = ""
+        """Why there was no answer last."""
 
     def written_at(self, pid: int | None) -> float:
         """When the sink of that process wrote last, in seconds since the epoch, rounded down; 0 when it has not, or
@@ -38,14 +40,18 @@ class SinkTables:
         rows = self._rows(INSERTED) if state is not None and state.pid == pid else None
         return float(rows[0][0]) if rows else 0.0
 
-    def rows_twice(self) -> int:
-        """Rows of any table that are there more than once. Raises ConnectionError when the sink does not answer."""
-        position = "uniqExact(_topic, _partition, _offset)"
-        counts = [f"SELECT count() - {position} AS n FROM {table.name}" for table in tables().values()]
-        rows = self._rows(f"SELECT sum(n) FROM ({' UNION ALL '.join(counts)})")
-        if rows is None:
-            raise ConnectionError("the sink does not answer")
-        return int(rows[0][0])
+    def rows_twice(self, alive: Callable[[], object]) -> int:
+        """Rows of any table that are there more than once; `alive` is called meanwhile. Raises TimeoutError."""
+        found, deadline = 0, time.monotonic() + DRAIN_S
+        for table in tables().values():
+            counted = f"SELECT count() - uniqExact(_topic, _partition, _offset) FROM {table.name}"
+            while (rows := self._rows(counted)) is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the sink does not count the rows of {table.name}: {self._refusal}")
+                alive()
+                time.sleep(POLL_S)
+            found += int(rows[0][0])
+        return found
 
     def drain(self, settings: TidemillSettings, alive: Callable[[], object]) -> None:
         """Wait until the log is written to its end as it is now; `alive` is called meanwhile. Raises TimeoutError."""
@@ -67,10 +73,13 @@ class SinkTables:
         """Rows of text; None when nobody answers, as between two lives of the sink."""
         state = read_state(self._directory)
         if state is None:
+            self._refusal = "it does not run"
             return None
         try:
             address, database = state.url, {"database": state.database}
             answer = self._client.post(address, params=database, content=f"{sql} FORMAT TabSeparated")
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            self._refusal = repr(error)
             return None
+        self._refusal = "" if answer.is_success else answer.text
         return [line.split("\t") for line in answer.text.splitlines()] if answer.is_success else None
