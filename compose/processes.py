@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,8 +58,13 @@ class Role:
         return "\n".join(f"    {line}" for line in lines)
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
+    """Have the kernel ask this new process to end when its `parent` ends, which it may have done already."""
+    # The parent's handler would swallow a signal that comes before the program is loaded.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class Supervisor:
@@ -106,7 +112,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 env={**self._environment, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(_die_with, os.getpid()),
             )
             # Before a signal takes effect, so that a process that it ends stops this role as well.
             self._roles[name] = Role(name, process, log, arguments, environment or {}, program)

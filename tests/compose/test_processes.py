@@ -235,3 +235,27 @@ def test_a_killed_parent_leaves_no_child(tmp_path: Path):
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not alive(child))
+
+
+KILLED_WHILE_IT_FORKS = """
+import os, signal, sys, time
+from pathlib import Path
+from tidemill.compose import processes
+
+def child():
+    parent = os.getppid()
+    Path(sys.argv[1], "child").write_text(str(os.getpid()), "utf-8")
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+os.register_at_fork(after_in_child=child)
+processes.Supervisor(Path(sys.argv[1])).start("child", ["import time; time.sleep(600)"], program=["-c"])
+"""
+
+
+def test_a_parent_that_is_killed_while_it_starts_a_child_leaves_none(tmp_path: Path):
+    """The kernel tells a child of no death that came before the child asked for it."""
+    parent = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_FORKS, str(tmp_path)], timeout=300, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text("utf-8"))))
