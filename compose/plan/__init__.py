@@ -88,7 +88,9 @@ def plan(
     fetched = DIRECTORY / trainer.model.replace("/", "--")
     size = size_of_name(str(fetched) if (fetched / "config.json").is_file() else trainer.model)
     if size.experts and replica.data_parallel > 1:
-        raise ValueError("replica.data_parallel is for dense models: give a mixture of experts --tensor-parallel alone")
+        raise ValueError(
+            "a plan has engines side by side for dense models only: give a mixture of experts --tensor-parallel alone"
+        )
     prompt = longest // 2 if prompt is None else min(prompt, longest)
     half = trainer.compute is Compute.BFLOAT16 or (trainer.compute is Compute.AUTO and devices.gpu)
     reference = trainer.kl.coefficient > 0

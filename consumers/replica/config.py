@@ -80,11 +80,13 @@ class ReplicaSettings(Section):
     """Processes (on GPUs: devices) that an engine's tensors are cut over. The model's attention heads must be divisible
     by it. Every rank's share is written and proved as one engine."""
     data_parallel: int = Field(default=1, ge=1)
-    """Engines side by side behind the one server, each with whole weights and `tensor_parallel` ranks, each taking a
-    version between two steps of its own. For dense models."""
+    """Engines side by side behind the one server, each with `tensor_parallel` ranks. Of a dense model each has whole
+    weights, and takes a version between two steps of its own. Of a mixture of experts they share the experts
+    (`expert_parallel`) and compute each step together: all are paused while a version is written."""
     expert_parallel: bool = False
-    """Give each of `tensor_parallel` ranks whole experts instead of a slice of every expert. On a CPU it saves no time:
-    a rank multiplies by 0 for the experts of a token that others hold."""
+    """Give each rank whole experts instead of a slice of every expert: each of `tensor_parallel` ranks of each of
+    `data_parallel` engines. On a CPU it saves no time: a rank multiplies by 0 for the experts of a token that others
+    hold."""
     expert_ids: bool = False
     """Have each answer of `/v1/completions` say which experts of each layer its tokens were sent to, so that the
     trainer can route them the same (trainer.routing). For mixtures of experts. An answer that ended at a stop string,

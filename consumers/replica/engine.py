@@ -4,6 +4,9 @@ Keeps true:
 
 - `version` is the version that every engine core serves, and changes only when all have confirmed it;
 - a delta is handed to the ranks once, and written by none of them before all have staged it;
+- engine cores that compute one forward pass together (a mixture of experts with `replica.data_parallel`) are paused
+  while the weights are written, so that no pass sees two versions;
+- a version is proved from the ranks of all engine cores, added up;
 - every request is salted with the version at its admission, so that it never reuses a prefix that older weights
   computed: vLLM's prefix cache outlives a weight change. It may finish under a newer version; its salt is then never
   given to a new request.
@@ -13,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from tidemill.consumers.replica.compatibility import hide_llvmlite_from_kernel_search, tell_spans_before_the_end
 from tidemill.consumers.replica.config import KvPolicy
 from tidemill.consumers.replica.hand_over import handed_over
+from tidemill.consumers.replica.holdings import Holdings, told
 from tidemill.consumers.replica.ledger import Applied, Proof, WriteRefusedError
 from tidemill.consumers.replica.plugin import register
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
@@ -51,6 +56,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
     """Times that the weights were written: a version that is served again after a roll-back has another salt, because
     requests that were admitted under the first one went on under other weights."""
     kv_policy: KvPolicy
+    holdings: Holdings
+    """Which elements the ranks hold, engine core by engine core."""
 
     @classmethod
     async def start(
@@ -71,9 +78,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         """
         engine = cls._forked(AsyncEngineArgs.from_cli_args(arguments))
         engine.version, engine.kv_policy = version, kv_policy
-        specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
         try:
-            await engine._cores("tidemill_install", specs, version, expert_ids and current_platform.is_cpu())
+            await engine.map(tensors, expert_ids and current_platform.is_cpu())
         except BaseException:
             engine.shutdown()
             raise
@@ -92,6 +98,23 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         engine: ReplicaEngine = cls.from_vllm_config(config, disable_log_stats=arguments.disable_log_stats)
         return engine
+
+    async def map(self, tensors: Sequence[TensorSpec], expert_ids: bool = False) -> None:
+        """Map these tensors on every rank: the engine holds `version`, unproved.
+
+        Raises RuntimeError or UnsupportedModelError where they cannot be mapped.
+        """
+        specs = [(spec.name, list(spec.shape), spec.dtype) for spec in tensors]
+        cores = await self._cores("tidemill_install", specs, self.version, expert_ids)
+        if not self._together:
+            for boxes in cores:
+                Holdings(tensors, boxes)  # each engine is whole by itself
+        self.holdings = Holdings(tensors, [held for boxes in cores for held in boxes])
+
+    @property
+    def _together(self) -> bool:
+        """Whether the engine cores compute each forward pass together."""
+        return len(self.engine_core.core_engines) > 1 and bool(self.model_config.is_moe)
 
     async def _cores(self, method: str, *arguments: Any) -> list[Any]:  # noqa: ANN401 - vLLM's untyped utility calls
         """What every engine core answers. Raises vLLM's EngineDeadError where one has died."""
@@ -164,28 +187,43 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
         if len(self.engine_core.core_engines) > 1:
             # No engine writes before the ranks of all have staged. A single one finds that out when it commits.
             await self._done("tidemill_answers")
-        try:
-            reports = await self._done("tidemill_commit", version, self._recompute)
-        except WriteRefusedError:
-            # An engine core that has written takes it back; one that has refused has nothing to take back.
-            await self._cores("tidemill_undo")
-            raise
+        begun = time.monotonic()
+        async with self._paused():
+            try:
+                reports = await self._done("tidemill_commit", version, self._recompute)
+            except WriteRefusedError:
+                # An engine core that has written takes it back; one that has refused has nothing to take back.
+                await self._cores("tidemill_undo")
+                raise
         self.version, self.epoch = version, self.epoch + 1
         slowest = {name: max(report[name] for report in reports) for name in _TIMES}
+        if self._together:
+            slowest["pause_ms"] = 1e3 * (time.monotonic() - begun)
         return Applied(**slowest, requests_in_flight=sum(report["requests_in_flight"] for report in reports))
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Nothing is computed meanwhile where the engine cores compute together; else they go on."""
+        if not self._together:
+            yield
+            return
+        # vLLM's cores agree on the step after which they stop. Requests in flight, and those that come, wait.
+        await self._cores("pause_scheduler", "keep", False)
+        try:
+            yield
+        finally:
+            await self._cores("resume_scheduler")
 
     async def undo(self) -> None:
         """Take the last `apply` back. Raises WriteRefusedError when there is none, or a rank cannot."""
-        answers = _accepted(await self._cores("tidemill_undo"))
+        async with self._paused():
+            answers = _accepted(await self._cores("tidemill_undo"))
         self.version, self.epoch = answers[0]["version"], self.epoch + 1
 
     async def prove(self) -> Proof:
         """Fingerprint the live tensors of every rank while tokens flow. Nothing may be applied meanwhile."""
         _accepted(await self._cores("tidemill_begin", "prove", []))
-        answers = await self._done("tidemill_answers")
-        proofs = [Proof(one["total"], one["tensors"], one["damage"], one["proof_ms"]) for one in answers]
-        # Of engines side by side the first that is damaged, or is another version than the first one, speaks for all.
-        return next((one for one in proofs if one.damage or one.total != proofs[0].total), proofs[0])
+        return self.holdings.proof(await self._done("tidemill_answers"))
 
     async def abort_all(self) -> int:
         """End every request in flight with what was sampled so far, as aborted. Returns how many there were."""
@@ -217,21 +255,19 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
 
 
 def _check_topology(config: VllmConfig) -> None:
-    parallel = config.parallel_config
     if config.model_config.quantization:
         raise UnsupportedModelError(
             f"the model is quantized ({config.model_config.quantization}): its runtime weights cannot be written "
             "bit by bit; serve an unquantized checkpoint"
         )
-    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+    parallel = config.parallel_config
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe and not parallel.enable_expert_parallel:
         raise UnsupportedModelError(
-            "replica.data_parallel is for dense models: engines side by side compute one forward pass of a mixture of "
-            "experts together, so that one of them cannot take a version alone; set replica.tensor_parallel, or start "
-            "several replicas"
+            "replica.data_parallel of a mixture of experts needs replica.expert_parallel: the engines share the experts"
         )
 
 
 def _accepted(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    if refused := [answer["refused"] for answer in answers if answer["refused"]]:
+    if refused := told(answers, "refused"):
         raise WriteRefusedError("; ".join(refused))
     return answers

@@ -1,5 +1,5 @@
-"""The experts of a CPU engine: the order in which it keeps their weights, which of them a rank multiplies by, and to
-which of them it sent each token.
+"""The experts of a CPU engine: the order in which it keeps their weights, which of them a rank multiplies by, how
+tokens get to those of other engine cores, and to which of them each token was sent.
 
 vLLM's grouped product on a CPU reads each expert's matrix in an order of its own, which it makes once at load; a weight
 that is written in the checkpoint's order afterwards would silently be another weight. The order depends only on the
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
 
@@ -109,6 +110,29 @@ def apply_held(experts: CPUUnquantizedExperts, /, **given: Any) -> None:  # noqa
     _vllm_apply(experts, **given)
 
 
+def gather_rows(group: CpuCommunicator, given: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
+    """Give each tensor the rows of every rank, `sizes` of them: tokens on their way to experts of other engine cores.
+
+    vLLM's communicator for CPUs has neither this (`all_gatherv`, in dimension 0) nor the way back.
+    """
+    gathered = []
+    for rows in given:
+        padded = rows.new_zeros((max(sizes), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=group.device_group)
+        gathered.append(torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]))
+    return gathered
+
+
+def scatter_sums(group: CpuCommunicator, given: torch.Tensor, dim: int, sizes: list[int]) -> torch.Tensor:
+    """Sum over the ranks and keep this rank's rows (`reduce_scatterv`): the way back of `gather_rows`."""
+    summed = given.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(summed, group=group.device_group)
+    rank = group.rank_in_group
+    return summed.narrow(dim, sum(sizes[:rank]), sizes[rank])
+
+
 _vllm_apply = CPUUnquantizedExperts.apply
 
 
@@ -126,6 +150,11 @@ class ExpertCapture:
         experts = model.get_num_experts()
         if not experts:
             raise UnsupportedModelError("replica.expert_ids: the model has no experts; set it to false")
+        if runner.parallel_config.data_parallel_size > 1:
+            raise UnsupportedModelError(
+                "replica.expert_ids: with replica.data_parallel a CPU engine also computes tokens of other engines; "
+                "set one of the two"
+            )
         if len(caches) != 1:
             raise UnsupportedModelError(
                 f"replica.expert_ids: the layers keep {len(caches)} kinds of KV cache, and the ids go with one; set it "

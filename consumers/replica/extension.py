@@ -23,9 +23,10 @@ from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 import torch
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from tidemill.consumers.replica.experts import ExpertCapture, apply_held, orders_of_experts
+from tidemill.consumers.replica.experts import ExpertCapture, apply_held, gather_rows, orders_of_experts, scatter_sums
 from tidemill.consumers.replica.hand_over import taken_over
 from tidemill.consumers.replica.holdings import HeldBoxes
 from tidemill.consumers.replica.invariant import require_tokenwise
@@ -43,6 +44,7 @@ P = ParamSpec("P")
 # A worker that vLLM started anew, without a fork, has not loaded its model yet: its linear layers stay unpacked too.
 register()
 CPUUnquantizedExperts.apply = apply_held
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = gather_rows, scatter_sums
 
 
 class RankWeights:

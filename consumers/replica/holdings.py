@@ -1,4 +1,4 @@
-"""The ranks of an engine together hold a checkpoint: checked once, and then each proof is added up over them. Pure.
+"""The ranks of engines together hold a checkpoint: checked once, and then each proof is added up over them. Pure.
 
 Each rank says which boxes of each tensor it holds, and for a proof the fingerprint of each of them, in the same order.
 Keeps true: every element of every tensor is held by some rank, or the engine is refused at its start; an element that
@@ -7,13 +7,15 @@ several ranks hold (norms, routers, shared heads of keys and values) is counted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.consumers.replica.ledger import Proof
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
-from tidemill.kernels.fingerprint import Fingerprint
+from tidemill.kernels.fingerprint import ZERO, Fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 
 HeldBoxes = npt.NDArray[np.int64]
@@ -34,23 +36,24 @@ class Holdings:
         UnsupportedModelError: elements of a tensor are held by no rank, or by several in boxes that differ.
     """
 
-    def __init__(self, tensors: Sequence[TensorSpec], ranks: Sequence[HeldBoxes]) -> None:
+    def __init__(self, tensors: Sequence[TensorSpec], ranks: Sequence[HeldBoxes | bytes]) -> None:
         self._tensors = tensors
-        self._rank_of = np.repeat(np.arange(len(ranks)), [len(boxes) for boxes in ranks])
-        every = np.concatenate([np.reshape(boxes, (-1, 5)) for boxes in ranks])
+        tables = [np.frombuffer(boxes, np.int64).reshape(-1, 5) for boxes in ranks]
+        self._rank_of = np.repeat(np.arange(len(tables)), [len(boxes) for boxes in tables])
+        every = np.concatenate(tables)
         distinct, self._first, self._box_of = np.unique(every, axis=0, return_index=True, return_inverse=True)
         self._tensor_of = distinct[:, 0]
         bounds = np.searchsorted(self._tensor_of, np.arange(len(tensors) + 1))
         for spec, begin, end in zip(tensors, bounds[:-1], bounds[1:], strict=True):
             _check_whole(spec, distinct[begin:end, 1:])
 
-    def add_up(self, ranks: Sequence[BoxPrints]) -> dict[str, Fingerprint]:
+    def add_up(self, ranks: Sequence[BoxPrints | bytes]) -> dict[str, Fingerprint]:
         """Fingerprint of each tensor, from those of its boxes on each rank.
 
         Raises:
             CopiesDisagreeError: two ranks hold other values of the same elements.
         """
-        every = np.concatenate([np.reshape(prints, (-1, 2)) for prints in ranks])
+        every = np.concatenate([np.frombuffer(prints, np.uint64).reshape(-1, 2) for prints in ranks])
         once = every[self._first]
         odd = np.flatnonzero((every != once[self._box_of]).any(axis=1))
         if odd.size:
@@ -61,6 +64,23 @@ class Holdings:
         sums = np.zeros((len(self._tensors), 2), dtype=np.uint64)
         np.add.at(sums, self._tensor_of, once)
         return {spec.name: Fingerprint(int(lo), int(hi)) for spec, (lo, hi) in zip(self._tensors, sums, strict=True)}
+
+    def proof(self, cores: Sequence[Mapping[str, Any]]) -> Proof:
+        """The proof that the ranks of all cores make; each core says `prints` and `proof_ms`, or its `damage`."""
+        damage, found = "; ".join(told(cores, "damage")), {}
+        try:
+            found = {} if damage else self.add_up([prints for core in cores for prints in core["prints"]])
+        except CopiesDisagreeError as error:
+            damage = str(error)
+        total = "" if damage else sum(found.values(), start=ZERO).hex()
+        tensors = {name: one.hex() for name, one in found.items()}
+        return Proof(total, tensors, damage, max(core["proof_ms"] for core in cores))
+
+
+def told(cores: Sequence[Mapping[str, Any]], objection: str) -> list[str]:
+    """The objections of the engine cores that have one, with the number of the core where there are several."""
+    names = [f"engine {number}, " if len(cores) > 1 else "" for number in range(len(cores))]
+    return [name + core[objection] for name, core in zip(names, cores, strict=True) if core[objection]]
 
 
 def _check_whole(spec: TensorSpec, boxes: npt.NDArray[np.int64]) -> None:

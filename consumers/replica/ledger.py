@@ -23,7 +23,8 @@ class Applied:
 
     apply_ms: float
     pause_ms: float
-    """How long the engine's loop was held, between two steps."""
+    """How long the engine's loop was held, between two steps. Of engines that compute together: from asking them to
+    pause until all had resumed."""
     decode_step_ms: float
     """The engine's own median time between steps over the last seconds; 0 when idle."""
     requests_in_flight: int

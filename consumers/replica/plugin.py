@@ -6,7 +6,8 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
   parameter would change nothing that is computed. Experts stay packed, in an order that `experts` learns;
 - adds utility methods to `EngineCore`. A utility call runs strictly between two engine steps, so that one call that
   has every rank store its elements, and then stamps the version, is atomic for every request without pausing the
-  scheduler. It needs an engine without asynchronous scheduling, which it checks;
+  scheduler (engine cores that compute together are paused all the same, by `engine`). It needs an engine without
+  asynchronous scheduling, which it checks;
 - with `replica.batch_invariant`, computes linear layers and attention on a CPU in shapes that do not depend on how many
   tokens there are;
 - has each answer that a step ended say which experts its tokens were sent to, where that is asked for;
@@ -14,7 +15,7 @@ A plugin of vLLM (entry point `vllm.general_plugins`), which vLLM loads in each 
   take the update back.
 
 Utilities answer `refused` where a rank could not do as it was asked, with the rank and the reason. Arguments and
-answers are plain values, which vLLM's message encoding carries.
+answers are plain values, which vLLM's message encoding carries: arrays go as bytes.
 """
 
 from __future__ import annotations
@@ -37,11 +38,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core import EngineCore
 
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
-from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
-from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.bits import TensorSpec
 
 _log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
@@ -50,10 +48,9 @@ Answer = dict[str, Any]
 
 
 class CoreUpdates:
-    """State of the replica inside one engine core: what its ranks hold, what is under way, and its clock."""
+    """State of the replica inside one engine core: what is under way, and its clock."""
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.holdings = holdings
+    def __init__(self) -> None:
         self.clock = StepClock()
         self.begun = ""
         """The work that the ranks were given last, and when."""
@@ -64,10 +61,10 @@ class CoreUpdates:
         """The ranks keep the expert ids of tokens."""
 
 
-def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: bool = False) -> None:
+def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: bool = False) -> list[bytes]:
     """Map the checkpoint's tensors on every rank and take over: the engine holds `version`, unproved.
 
-    With `expert_ids` the ranks keep those of every token.
+    With `expert_ids` the ranks keep those of every token. Returns what each rank holds (`holdings.HeldBoxes`).
     """
     die_with(int(os.environ[PARENT_VARIABLE]))
     if core.batch_queue is not None:
@@ -75,12 +72,12 @@ def _install(core: EngineCore, tensors: list[Any], version: int, expert_ids: boo
     answers = _ranks(core, "tidemill_map", tensors)
     if refused := _refused(answers):
         raise UnsupportedModelError(refused)
-    specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in tensors]
     if expert_ids and (refused := _refused(_ranks(core, "tidemill_capture"))):
         raise UnsupportedModelError(refused)
-    core.tidemill_updates = CoreUpdates(Holdings(specs, [answer["boxes"] for answer in answers]))
+    core.tidemill_updates = CoreUpdates()
     core.tidemill_updates.captures = expert_ids
     core.set_weight_version(str(version))
+    return [answer["boxes"].tobytes() for answer in answers]
 
 
 def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
@@ -93,8 +90,8 @@ def _begin(core: EngineCore, work: str, arguments: list[str]) -> dict[str, Any]:
 def _answers(core: EngineCore) -> dict[str, Any] | None:
     """What became of the work that was begun: None while a rank is at it, else `refused` or what the ranks found.
 
-    A staging says `stage_ms`. A proof says `tensors`, name -> hex, `total`, hex (their sum), `proof_ms`, and `damage`:
-    why there is none, else empty.
+    A staging says `stage_ms`. A proof says `prints`, the `holdings.BoxPrints` of each rank, `proof_ms`, and `damage`:
+    why there are none, else empty.
     """
     updates: CoreUpdates = core.tidemill_updates
     answers = _ranks(core, "tidemill_answer")
@@ -104,15 +101,9 @@ def _answers(core: EngineCore) -> dict[str, Any] | None:
     if updates.begun != "prove":
         staged = {} if refused else {"stage_ms": max(answer["stage_ms"] for answer in answers)}
         return {"refused": refused, **staged}
-    found = {}
-    try:
-        found = {} if refused else updates.holdings.add_up([answer["prints"] for answer in answers])
-    except CopiesDisagreeError as error:
-        refused = str(error)
     return {
         "refused": "",
-        "tensors": {name: one.hex() for name, one in found.items()},
-        "total": "" if refused else sum(found.values(), start=ZERO).hex(),
+        "prints": [] if refused else [answer["prints"].tobytes() for answer in answers],
         "damage": refused,
         "proof_ms": 1e3 * (time.monotonic() - updates.begun_at),
     }
@@ -153,7 +144,7 @@ def _commit(core: EngineCore, version: int, recompute: bool) -> dict[str, Any] |
         "apply_ms": max(answer["apply_ms"] for answer in answers),
         "pause_ms": 1e3 * (ended - begun),
         "decode_step_ms": updates.clock.median_ms(begun),
-        "requests_in_flight": int(core.scheduler.get_num_unfinished_requests()),
+        "requests_in_flight": sum(core.scheduler.get_request_counts()),
     }
 
 

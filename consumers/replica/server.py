@@ -109,6 +109,8 @@ def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
         "kv-cache-memory-bytes": settings.kv_cache_mb << 20,
         "tensor-parallel-size": settings.tensor_parallel,
         "data-parallel-size": settings.data_parallel,
+        # Engine cores that compute together agree to pause at a step that this divides.
+        "dp-sync-interval": 1,
         "worker-extension-cls": _EXTENSION,
         "generation-config": "vllm",
     }

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.consumers.replica.hand_over import handed_over
+from tidemill.consumers.replica.holdings import Holdings
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import TensorSpec
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, save_checkpoint, specs_of
@@ -145,7 +146,8 @@ class InProcess:
     def install(self, specs: list[TensorSpec]) -> None:
         """Map these tensors."""
         self.names = [spec.name for spec in specs]
-        self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0)
+        boxes = self.core.tidemill_install([(spec.name, list(spec.shape), spec.dtype) for spec in specs], 0)
+        self.holdings = Holdings(specs, boxes)
 
     def work(self, work: str, *arguments: str) -> dict[str, Any]:
         """Have the ranks do long work, as `ReplicaEngine` does; the engine core's answer."""
@@ -182,8 +184,8 @@ class InProcess:
         return self.commit(version)
 
     def prove(self) -> dict[str, Any]:
-        """The report of the proof."""
-        return self.work("prove")
+        """The proof."""
+        return asdict(self.holdings.proof([self.work("prove")]))
 
     def greedy(self) -> list[list[tuple[int, float]]]:
         """Tokens and logprobs of a few greedy completions of `prompts`."""

@@ -2,6 +2,7 @@
 
     python ranks_driver.py DIR SETTINGS dense|experts     takes versions A, B, A ... under load, damages single ranks,
                                                          and prints one JSON line; SETTINGS: JSON of `ReplicaSettings`
+    python ranks_driver.py DIR SETTINGS experts together  the same in short, for engine cores that compute together
 
 The server's part of the engine is this process; engine cores and workers are forks of it, so that what is installed
 here is there as well. A process of its own because vLLM reads its environment at import.
@@ -40,10 +41,14 @@ OTHER_VERSION = "another version"
 _record: dict[str, list[int]] = {}
 """In a worker: the version that each forward pass of a request used, as the worker itself counts commits."""
 _held = [0]
+_torn = [0]
+"""In a worker: exchanges of tokens between engine cores that did not hold the same version."""
 
 
 def install() -> None:
     """Teach the workers to record, and to fail: before the engine is started."""
+    import torch
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from tidemill.consumers.replica import extension
@@ -54,13 +59,19 @@ def install() -> None:
         ReplicaExtension.tidemill_commit,
         ReplicaExtension.tidemill_undo,
     )
-    taken_over = extension.taken_over
+    taken_over, gather_rows = extension.taken_over, CpuCommunicator.all_gatherv
     broken: list[str] = []
 
     def execute_model(runner: Any, scheduled: Any, *rest: Any, **options: Any) -> Any:
         for request in scheduled.num_scheduled_tokens:
             _record.setdefault(request, []).append(_held[0])
         return execute(runner, scheduled, *rest, **options)
+
+    def all_gatherv(group: Any, given: list[Any], dim: int, sizes: list[int]) -> list[Any]:
+        held = [torch.zeros(1, dtype=torch.int64) for _ in sizes]
+        torch.distributed.all_gather(held, torch.tensor(_held), group=group.device_group)
+        _torn[0] += len({int(version) for version in held}) > 1
+        return gather_rows(group, given, dim, sizes)
 
     def tidemill_commit(worker: Any) -> Any:
         if "commit" in broken:
@@ -82,9 +93,10 @@ def install() -> None:
         return taken_over(path, digest)
 
     GPUModelRunner.execute_model = execute_model
-    extension.taken_over = take
+    extension.taken_over, CpuCommunicator.all_gatherv = take, all_gatherv
     ReplicaExtension.tidemill_commit, ReplicaExtension.tidemill_undo = tidemill_commit, tidemill_undo
     ReplicaExtension.test_record = lambda worker: _record
+    ReplicaExtension.test_torn = lambda worker: _torn[0]
     ReplicaExtension.test_break = lambda worker, rank, what: broken.append(what) if worker.rank == rank else None
     ReplicaExtension.test_flip = lambda worker, rank, *place: worker.rank == rank and _flip(worker, *place)
 
@@ -200,15 +212,10 @@ async def damages(engine: Any, versions: Versions) -> dict[str, Any]:
     return found
 
 
-async def install_names(engine: Any, specs: list[TensorSpec], version: int) -> None:
-    """Map the engine anew, by these tensors."""
-    await engine._cores("tidemill_install", [(spec.name, list(spec.shape), spec.dtype) for spec in specs], version)
-
-
-async def under_fused_names(engine: Any, directory: Path, number: int) -> list[str]:
+async def under_fused_names(engine: Any, directory: Path) -> list[str]:
     """Takes a version and comes back, under the names that transformers has in memory; the objections."""
     view = engines.fused_view(directory)
-    await install_names(engine, [TensorSpec(name, bits.shape, "bfloat16") for name, bits in view.items()], number)
+    await engine.map([TensorSpec(name, bits.shape, "bfloat16") for name, bits in view.items()])
     versions, found = Versions(engine, [view, engines.driver.nudged(view, seed=3)]), []
     for _ in range(2):
         await versions.move()
@@ -246,6 +253,58 @@ async def kill_the_core(engine: Any) -> str:
     return await asked
 
 
+async def on_core(engine: Any, number: int, method: str, *arguments: Any) -> Any:
+    """What the one rank of an engine core answers."""
+    cores = engine.engine_core
+    call = cores._call_utility_async("collective_rpc", method, None, arguments, None, engine=cores.core_engines[number])
+    (answer,) = await call
+    return answer
+
+
+def one_by_one(engine: Any) -> None:
+    """Have the engine cores hear of a write one after the other, as they may by chance."""
+    cores = engine.engine_core
+    at_once = cores.call_utility_all_async
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if method not in ("tidemill_commit", "tidemill_undo"):
+            return await at_once(method, *arguments)
+        return [await cores._call_utility_async(method, *arguments, engine=core) for core in cores.core_engines]
+
+    cores.call_utility_all_async = ask
+
+
+async def together(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str, Any]:
+    """Versions under load on two engine cores of one rank each, and damage of the second one alone."""
+    a = engines.make_model(kind, root / "a")
+    old = engines.driver.view_of(a)
+    install()
+    engine = await start(a, settings)
+    one_by_one(engine)
+    versions = Versions(engine, [old, engines.driver.nudged(old, seed=1, fraction=0.2)])
+    result: dict[str, Any] = {"first": await versions.proved(), "before": await greedy(engine)}
+    result["load"] = await under_load(engine, versions, MOVES - 1)
+    result["after"] = await greedy(engine)
+    await on_core(engine, 1, "test_break", 0, "commit")
+    try:
+        await versions.move()
+    except WriteRefusedError as error:
+        result["commit"] = str(error)
+    result["commit then"] = await versions.proved()
+    for name in ("model.norm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"):
+        for found in (name, f"{name} then"):
+            assert await on_core(engine, 1, "test_flip", 0, name, 60, 16), "the second engine core holds it"
+            result[found] = await versions.proved()
+    await versions.move()
+    result["moved"] = await versions.proved()
+    await engine.undo()
+    versions.number -= 1
+    result["undone"], result["version"] = await versions.proved(), engine.version
+    result["torn"] = [await on_core(engine, number, "test_torn") for number in range(2)]
+    engine.shutdown()
+    return result
+
+
 async def ending(work: Any) -> str:
     """The error with which a call ends."""
     try:
@@ -276,8 +335,8 @@ async def compare(root: Path, settings: ReplicaSettings, kind: Any) -> dict[str,
     result["whole"], result["whole_greedy"] = await versions.proved(), await greedy(engine)
     result["damages"] = await damages(engine, versions)
     if kind.intermediate:
-        result["fused"] = await under_fused_names(engine, a, versions.number)
-        await install_names(engine, specs_of(map_checkpoint(a)), versions.number)
+        result["fused"] = await under_fused_names(engine, a)
+        await engine.map(specs_of(map_checkpoint(a)))
     result["killed"] = await kill_a_rank(engine, versions)
     children = psutil.Process().children(recursive=True)
     engine.shutdown()
@@ -300,7 +359,8 @@ def main() -> None:
     settings = ReplicaSettings(kv_cache_mb=16, max_model_len=256, max_num_seqs=16, **json.loads(sys.argv[2]))
     prepare_environment(settings.threads)
     kind = engines.Kind("float32", tied=True, intermediate=64 if "experts" in sys.argv[3:] else 0)
-    print(json.dumps(asyncio.run(compare(Path(sys.argv[1]), settings, kind))), flush=True)
+    drive = together if "together" in sys.argv[3:] else compare
+    print(json.dumps(asyncio.run(drive(Path(sys.argv[1]), settings, kind))), flush=True)
     os._exit(0)
 
 

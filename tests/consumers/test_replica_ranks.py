@@ -16,15 +16,19 @@ sys.modules[_SPEC.name] = ranks_driver
 _SPEC.loader.exec_module(ranks_driver)
 
 
+def driven(root, settings, *what):
+    """What the driver saw."""
+    command = [sys.executable, str(DRIVER), str(root), json.dumps(settings), *what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module", params=["dense", "experts"])
 def seen(request, tmp_path_factory, vllm):
     """What the driver saw of an engine with two ranks."""
-    root = str(tmp_path_factory.mktemp("ranks"))
     settings = {"tensor_parallel": 2, "expert_ids": request.param == "experts"}
-    command = [sys.executable, str(DRIVER), root, json.dumps(settings), request.param]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "kind": request.param}
+    return {**driven(tmp_path_factory.mktemp("ranks"), settings, request.param), "kind": request.param}
 
 
 def test_versions_under_load_are_proved_and_every_token_says_which_one_sampled_it(seen):
@@ -87,3 +91,31 @@ def test_a_rank_killed_before_the_commit_ends_the_engine(seen):
 def test_a_core_that_dies_with_a_call_in_its_hands_ends_the_call_and_its_ranks(seen):
     assert seen["core_killed"].startswith("EngineDeadError")
     assert seen["left"] == 0
+
+
+@pytest.fixture(scope="module")
+def seen_together(tmp_path_factory, vllm):
+    """What the driver saw of two engines with half of the experts each."""
+    settings = {"data_parallel": 2, "expert_parallel": True}
+    return driven(tmp_path_factory.mktemp("together"), settings, "experts", "together")
+
+
+def test_engines_that_share_experts_take_each_version_as_one(seen_together):
+    load = seen_together["load"]
+    assert load["objections"] == [""] * (ranks_driver.MOVES - 1) and load["running"] == ranks_driver.REQUESTS
+    assert (load["wrong"], seen_together["torn"]) == (0, [0, 0])
+    assert load["spans"] > 2 * ranks_driver.REQUESTS
+    assert seen_together["first"] == "" and seen_together["after"] == seen_together["before"]
+
+
+def test_what_one_engine_refuses_the_other_takes_back(seen_together):
+    assert seen_together["commit"].startswith("engine 1, rank 0: the weights were changed")
+    assert seen_together["commit then"] == seen_together["moved"] == seen_together["undone"] == ""
+    assert seen_together["version"] == ranks_driver.MOVES - 1
+
+
+def test_one_flipped_bit_in_one_engine_fails_the_proof_of_both(seen_together):
+    norm, expert = "model.norm.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert seen_together[norm] == f"ranks 0 and 1 hold different copies of elements of {norm}"
+    assert seen_together[expert] == ranks_driver.OTHER_VERSION
+    assert seen_together[f"{norm} then"] == seen_together[f"{expert} then"] == ""
