@@ -27,6 +27,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from multiprocessing.connection import wait
 from statistics import median
 from typing import Any
@@ -35,6 +36,7 @@ import vllm.model_executor.layers.utils as linear_layers
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore
 
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
@@ -202,16 +204,23 @@ def _tell_expert_ids(core: EngineCore, outputs: list[Any]) -> None:
         ended[request].routed_experts = ids
 
 
-def _start_with_parent(core: EngineCore, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
-    die_with(int(os.environ[PARENT_VARIABLE]))
-    _vllm_init(core, *arguments, **options)
+def _with_parent(start: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of one of vLLM's processes that first has the process end with the server."""
+
+    @wraps(start)
+    def started(process: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - passed to vLLM
+        die_with(int(os.environ[PARENT_VARIABLE]))
+        start(process, *arguments, **options)
+
+    return started
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its `parent` ends, unless it is the parent itself.
 
-    vLLM's engine core outlives a server that is killed with SIGKILL, and a rank that waits in a layer for another rank
-    outlives its engine core; the kernel's signal depends on nobody. Raises SystemExit where the parent has ended.
+    vLLM's engine cores, and their coordinator, outlive a server that is killed with SIGKILL, and a rank that waits in a
+    layer for another rank outlives its engine core; the kernel's signal depends on nobody. Raises SystemExit where the
+    parent has ended.
     """
     if parent == os.getpid():
         return
@@ -232,9 +241,9 @@ def fixed_shapes() -> bool:
 _INVARIANT = "tidemill.consumers.replica.invariant"
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 """How answers end that were not given up."""
-_vllm_step, _vllm_init = EngineCore.step, EngineCore.__init__
+_vllm_step, _coordinated = EngineCore.step, _with_parent(DPCoordinatorProc.__init__)
 _METHODS: Mapping[str, Callable[..., Any]] = {
-    "__init__": _start_with_parent,
+    "__init__": _with_parent(EngineCore.__init__),
     "tidemill_install": _install,
     "tidemill_begin": _begin,
     "tidemill_answers": _answers,
@@ -250,6 +259,7 @@ def register() -> None:
         linear_layers.dispatch_cpu_unquantized_gemm = _plain_linear
         for name, method in _METHODS.items():
             setattr(EngineCore, name, method)
+        DPCoordinatorProc.__init__ = _coordinated
         if fixed_shapes():
             register_backend(AttentionBackendEnum.CPU_ATTN, f"{_INVARIANT}.TokenwiseAttention")
 

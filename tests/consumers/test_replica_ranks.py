@@ -3,10 +3,13 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 DRIVER = Path(__file__).with_name("ranks_driver.py")
@@ -119,3 +122,28 @@ def test_one_flipped_bit_in_one_engine_fails_the_proof_of_both(seen_together):
     assert seen_together[norm] == f"ranks 0 and 1 hold different copies of elements of {norm}"
     assert seen_together[expert] == ranks_driver.OTHER_VERSION
     assert seen_together[f"{norm} then"] == seen_together[f"{expert} then"] == ""
+
+
+COORDINATED = """
+import os, signal, sys
+from tidemill.consumers.replica.environment import prepare_environment
+prepare_environment(1)
+from vllm.config import ParallelConfig
+from vllm.v1.engine.coordinator import DPCoordinator
+from tidemill.consumers.replica.plugin import register
+register()
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2))
+print(coordinator.proc.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_coordinator_of_engines_side_by_side_dies_with_a_killed_server(vllm, tmp_path):
+    said = tmp_path / "said"
+    with said.open("w") as stream:
+        # Not a pipe: the end of one would be waited for as long as the coordinator has it.
+        done = subprocess.run([sys.executable, "-c", COORDINATED], stdout=stream, timeout=300)
+    assert done.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(said.read_text("utf-8"))).wait(60)
