@@ -208,8 +208,8 @@ class ReplicaEngine(AsyncLLM):  # type: ignore[misc]  # vLLM is read without its
             yield
             return
         # vLLM's cores agree on the step after which they stop. Requests in flight, and those that come, wait.
-        await self._cores("pause_scheduler", "keep", False)
         try:
+            await self._cores("pause_scheduler", "keep", False)
             yield
         finally:
             await self._cores("resume_scheduler")

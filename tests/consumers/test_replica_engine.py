@@ -4,11 +4,13 @@ Dense models and mixtures of experts, tied and untied, padded, in fp32 and bf16 
 what the weights compute.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,32 @@ def test_experts_in_an_order_that_is_not_known_are_refused_by_name(compared):
         "mlp keeps its experts in the order of FlashInferExperts"
     )
     assert 'set `moe-backend = "triton"`' in compared["kernels"]["FlashInferExperts"]
+
+
+def test_cores_resume_when_the_task_is_cancelled_while_they_pause(vllm):
+    from tidemill.consumers.replica.engine import ReplicaEngine
+
+    asked = []
+
+    class Cores:
+        _together = True
+
+        async def _cores(self, method, *arguments):
+            asked.append(method)
+            if method == "pause_scheduler":
+                await asyncio.Event().wait()
+
+    async def write():
+        async with ReplicaEngine._paused(Cores()):
+            pass
+
+    async def cancel():
+        task = asyncio.create_task(write())
+        while not asked:
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert asked == ["pause_scheduler", "resume_scheduler"]
