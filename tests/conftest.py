@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.secured_log import SecuredLog, secured_log
+from tidemill.compose.guard import Guard
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 
@@ -59,13 +60,16 @@ def kafka(tmp_path_factory: pytest.TempPathFactory, broker: None) -> Iterator[Ka
     if external:
         yield Kafka(external)
         return
-    stack = LocalStack(StackSettings(data_dir=tmp_path_factory.mktemp("stack"), heap_mb=320))
-    try:
-        yield Kafka(stack.up(print).bootstrap)
-    finally:
-        # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
-        gc.collect()
-        stack.down(print)
+    directory = tmp_path_factory.mktemp("stack")
+    stack = LocalStack(StackSettings(data_dir=directory, heap_mb=320))
+    # The guard stops the broker of a test run that is killed.
+    with Guard(directory):
+        try:
+            yield Kafka(stack.up(print).bootstrap)
+        finally:
+            # A client that a test let go of lives until it is collected, and would complain of the broker that goes.
+            gc.collect()
+            stack.down(print)
 
 
 @pytest.fixture

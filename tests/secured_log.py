@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tidemill.compose.guard import Guard
 from tidemill.compose.stack.config import HOST, StackError, StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.compose.stack.process import check_free, pick_ports
@@ -162,21 +163,22 @@ def secured_log(directory: Path) -> Iterator[SecuredLog]:
             },
         )
     )
-    try:
-        plain = stack.up(print).bootstrap
-        _create_users(plain)
-        yield SecuredLog(
-            plain=plain,
-            sasl=addresses["SECURED"],
-            mutual=addresses["MUTUAL"],
-            named=addresses["NAMED"],
-            misnamed=addresses["MISNAMED"],
-            ca=ours.certificate,
-            stranger=stranger.certificate,
-            client=ours.issue("client", password=KEY_PASSWORD),
-        )
-    finally:
-        stack.down(print)
+    with Guard(directory / "stack"):
+        try:
+            plain = stack.up(print).bootstrap
+            _create_users(plain)
+            yield SecuredLog(
+                plain=plain,
+                sasl=addresses["SECURED"],
+                mutual=addresses["MUTUAL"],
+                named=addresses["NAMED"],
+                misnamed=addresses["MISNAMED"],
+                ca=ours.certificate,
+                stranger=stranger.certificate,
+                client=ours.issue("client", password=KEY_PASSWORD),
+            )
+        finally:
+            stack.down(print)
 
 
 def _free_ports() -> int:

@@ -196,8 +196,9 @@ def check_access(kafka: KafkaSettings) -> None:
         wanted = "TLS"
     if wanted:
         raise AccessRefused(
-            f"Kafka at {kafka.address()} closes each connection of this client, which speaks {security.protocol}: the "
-            f"listener wants {wanted}. Set in kafka.client_options security.protocol to SSL, SASL_SSL or "
+            f"Kafka at {kafka.address()} closes each connection of this client, which speaks {security.protocol}: "
+            f"either the broker is shutting down (its log says why, for instance a full disk), or the listener wants "
+            f"{wanted}. For the latter set in kafka.client_options security.protocol to SSL, SASL_SSL or "
             "SASL_PLAINTEXT, as the listener has it, with the options that belong to it"
         )
 
