@@ -22,10 +22,12 @@ class FeedSettings(Section):
     """How often a training question may be asked in a run. 0: without limit."""
 
     solved_one_in: int = Field(default=1, ge=1)
-    """Ask a training question that every rollout of its last group solved in one of this many epochs; 1: in each. A
-    group with equal rewards teaches nothing, and its rollouts cost as much as others. But a question that is not asked
-    can be lost again. Of SmolLM2 (seed 1, 48 steps at a constant rate) 3 takes the rollouts from 16,400 to 9,800;
-    held-out success is 0.79 with both. Needs `epochs` 0 or above 1."""
+    """Ask a training question that every rollout of its last group solved in one of this many epochs; 1: in each. After
+    n such groups in a row it is one of `solved_one_in` to the power of n, at most 16. A group with equal rewards
+    teaches nothing, and its rollouts cost as much as others. Needs `epochs` 0 or above 1."""
+
+    failed_one_in: int = Field(default=1, ge=1)
+    """The same for a question that no rollout of its last group solved."""
 
     deadline_s: float = Field(default=120.0, gt=0)
     """Seconds of event time from a training task's issue until its group closes with what has arrived."""
