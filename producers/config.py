@@ -26,9 +26,6 @@ class FeedSettings(Section):
     n such groups in a row it is one of `solved_one_in` to the power of n, at most 16. A group with equal rewards
     teaches nothing, and its rollouts cost as much as others. Needs `epochs` 0 or above 1."""
 
-    failed_one_in: int = Field(default=1, ge=1)
-    """The same for a question that no rollout of its last group solved."""
-
     deadline_s: float = Field(default=120.0, gt=0)
     """Seconds of event time from a training task's issue until its group closes with what has arrived."""
 

@@ -8,8 +8,8 @@ What holds: naming is one to one, so that a restarted feeder knows from the log 
 question is asked once in a run (`feed.epochs` times), restarts and changed options included, and is never one of the
 held-out ones; held-out task `i` is the same at every evaluation, so that evaluations compare, and comes again under the
 index `i + n * size` where an evaluation of that size asks for it again. Environments take turns by their weights, the
-same way at every start. A training question that a whole group solved, or failed, is left out of some epochs
-(`feed.solved_one_in`, `feed.failed_one_in`), and of more each time that this happens again.
+same way at every start. A training question that a whole group solved is left out of some epochs
+(`feed.solved_one_in`), and of more each time that this happens again.
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ class TaskSource:
         if isinstance(record, Group):
             if record.group_id in self._issued:
                 questions, payload = self._issued[record.group_id]
-                outcomes = {member.success for member in record.members}
-                questions.close_group(payload, outcomes.pop() if len(outcomes) == 1 else None)
+                questions.close_group(payload, all(member.success for member in record.members))
         elif record.group_id not in self._issued and parse_task_name(record.task_id) is not None:
             for questions in self._questions:
                 if questions.title == record.environment:
@@ -163,7 +162,7 @@ class Questions:
         self.group_size = opened.entry.group_size
         self.options = options_json(opened.environment.options)
         self._environment, self._query, self._epochs = opened.environment, TaskQuery(run.seed), feed.epochs
-        self._one_in = {True: feed.solved_one_in, False: feed.failed_one_in, None: 1}
+        self._solved_one_in = feed.solved_one_in
         self._held_out_one_in = run.held_out_one_in
         self._drafts = self._environment.tasks(self._query)
         self._waiting: dict[Split, deque[TaskDraft]] = {split: deque() for split in Split}
@@ -172,26 +171,20 @@ class Questions:
         """How often a training question was issued by this process, or drawn and found issued."""
         self._issued: Counter[str] = Counter()
         """Payloads that were issued before, and have not been drawn yet."""
-        self._agreed: dict[str, tuple[bool | None, int]] = {}
-        """By payload: the outcome of all rollouts of the last group, and of how many groups in a row it was that."""
+        self._solved: Counter[str] = Counter()
+        """By payload: how many groups in a row solved it."""
         self._left_out: Counter[str] = Counter()
-        """Payloads, with the epochs in which they are still to be left out."""
+        """Payloads of solved questions, with the epochs in which they are still to be left out."""
         self._epoch = 1
 
     def observe(self, payload: str) -> None:
         """A task with this payload was issued."""
         self._issued[payload] += 1
 
-    def close_group(self, payload: str, solved: bool | None) -> None:
-        """The group of a task with this payload closed.
-
-        Args:
-            solved: whether its rollouts solved the task; None where they differ, failed, or have no such notion.
-        """
-        before, groups = self._agreed.get(payload, (None, 0))
-        groups = groups + 1 if solved is before else 1
-        self._agreed[payload] = solved, groups
-        self._left_out[payload] = min(self._one_in[solved] ** groups - 1, MOST_LEFT_OUT)
+    def close_group(self, payload: str, solved: bool) -> None:
+        """The group of a task with this payload closed; `solved`: every rollout of the group succeeded."""
+        self._solved[payload] = self._solved[payload] + 1 if solved else 0
+        self._left_out[payload] = min(self._solved_one_in ** self._solved[payload] - 1, MOST_LEFT_OUT)
 
     def held_out(self) -> TaskDraft:
         """The next held-out question. Raises TaskError."""

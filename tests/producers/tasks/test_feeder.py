@@ -487,13 +487,8 @@ def test_tasks_that_a_feeder_reads_back_are_its_own():
         drawn(source, 1, 15)
 
 
-def failed(task: Task) -> Group:
-    group = closed(task)
-    return replace(group, members=[replace(member, success=False) for member in group.members])
-
-
 def times_asked(one_in: int, epochs: int) -> int:
-    """How often a question is asked in so many epochs, when its groups all end alike."""
+    """How often a question that is always solved is asked in so many epochs."""
     at, times = 0, 0
     while at < epochs:
         times += 1
@@ -501,32 +496,31 @@ def times_asked(one_in: int, epochs: int) -> int:
     return times
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)))
-def test_a_question_whose_groups_end_alike_is_left_out_of_more_and_more_epochs(one_in, other, forever, easy, hard):
-    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": one_in, "failed_one_in": other})
+@given(st.integers(1, 4), st.booleans(), st.sets(st.integers(0, 5)))
+def test_a_solved_question_is_left_out_of_more_and_more_epochs(one_in, forever, easy):
+    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": one_in})
     questions = Few(6, 3, forever)
     source, asked = source_of(questions, feed=feed), Counter()
     for index in range(90):
         (task,) = drawn(source, 1, index)
         number = questions.asked.index(json.loads(task.payload))
         asked[number] += 1
-        source.observe(closed(task) if number in easy else failed(task) if number in hard else unsolved(task))
-    often = [asked[number] for number in range(6) if number not in easy | hard]
-    assert not often or max(often) - min(often) <= 1
+        source.observe(closed(task) if number in easy else unsolved(task))
+    often = [asked[number] for number in range(6) if number not in easy]
     if often:
+        assert max(often) - min(often) <= 1
         assert all(abs(asked[number] - times_asked(one_in, max(often))) <= 1 for number in easy)
-        assert all(abs(asked[number] - times_asked(other, max(often))) <= 1 for number in hard - easy)
 
 
-def test_a_question_whose_group_ends_otherwise_is_asked_in_each_epoch_again():
-    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": 3, "failed_one_in": 2})
+def test_a_question_that_is_not_solved_any_more_is_asked_in_each_epoch_again():
+    feed = FEED.model_copy(update={"epochs": 0, "solved_one_in": 3})
     source = source_of(Few(1, 3), Few(1, 3, name="other"), feed=feed)
     first, second = drawn(source, 2)
     left_out = []
-    for end in (closed, closed, unsolved, closed, failed, failed, failed, failed, failed, closed):
+    for end in (closed, closed, closed, closed, unsolved, closed):
         source.observe(end(first))
         left_out.append(source._questions[0]._left_out.total())
-    assert left_out == [2, 8, 0, 2, 1, 3, 7, 15, 15, 2]
+    assert left_out == [2, 8, 15, 15, 0, 2]
     source.observe(closed(replace(second, run_id="another")))
     assert source._questions[1]._left_out.total() == 0
 
