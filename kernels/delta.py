@@ -16,12 +16,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for, flat_rows
+from tidemill.kernels.backend import backend_for
 from tidemill.kernels.block import BlockPart, EncodedBlock
 from tidemill.kernels.coder import BLOCK_ELEMENTS, CodecSettings
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
-from tidemill.kernels.elements import AnyArray, DeltaError, TensorChange, element_type
+from tidemill.kernels.elements import AnyArray, DeltaError, TensorChange, element_type, flat_bits
 from tidemill.kernels.encoder import DeltaEncoder, Encoded, encode_delta, encode_tensor
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, Indices, TensorKey, fingerprint_change
 from tidemill.kernels.payload import ElementChanges, unpack
@@ -85,7 +85,7 @@ def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> B
     """
     if len(block.parts) != 1:
         raise DeltaError(f"a block covers {len(block.parts)} tensors where one was asked about")
-    found = _resolve(block, [_local(block.parts[0], flat_rows(bits, element_type(block.dtype)), offset)])
+    found = _resolve(block, [_local(block.parts[0], flat_bits(bits, element_type(block.dtype)), offset)])
     return found[0] if found else None
 
 
@@ -98,7 +98,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     for part in block.parts:
         if part.name not in tensors:
             raise DeltaError(f"the delta changes {part.name}, which is no tensor here")
-        rows.append(_local(part, flat_rows(tensors[part.name], kind), None))
+        rows.append(_local(part, flat_bits(tensors[part.name], kind), None))
     return _resolve(block, rows)
 
 
@@ -109,7 +109,7 @@ def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
     """
     if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
         raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
-    flat = flat_rows(bits, element_type(change.dtype))
+    flat = flat_bits(bits, element_type(change.dtype))
     if not offset <= change.start <= offset + len(flat) - change.n:
         raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
     kernels = backend_for(flat)

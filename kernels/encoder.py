@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for, flat_rows, is_on_host
+from tidemill.kernels.backend import backend_for, is_on_host
 from tidemill.kernels.block import (
     DIRECTORY_LIMIT,
     BlockHeader,
@@ -23,7 +23,7 @@ from tidemill.kernels.block import (
 )
 from tidemill.kernels.coder import CodecSettings
 from tidemill.kernels.container import StreamWriter
-from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type
+from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type, flat_bits
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
 from tidemill.kernels.payload import ElementChanges, pack
 
@@ -194,7 +194,7 @@ def _checked(name: str, dtype: str, old_bits: AnyArray, new_bits: AnyArray, star
     if old_bits.shape != new_bits.shape:
         raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
     check_name(name)
-    old, new = flat_rows(old_bits, kind), flat_rows(new_bits, kind)
+    old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
     total = start + len(old) if total is None else total
     if start < 0 or start + len(old) > total:
         raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")

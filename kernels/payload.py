@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for
-from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.backend import KernelBackend, backend_for
 from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, Counts, select_classes
 from tidemill.kernels.coder import Coder, CoderChoice, PcodecCoder, ZstdCoder
@@ -106,7 +105,7 @@ def unpack(
     return ElementChanges(indices + start, old[indices], new[indices])
 
 
-def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
+def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
     """The block as one pattern or one step, or None where it is neither."""
     same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
     # What changed was another pattern before: the block is one pattern when all that did not change is that one.
@@ -137,7 +136,7 @@ def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed
     return ElementChanges(*select_classes(kind, old, streams, table, active, start))
 
 
-def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, active: Active) -> Counts:
+def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active: Active) -> Counts:
     """How often each exponent occurs in the active segments, of large blocks about."""
     n_active = int(active.sum()) * SEGMENT
     every = 1 if kind.exponents == 1 or n_active < 8 * SAMPLE_RUN * SAMPLE_EVERY else SAMPLE_EVERY

@@ -19,9 +19,8 @@ import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
 from tidemill.kernels.classes import SEGMENT
-from tidemill.kernels.elements import ElementType
-from tidemill.kernels.tensor_rows import check_places, check_type, flat_patterns, flat_row
-from tidemill.kernels.triton_runtime import kernel, tiles
+from tidemill.kernels.elements import ElementType, flat_row
+from tidemill.kernels.triton_rows import check_places, check_type, flat_patterns, kernel, tiles
 
 CLASSES_IN_WORD = 4
 BLOCK_LIMIT = (1 << 32) - 1
