@@ -18,16 +18,18 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, StrEnum
+from operator import getitem
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels import classes, compare, fingerprint
-from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
-from tidemill.kernels.elements import AnyArray, ElementType, flat_row
+from tidemill.kernels.classes import Active, ClassStreams, ClassTable
+from tidemill.kernels.elements import AnyArray, Counts, ElementType, flat_row
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 
 ENVIRONMENT = "TIDEMILL_KERNELS"
@@ -137,10 +139,20 @@ class KernelBackend(ABC):
     everywhere. Raises ValueError for arrays that do not fit each other.
     """
 
+    _rows: Any
+    """Functions over rows, of the names of the methods here, for arrays where the processor works."""
+    _split: Any
+    """The split into classes, and the count of exponents, for the same arrays."""
+
+    @abstractmethod
+    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
+        """Patterns or indices where the processor works; views where memory is shared."""
+
     @staticmethod
     def host(array: AnyArray) -> npt.NDArray[Any]:
         """Patterns or indices as a numpy array; the same memory where that is the CPU's, else a copy."""
-        return array if isinstance(array, np.ndarray) else flat_row(array).cpu().numpy()
+        found: npt.NDArray[Any] = array if isinstance(array, np.ndarray) else flat_row(array).cpu().numpy()
+        return found
 
     @staticmethod
     def beside(array: AnyArray, other: AnyArray) -> AnyArray:
@@ -151,23 +163,32 @@ class KernelBackend(ABC):
 
         return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(other.device)
 
-    @abstractmethod
     def compare_and_compact(self, old: AnyArray, new: AnyArray) -> AnyArray:
         """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each)."""
+        with self._near(old, new) as rows:
+            return self.beside(self._rows.compare_and_compact(*rows), old)
 
-    @abstractmethod
-    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
+    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, ...]:
         """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+        with self._near(old, new) as rows:
+            return tuple(self.beside(made, old) for made in self._rows.compare_and_take(*rows))
 
-    @abstractmethod
     def take(self, bits: AnyArray, indices: AnyArray) -> AnyArray:
         """The patterns (uN[k]) of `bits` at `indices` (i8[k], each in range)."""
+        with self._near(bits, indices) as rows:
+            return self.beside(self._rows.take(*rows), bits)
 
-    @abstractmethod
     def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
         """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
+        with self._near(bits, indices, new_at) as rows:
+            self._rows.scatter(*rows)
+            if isinstance(bits, np.ndarray):
+                np.copyto(bits, self.host(rows[0]))
+            elif isinstance(rows[0], np.ndarray) or rows[0].device != bits.device:
+                import torch
 
-    @abstractmethod
+                flat_row(bits).copy_(torch.as_tensor(rows[0]))
+
     def split_classes(
         self,
         kind: ElementType,
@@ -179,71 +200,50 @@ class KernelBackend(ABC):
         active: Active,
     ) -> ClassStreams:
         """Split a block's changes into classes: see `kernels.classes.split_classes`."""
+        with self._near(old, old_at, new_at, indices) as rows:
+            streams = self._split.split_classes(kind, *rows, table, active)
+            return ClassStreams(*map(self.host, (streams.counts, streams.gaps, streams.steps)))
 
-    @abstractmethod
     def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
         """How often each exponent occurs in `bits`: i8[exponents]."""
+        with self._near(bits) as rows:
+            return self.host(self._split.count_exponents(kind, *rows))
 
-    @abstractmethod
     def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
         """Fingerprint of elements [start, start + n) of a tensor."""
+        with self._near(bits) as (row,):
+            made: Fingerprint = self._rows.fingerprint(row, key, start)
+            return made
 
-    @abstractmethod
     def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
         """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
+        with self._near(bits, indices) as (row, places):
+            made: Fingerprint = self._rows.fingerprint_at(row, key, places)
+            return made
 
-    @abstractmethod
     def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
         """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
+        with self._near(indices, old_at, new_at) as rows:
+            made: Fingerprint = self._rows.fingerprint_change(key, *rows)
+            return made
 
 
 class CpuBackend(KernelBackend):
     """The compiled loops: one thread, without the interpreter lock."""
 
-    def compare_and_compact(self, old: AnyArray, new: AnyArray) -> AnyArray:
-        return self.compare_and_take(old, new)[0]
+    _rows = SimpleNamespace(
+        compare_and_compact=lambda old, new: compare.changed_elements(old, new)[0],
+        compare_and_take=compare.changed_elements,
+        take=getitem,
+        scatter=compare.scatter,
+        fingerprint=fingerprint.fingerprint,
+        fingerprint_at=fingerprint.fingerprint_at,
+        fingerprint_change=fingerprint.fingerprint_change,
+    )
+    _split = SimpleNamespace(split_classes=classes.split_classes, count_exponents=compare.count_exponents)
 
-    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-        indices, old_at, new_at = compare.changed_elements(self.host(old), self.host(new))
-        return self.beside(indices, old), self.beside(old_at, old), self.beside(new_at, old)
-
-    def take(self, bits: AnyArray, indices: AnyArray) -> AnyArray:
-        return self.beside(self.host(bits)[self.host(indices)], bits)
-
-    def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
-        row, places, new = self.host(bits), self.host(indices), self.host(new_at)
-        if places.shape != new.shape or row.dtype != new.dtype:
-            raise ValueError(f"{new.size} patterns ({new.dtype}) for {places.size} elements ({row.dtype})")
-        row[places] = new
-        if not is_on_host(bits):
-            import torch
-
-            flat_row(bits).copy_(torch.from_numpy(row))
-
-    def split_classes(
-        self,
-        kind: ElementType,
-        old: AnyArray,
-        old_at: AnyArray,
-        new_at: AnyArray,
-        indices: AnyArray,
-        table: ClassTable,
-        active: Active,
-    ) -> ClassStreams:
-        row, before, after, places = map(self.host, (old, old_at, new_at, indices))
-        return classes.split_classes(kind, row, before, after, places, table, active)
-
-    def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
-        return compare.count_exponents(kind, self.host(bits))
-
-    def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
-        return fingerprint.fingerprint(self.host(bits), key, start)
-
-    def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
-        return fingerprint.fingerprint_at(self.host(bits), key, self.host(indices))
-
-    def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
-        return fingerprint.fingerprint_change(key, *map(self.host, (indices, old_at, new_at)))
+    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
+        return nullcontext([self.host(array) for array in arrays])
 
 
 CPU_BACKEND = CpuBackend()
@@ -272,59 +272,6 @@ class TritonBackend(KernelBackend):
             moved.append(row)
         with torch.cuda.device(moved[0].device) if moved[0].is_cuda else nullcontext():
             yield moved
-
-    def compare_and_compact(self, old: AnyArray, new: AnyArray) -> AnyArray:
-        with self._near(old, new) as rows:
-            return self.beside(self._rows.compare_and_compact(*rows), old)
-
-    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-        with self._near(old, new) as rows:
-            indices = self._rows.compare_and_compact(*rows)
-            old_at, new_at = (self._rows.take(row, indices) for row in rows)
-            return self.beside(indices, old), self.beside(old_at, old), self.beside(new_at, old)
-
-    def take(self, bits: AnyArray, indices: AnyArray) -> AnyArray:
-        with self._near(bits, indices) as rows:
-            return self.beside(self._rows.take(*rows), bits)
-
-    def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
-        with self._near(bits, indices, new_at) as rows:
-            self._rows.scatter(*rows)
-            if isinstance(bits, np.ndarray):
-                bits[...] = self.host(rows[0])
-            elif rows[0].device != bits.device:
-                flat_row(bits).copy_(rows[0])
-
-    def split_classes(
-        self,
-        kind: ElementType,
-        old: AnyArray,
-        old_at: AnyArray,
-        new_at: AnyArray,
-        indices: AnyArray,
-        table: ClassTable,
-        active: Active,
-    ) -> ClassStreams:
-        # Copies of the tables, because numpy may hold them read-only.
-        with self._near(old, new_at, indices, table.copy(), active.copy()) as (row, new, places, of, segments):
-            streams = self._split.split_classes(kind, row, new, places, of, segments, classes=int(table[-1]) + 1)
-            return ClassStreams(*map(self.host, (streams.counts, streams.gaps, streams.steps)))
-
-    def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
-        with self._near(bits) as rows:
-            return self.host(self._split.count_exponents(kind, *rows))
-
-    def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
-        with self._near(bits) as (row,):
-            return self._rows.fingerprint(row, key, start)
-
-    def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
-        with self._near(bits, indices) as (row, places):
-            return self._rows.fingerprint_at(row, key, places)
-
-    def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
-        with self._near(indices, old_at, new_at) as rows:
-            return self._rows.fingerprint_change(key, *rows)
 
 
 def _triton_device() -> str:

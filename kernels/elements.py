@@ -21,13 +21,10 @@ import numpy.typing as npt
 
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.wire import DeltaError
 
 AnyArray = Any
 """A numpy array or a PyTorch tensor; what a backend gives back is of the same kind, on the same device."""
-
-
-class DeltaError(ValueError):
-    """Bytes that are not a delta, or not one for these weights; the message says why. Nothing was written."""
 
 
 class Order(IntEnum):
@@ -133,6 +130,7 @@ def flat_row(tensor: AnyArray) -> AnyArray:
 
 
 Values = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
 Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 """Of an element type: where the exponent begins; its mask; where the sign lies; all bits; the bits in which the place
 of a pattern with sign 0 differs from it; those in which the flips of both signs differ."""

@@ -211,6 +211,12 @@ def scatter_patterns(
     tl.store(bits_pointer + index, tl.load(new_pointer + at, mask=inside, other=0), mask=held)
 
 
+def compare_and_take(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+    indices = compare_and_compact(old, new)
+    return indices, take(old, indices), take(new, indices)
+
+
 def take(bits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """The patterns (uN[n]) of `bits`, contiguous, at `indices` (i8[n])."""
     flat, places = flat_patterns(bits), flat_row(indices)

@@ -39,8 +39,9 @@ class GroupTooSmallError(ValueError):
 
 def centred(rewards: Rewards) -> Rewards:
     """r_i - mean(r): Dr. GRPO (arXiv 2503.20783) and the Composer 2 report, section 4.1."""
-    _require_pair("centred", rewards)
-    return np.zeros_like(rewards) if _all_equal(rewards) else rewards - rewards.mean()
+    if len(rewards) < 2:
+        raise GroupTooSmallError("centred", len(rewards))
+    return np.zeros_like(rewards) if rewards.max() == rewards.min() else rewards - rewards.mean()
 
 
 def standardised(rewards: Rewards) -> Rewards:
@@ -74,15 +75,6 @@ def penalise(rewards: Rewards, divergence: Rewards, coefficient: float) -> Rewar
     the loss its expected gradient would be zero.
     """
     return rewards - coefficient * divergence
-
-
-def _require_pair(kind: str, rewards: Rewards) -> None:
-    if len(rewards) < 2:
-        raise GroupTooSmallError(kind, len(rewards))
-
-
-def _all_equal(rewards: Rewards) -> bool:
-    return bool(rewards.max() == rewards.min())
 
 
 def no_baseline(rewards: Rewards, arms: Sequence[str]) -> Rewards:

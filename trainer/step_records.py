@@ -79,6 +79,9 @@ def plan_of(
 
 def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken: TakenStep) -> TrainStep:
     """The record of a step that was taken as planned; `objective` is that of its simulated groups."""
+    objectives = [ObjectiveName.REINFORCE.value] if batch.online else []
+    if batch.groups or not batch.online:
+        objectives.append(objective.value)
     return TrainStep(
         run_id=plan.run_id,
         step=plan.step,
@@ -89,7 +92,7 @@ def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken:
         exclusions=plan.exclusions,
         seed=plan.seed,
         config_hash=plan.config_hash,
-        objective="+".join(_objectives(batch, objective)),
+        objective="+".join(objectives),
         learning_rate=taken.outcome.learning_rate,
         metrics={**taken.outcome.metrics, **plan.metrics, **taken.publish_costs, "seconds": taken.seconds},
         lag=taken.outcome.lag,
@@ -141,11 +144,6 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
         at=record.finished_at,
         incarnation=record.incarnation,
     )
-
-
-def _objectives(batch: StepBatch, simulated: ObjectiveName) -> list[str]:
-    online = [ObjectiveName.REINFORCE.value] if batch.online else []
-    return online + ([simulated.value] if batch.groups or not online else [])
 
 
 def _source(trajectory: Trajectory) -> tuple[str, str]:

@@ -24,15 +24,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.kernels.encoding import encode_delta
 from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
 from tidemill.kernels.class_table import choose_table
 from tidemill.kernels.classes import ClassTable, all_active
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
@@ -120,10 +122,11 @@ def split_on_device(step: Step, place: Callable[[np.ndarray], Any]) -> Work:
     """The class split without the way of its streams to the host."""
     from tidemill.kernels import triton_split
 
-    arrays = [place(array) for array in (step.old, step.new[step.indices], step.indices, step.table, step.active)]
+    at = step.indices
+    arrays = [place(array) for array in (step.old, step.old[at], step.new[at], at)]
     n_bytes = step.old.nbytes + len(step.indices) * (INDEX_BYTES + step.kind.bits.itemsize + STREAM_BYTES)
-    classes = int(step.table[-1]) + 1
-    return Work("split_on_device", n_bytes, lambda: triton_split.split_classes(step.kind, *arrays, classes))
+    split = partial(triton_split.split_classes, step.kind, *arrays, step.table, step.active)
+    return Work("split_on_device", n_bytes, split)
 
 
 def same(array: np.ndarray) -> np.ndarray:

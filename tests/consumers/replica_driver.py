@@ -24,7 +24,7 @@ import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.kernels.weights.mirror import Draft, Mirror

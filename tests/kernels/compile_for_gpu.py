@@ -4,6 +4,7 @@
 the launchers go on to what depends on them.
 """
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,8 +57,8 @@ def launch_all(name: str) -> None:
     triton_rows.fingerprint(bits, key)
     triton_rows.fingerprint_at(at, key, places)
     triton_rows.fingerprint_change(key, places, at, at)
-    table, active = torch.zeros(kind.exponents, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
-    triton_split.split_classes(kind, bits, at, places, table, active, classes=5)
+    table = np.minimum(np.arange(kind.exponents), 4).astype(np.uint8)
+    triton_split.split_classes(kind, bits, at, at, places, table, np.ones(40, np.uint8))
     triton_split.count_exponents(kind, bits)
     for form in BLOCK_FORMATS.values():
         outer = torch.ones(1, 130, 1) if form.has_outer else None

@@ -15,11 +15,10 @@ from tidemill.kernels import classes, compare, fingerprint
 from tidemill.kernels.backend import KernelBackend
 from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
-from tidemill.kernels.coder_rans import write_fields
+from tidemill.kernels.coder import write_fields
 from tidemill.kernels.elements import BY_NAME, ElementType, Order
 from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey
-from tidemill.kernels.gap_models import ALL_ZERO, gap_tables, low_bits, model_of, table_of
-from tidemill.kernels.step_tables import StepTable, fit_tables
+from tidemill.kernels.models import ALL_ZERO, StepTable, fit_tables, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.wire import BitWriter
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -19,8 +19,9 @@ from tidemill.kernels.backend import (
     mode_of,
 )
 from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.delta import CodecSettings, DeltaEncoder
+from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import TensorKey
 
 KEY = TensorKey.of("w")

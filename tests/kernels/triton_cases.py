@@ -20,19 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
+from tests.kernels.encoding import encode_delta, encode_tensor
 from tests.kernels.reference import assert_same_results, fingerprint_reference
 from tidemill.kernels import classes, fingerprint, payload, triton_rows, triton_split
 from tidemill.kernels.backend import BackendMode, TritonBackend, choose, triton_obstacle
 from tidemill.kernels.compare import changed_elements, count_exponents
-from tidemill.kernels.delta import (
-    DeltaError,
-    TensorChange,
-    apply_change,
-    decode_delta,
-    encode_delta,
-    encode_tensor,
-    resolve,
-)
+from tidemill.kernels.delta import DeltaError, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
 
@@ -162,8 +155,8 @@ def random_table(kind, generator, limit=6):
 
 def assert_split(kind, old, new, indices, table, active, module=triton_split):
     expected = classes.split_classes(kind, old, old[indices], new[indices], indices, table, active)
-    rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), on_device(table), on_device(active)
-    found = module.split_classes(kind, *rows, int(table[-1]) + 1, TILING)
+    rows = inside(old, 5), inside(old[indices], 7), inside(new[indices], 6), inside(indices, 0)
+    found = module.split_classes(kind, *rows, table, active, TILING)
     for name in ("counts", "gaps", "steps"):
         np.testing.assert_array_equal(getattr(found, name).cpu().numpy(), getattr(expected, name), err_msg=name)
 
@@ -188,8 +181,8 @@ def test_split_with_the_tiling_of_a_gpu():
     old, new, indices = step_of(BF16, 4096 + 100, 0.02, 5)
     table, active = random_table(BF16, np.random.default_rng(5), classes.MAX_CLASSES), classes.all_active(old.size)
     expected = classes.split_classes(BF16, old, old[indices], new[indices], indices, table, active)
-    rows = (on_device(array) for array in (old, new[indices], indices, table, active))
-    found = triton_split.split_classes(BF16, *rows, int(table[-1]) + 1)
+    rows = (on_device(array) for array in (old, old[indices], new[indices], indices))
+    found = triton_split.split_classes(BF16, *rows, table, active)
     np.testing.assert_array_equal(found.gaps.cpu().numpy(), expected.gaps)
     np.testing.assert_array_equal(found.steps.cpu().numpy(), expected.steps)
 

@@ -58,7 +58,27 @@ class JudgedStep:
 
 def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: int) -> list[JudgedStep]:
     """Every step under a bound of `bound` versions, in order."""
-    return [_judged(step, groups, bound) for step in steps]
+    judged = []
+    for step in steps:
+        version, trained, stale = step.parent_version, _trained(step), _stale(step)
+        held = {place: groups.get(Position.of(place)) for place in (*trained, *stale)}
+        lags = {place: lag_of(group, version) for place, group in held.items() if group is not None}
+        moved = [(p, Moved.EXCLUDED) for p in trained if p in lags and lags[p] > bound]
+        moved += [(p, Moved.INCLUDED) for p in stale if p in lags and lags[p] <= bound]
+        told = step.metrics.get("policy_lag_bound")
+        judged.append(
+            JudgedStep(
+                step=step.step,
+                version=version,
+                bound=None if told is None else int(told),
+                trained=len(trained),
+                stale=len(stale),
+                max_lag=max((lags[p] for p in trained if p in lags), default=None),
+                moved=[MovedGroup(p.group_id, p.partition, p.offset, lags[p], how) for p, how in moved],
+                unknown=len(held) - len(lags),
+            )
+        )
+    return judged
 
 
 def places_of(steps: Iterable[TrainStep]) -> set[Position]:
@@ -71,25 +91,6 @@ def lag_of(group: Group, version: int) -> int:
     return version - min((member.version_min for member in completed(group)), default=version)
 
 
-def _judged(step: TrainStep, groups: Mapping[Position, Group], bound: int) -> JudgedStep:
-    version = step.parent_version
-    trained, stale = _trained(step), _stale(step)
-    lags = {place: _lag(groups, place, version) for place in (*trained, *stale)}
-    moved = [_moved(p, lag, Moved.EXCLUDED) for p in trained if (lag := lags[p]) is not None and lag > bound]
-    moved += [_moved(p, lag, Moved.INCLUDED) for p in stale if (lag := lags[p]) is not None and lag <= bound]
-    told = step.metrics.get("policy_lag_bound")
-    return JudgedStep(
-        step=step.step,
-        version=version,
-        bound=None if told is None else int(told),
-        trained=len(trained),
-        stale=len(stale),
-        max_lag=max((lag for p in trained if (lag := lags[p]) is not None), default=None),
-        moved=moved,
-        unknown=sum(lag is None for lag in lags.values()),
-    )
-
-
 Judged = StepInput | StepExclusion
 
 
@@ -99,12 +100,3 @@ def _trained(step: TrainStep) -> list[Judged]:
 
 def _stale(step: TrainStep) -> list[Judged]:
     return [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
-
-
-def _lag(groups: Mapping[Position, Group], place: Judged, version: int) -> int | None:
-    group = groups.get(Position.of(place))
-    return None if group is None else lag_of(group, version)
-
-
-def _moved(place: Judged, lag: int, moved: Moved) -> MovedGroup:
-    return MovedGroup(place.group_id, place.partition, place.offset, lag, moved)

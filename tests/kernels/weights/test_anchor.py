@@ -18,8 +18,8 @@ from tidemill.kernels.weights.anchor import (
     anchor_uri,
     anchor_weights,
     fetch_anchor,
+    write_anchor,
 )
-from tidemill.kernels.weights.anchor_write import write_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS
 from tidemill.schemas.stored_object import StoreUnavailableError

@@ -17,8 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import AnchorError
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.anchor import AnchorError, write_anchor
 from tidemill.kernels.weights.bits import Weight
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.tensor_parts import (
