@@ -75,12 +75,6 @@ class BlockPart:
     n: int
 
 
-def check_name(name: str) -> None:
-    """Raises DeltaError for a tensor's name that no block can carry."""
-    if not 0 < len(name.encode()) <= NAME_LIMIT:
-        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
-
-
 def read_name(data: memoryview) -> str:
     """A tensor's name from its bytes. Raises DeltaError."""
     if not 0 < len(data) <= NAME_LIMIT:

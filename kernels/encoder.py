@@ -14,10 +14,10 @@ import numpy as np
 from tidemill.kernels.backend import backend_for, is_on_host
 from tidemill.kernels.block import (
     DIRECTORY_LIMIT,
+    NAME_LIMIT,
     BlockHeader,
     BlockPart,
     CodecSettings,
-    check_name,
     directory_entry_limit,
     write_block,
     write_directory,
@@ -163,7 +163,8 @@ def _checked(name: str, dtype: str, old_bits: AnyArray, new_bits: AnyArray, star
     kind = element_type(dtype)
     if old_bits.shape != new_bits.shape:
         raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
-    check_name(name)
+    if not 0 < len(name.encode()) <= NAME_LIMIT:
+        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
     old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
     total = start + len(old) if total is None else total
     if start < 0 or start + len(old) > total:

@@ -71,20 +71,6 @@ class SetAside:
     def groups(self) -> int:
         return self.of_others + self.ahead + self.otherwise.total()
 
-    def take_foreign(self, incarnations: Collection[str]) -> None:
-        """A group was sampled under versions of other incarnations."""
-        self.of_others += 1
-        self.incarnations.update(incarnations)
-
-    def take_ahead(self, version: int) -> None:
-        """A group was sampled under a version that is yet to be made."""
-        self.ahead += 1
-        self.newest = max(self.newest, version)
-
-    def take_other_sampling(self, how: str) -> None:
-        """A group was sampled from another distribution than the model's own."""
-        self.otherwise[how] += 1
-
     def told(self, own: str | None, version: int) -> str:
         """How many, why, and what to do, for a trainer of incarnation `own` at `version`."""
         reasons = []
@@ -227,7 +213,9 @@ class BatchBuilder:
             raise GroupTooSmallError(self._rules.advantage.value, group.expected_size)
         reason = Exclusion.REPLAYED if self._is_foreign_replay(replay_id) else self._reason(group, version)
         if reason is Exclusion.UNDEFINED_LAG:
-            self._set_aside.take_ahead(max(member.version_max for member in completed(group)))
+            self._set_aside.ahead += 1
+            newest = max(member.version_max for member in completed(group))
+            self._set_aside.newest = max(self._set_aside.newest, newest)
         if reason is not None:
             self.exclude(place, group, reason)
         return reason is None
@@ -239,10 +227,11 @@ class BatchBuilder:
         elif self._incarnation is not None and (
             foreign := {r.incarnation for r in candidate.rollouts} - {"", self._incarnation}
         ):
-            self._set_aside.take_foreign(foreign)
+            self._set_aside.of_others += 1
+            self._set_aside.incarnations.update(foreign)
             self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
         elif not self._rules.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
-            self._set_aside.take_other_sampling(how)
+            self._set_aside.otherwise[how] += 1
             self.exclude(candidate.place, candidate.group, Exclusion.OTHER_SAMPLING)
         else:
             self._waiting.append(candidate)

@@ -252,7 +252,7 @@ class TrainerSettings(Section):
     """Publish a version beside the next step, in a thread of each rank: only the record of that step, a checkpoint and
     going back to an older version wait for it. Weights and records are the same, bit for bit. The thread reads the copy
     of the weights that was made for their fingerprint, so it needs no other copy. The memory of the encoder
-    (`kernels/delta.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
+    (`kernels/encoder.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
     waits for every publication, and the two are not in memory together."""
 
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)

@@ -38,11 +38,14 @@ class TokenTrace:
     `RoutingReplay.experts`: of the tokens that predicted them. None where there are no expert ids."""
 
 
-def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """How far trainer and sampler are apart on the trained tokens, by policy lag and by arithmetic together."""
-    log_ratio = _log_ratio(traces)
+def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+    """Entropy in nats, the share of clipped tokens, and how far trainer and sampler are apart on the trained tokens, by
+    policy lag and by arithmetic together."""
+    log_ratio, entropy = _log_ratio(traces), torch.cat([t.entropy for t in traces])
     weights = torch.cat([t.weights for t in traces])
     return {
+        "entropy": float(entropy.double().mean()),
+        "clip_fraction": sum(float(t.clipped) for t in traces) / entropy.numel(),
         "mismatch/k1": float(k1(log_ratio).double().mean()),
         "mismatch/k3": float(k3(log_ratio).double().mean()),
         "mismatch/mean_abs_dlogp": float(log_ratio.abs().double().mean()),
@@ -52,15 +55,6 @@ def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
         "mismatch/beyond_2": share_beyond(log_ratio, 2.0),
         "correction/bounded": float((~weights.isclose(log_ratio.exp())).double().mean()),
         "correction/mean": float(weights.double().mean()),
-    }
-
-
-def token_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Entropy in nats and the share of clipped tokens."""
-    entropy = torch.cat([t.entropy for t in traces])
-    return {
-        "entropy": float(entropy.double().mean()),
-        "clip_fraction": sum(float(t.clipped) for t in traces) / entropy.numel(),
     }
 
 
@@ -114,20 +108,16 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTr
     }
 
 
-def reference_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Mean of log pi_old - log pi_ref over the trained tokens; nothing where the settings do not ask for both."""
-    apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
-    return {"reference/k1": float(torch.cat(apart).double().mean())} if apart else {}
-
-
-def routing_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+def optional_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     """Shares of the (token, layer) pairs: routed otherwise by the trainer's own routers than by the sampler's, and
-    replaced as implausible. Nothing where no token's routing is looked at."""
-    seen = [trace.routed for trace in traces if trace.routed is not None]
-    if not seen:
-        return {}
-    otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
-    return {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
+    replaced as implausible; nothing where no token's routing is looked at. Mean of log pi_old - log pi_ref over the
+    trained tokens; nothing where the settings do not ask for both."""
+    found, seen = {}, [trace.routed for trace in traces if trace.routed is not None]
+    if seen:
+        otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
+        found = {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
+    apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
+    return {**found, "reference/k1": float(torch.cat(apart).double().mean())} if apart else found
 
 
 def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:

@@ -7,7 +7,7 @@ A token was sampled by an engine at weights s, and is trained from weights t. It
 - log pi_trainer(t) - log pi_trainer(s): what the weights learnt in between (`staleness`).
 
 Tokens of policy lag 0 have the first summand alone. Those of older weights (`lagged`) have both; where the trainer
-scored them at these weights too (`older_weights`), each is known.
+scored them at these weights too (`master.OlderWeights`), each is known.
 """
 
 from __future__ import annotations

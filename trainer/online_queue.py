@@ -139,9 +139,7 @@ class OnlineQueue:
         progress: TopicProgress | None = None,
         incarnation: str | None = None,
     ) -> None:
-        self._rules = rules
-        self._incarnation = incarnation
-        self._line = line
+        self._rules, self._incarnation, self._line = rules, incarnation, line
         self._endings = Endings(Topic.ONLINE_BATCHES, progress or TopicProgress(), rules.remembered)
         self.observe_step = self._endings.observe_step
         self._erased: dict[str, int] = {}

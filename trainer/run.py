@@ -133,10 +133,7 @@ class _Loop:
         self._liveness = liveness
         self._opened = opened
         self._session = opened.session
-        self._feed = feed
-        self._checkpoints = checkpoints
-        self._settings = settings
-        self._stop = stop
+        self._feed, self._checkpoints, self._settings, self._stop = feed, checkpoints, settings, stop
         self._not_before = time.monotonic()
 
     def run(self, max_steps: int) -> None:

@@ -33,7 +33,7 @@ from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.mismatch import TrainedTokens, alarms, warning
-from tidemill.trainer.step_records import TakenStep, mismatch_record, plan_of, record_of, staleness_records
+from tidemill.trainer.step_records import mismatch_record, plan_of, record_of, staleness_records
 from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights
 
@@ -71,12 +71,8 @@ class Session:
         steps: AckedWriter,
         step: int,
     ) -> None:
-        self._run = run
-        self._settings = settings
-        self._weights = weights
-        self._producer = producer
-        self._steps = steps
-        self._publisher = publisher
+        self._run, self._settings, self._weights, self._producer = run, settings, weights, producer
+        self._steps, self._publisher = steps, publisher
         self.config_hash = settings.arithmetic_hash(weights.machine)
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._incarnation = ""
@@ -159,9 +155,16 @@ class Session:
         waited = time.monotonic() - trained
         self.place = self._snapshot(plan.step)
         seconds = time.monotonic() - clock - waited
-        costs = self._weights.publish_costs
-        taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, seconds, costs)
-        record = record_of(plan, batch, self._settings.objective, taken)
+        record = record_of(
+            plan,
+            batch,
+            outcome,
+            objective=self._settings.objective,
+            fingerprint=self.place.fingerprint,
+            parent_fingerprint=before.fingerprint,
+            started_at=started,
+            metrics={**self._weights.publish_costs, "seconds": seconds},
+        )
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch, outcome.trained)
         return record

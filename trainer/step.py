@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
 """REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
-from `online.baselines`."""
+from `advantages.batch_advantages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +230,10 @@ class Learner:
         found = {
             "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
             "grad_norm": float(np.mean([norm for _, norm in seen])),
-            **metrics.token_metrics(traces),
-            **metrics.mismatch_metrics(traces),
+            **metrics.trace_metrics(traces),
             **metrics.reward_metrics(groups),
             **metrics.lag_metrics(lag),
-            **metrics.routing_metrics(traces),
-            **metrics.reference_metrics(traces),
+            **metrics.optional_metrics(traces),
             **metrics.packing_metrics([row for part in parts for row in part.packed]),
         }
         if self._size is not None:

@@ -71,15 +71,13 @@ def as_weight(name: str, value: WeightLike) -> Weight:
     return Weight(PLAIN[value.dtype], value)
 
 
-def tensor_info(name: str, weight: Weight, value: Fingerprint | None = None) -> TensorInfo:
-    """What a manifest says of a tensor, whose fingerprint is computed unless it is given."""
-    found = value or fingerprint(weight.bits, TensorKey.of(name))
-    return TensorInfo(name, weight.dtype, list(weight.bits.shape), found.hex())
-
-
 def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
     """Name, type, shape and fingerprint of each weight, in their order. Raises like `as_weight`."""
-    return [tensor_info(name, as_weight(name, value)) for name, value in weights.items()]
+    found = []
+    for name, value in weights.items():
+        dtype, bits = as_weight(name, value)
+        found.append(TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex()))
+    return found
 
 
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:

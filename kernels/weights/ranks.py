@@ -153,7 +153,7 @@ class ProcessGroupRanks(Ranks):
             except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
                 again = False
             message = f"rank {self.rank}: {kind.__name__}: {error}"
-            return _Outcome(None, _Failure(kind if again else RankFailedError, message)), error
+            return _Outcome(None, (kind if again else RankFailedError, message)), error
 
 
 def open_ranks(timeout_s: float) -> Ranks:
@@ -174,12 +174,8 @@ def _gloo(members: list[int] | None, timeout_s: float | None) -> Ranks:
     return ProcessGroupRanks(group, timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way to the other ranks."""
-
-    kind: type[Exception]
-    message: str
+_Failure = tuple[type[Exception], str]
+"""An error on its way to the other ranks: its class and its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +187,9 @@ class _Outcome(Generic[T]):
 
 
 def _error(failures: Sequence[_Failure]) -> Exception:
-    kinds = {failure.kind for failure in failures}
+    kinds = {kind for kind, _ in failures}
     kind = kinds.pop() if len(kinds) == 1 else RankFailedError
-    return kind("; ".join(failure.message for failure in failures))
+    return kind("; ".join(message for _, message in failures))
 
 
 def _values(outcomes: Sequence[_Outcome[T] | None], cause: Exception | None) -> list[T]:

@@ -77,16 +77,11 @@ class CoverageError(ValueError):
     """The parts of the ranks are not one whole version."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartInfo:
-    """What a rank holds of one tensor: elements [start, start + n)."""
+class PartInfo(NamedTuple):
+    """What a rank holds of one tensor."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: int
-    n: int
+    place: Place
     fingerprint: Fingerprint
     """Of the part."""
 
@@ -165,7 +160,7 @@ def place_of(name: str, value: TensorLike) -> Place:
 
 def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
     """What a rank says of a part, whose fingerprint is computed unless it is given."""
-    return PartInfo(part.name, part.dtype, part.shape, part.start, part.bits.size, made or part.fingerprint())
+    return PartInfo(part.name, place_of(part.name, part), made or part.fingerprint())
 
 
 def named(tensors: Tensors) -> Iterable[tuple[str, TensorLike]]:
@@ -182,18 +177,16 @@ def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
         raise CoverageError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
     merged = []
     for parts in zip(*(report.parts for report in reports), strict=True):
-        name, dtype, shape = parts[0].name, parts[0].dtype, parts[0].shape
-        if len({(part.name, part.dtype, part.shape) for part in parts}) != 1:
-            names = ", ".join(sorted({f"{part.name} ({part.dtype}, {part.shape})" for part in parts}))
+        tensors = {(part.name, part.place.dtype, part.place.shape) for part in parts}
+        if len(tensors) != 1:
+            names = ", ".join(sorted(f"{name} ({dtype}, {shape})" for name, dtype, shape in tensors))
             raise CoverageError(f"the ranks do not hold the same tensors in the same order: {names}")
-        end = 0
-        for part in sorted((part for part in parts if part.n), key=lambda part: part.start):
-            if part.start != end:
-                what = "by several ranks" if part.start < end else "by no rank"
-                raise CoverageError(
-                    f"{name}: elements {min(part.start, end)} to {max(part.start, end)} are held {what}"
-                )
-            end += part.n
+        ((name, dtype, shape),), end = tensors, 0
+        for start, n in sorted((part.place[2:] for part in parts if part.place.n), key=lambda span: span[0]):
+            if start != end:
+                what = "by several ranks" if start < end else "by no rank"
+                raise CoverageError(f"{name}: elements {min(start, end)} to {max(start, end)} are held {what}")
+            end += n
         if end != prod(shape):
             raise CoverageError(f"{name}: the ranks hold {end} of {prod(shape)} elements")
         total = sum((part.fingerprint for part in parts), ZERO)

@@ -1,20 +1,34 @@
-"""Which recorded groups another bound on policy lag would have kept out of the steps, or let into them. Pure.
+"""Which recorded groups another bound on policy lag would have kept out of the steps, or let into them.
 
 A group is judged as the trainer judged it: at the version that its step started from, by the oldest version among its
 completed rollouts. What a step would have trained instead is not guessed: past the first step that differs the weights,
-and with them the rollouts, would have been others.
+and with them the rollouts, would have been others. Pure but for `read_groups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Exclusion, Group, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.trainable import completed
+
+CLIENT = "tidemill-replay"
+
+
+def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -> Mapping[Position, Group]:
+    """The groups at some positions; those that the log no longer holds are left out.
+
+    Raises TimeoutError when the log delivers nothing for `silence_s`.
+    """
+    with LogReader(kafka, client_id=CLIENT) as reader:
+        found = reader.fetch(wanted, silence_s)
+    return {position: read.record for position, read in found.items() if isinstance(read.record, Group)}
 
 
 class Moved(StrEnum):

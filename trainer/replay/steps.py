@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
@@ -24,9 +25,26 @@ from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps, way_back
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.replay.reading import NoProducer
 from tidemill.trainer.serving_view import ServingView, fingerprint_of
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
+
+
+class ReadOnlyError(RuntimeError):
+    """Something in a replay tried to write to the live log."""
+
+
+class NoProducer(RecordProducer):
+    """Stands where a producer is asked for, and refuses to write: a replay leaves the live topics alone."""
+
+    def __init__(self) -> None:
+        """Connects to nothing."""
+
+    def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
+        """Raises ReadOnlyError."""
+        raise ReadOnlyError(f"a replay does not write to {full_topic}")
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True)
