@@ -16,17 +16,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, StrEnum
+from operator import getitem
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tidemill.kernels import classes, compare, fingerprint
-from tidemill.kernels.backend_base import KernelBackend
-from tidemill.kernels.classes import Active, ClassStreams, ClassTable, Counts
-from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, flat_bits
+from tidemill.kernels.classes import Active, ClassStreams, ClassTable
+from tidemill.kernels.elements import AnyArray, Counts, ElementType, flat_row
 from tidemill.kernels.fingerprint import Fingerprint, TensorKey
 
 ENVIRONMENT = "TIDEMILL_KERNELS"
@@ -71,31 +74,23 @@ def choose(mode: BackendMode, on_gpu: bool, obstacle: Callable[[], str | None]) 
     raise KernelUnavailableError(f"{ENVIRONMENT}={mode} asks for Triton's kernels, which cannot run: {reason}")
 
 
-def mode_of(value: str | None, strict: bool = False) -> BackendMode:
-    """The mode that the environment's `value` and a caller's `strict` make. Raises ValueError for an unknown value."""
+def mode_of(value: str | None) -> BackendMode:
+    """The mode of the environment's `value`. Raises ValueError for an unknown value."""
     try:
-        mode = BackendMode(value or BackendMode.AUTO)
+        return BackendMode(value or BackendMode.AUTO)
     except ValueError as error:
         raise ValueError(f"{ENVIRONMENT} is {value!r}; it may be {', '.join(BackendMode)}") from error
-    return BackendMode.STRICT if strict and mode is BackendMode.AUTO else mode
 
 
-def backend_for(array: AnyArray, strict: bool = False) -> KernelBackend[Any]:
-    """The kernels for a numpy array or a PyTorch tensor; with `strict`, "auto" in the environment means "strict".
+def backend_for(array: AnyArray) -> KernelBackend:
+    """The kernels for a numpy array or a PyTorch tensor.
 
     Raises KernelUnavailableError where Triton is asked for and cannot run, ValueError for an unknown mode.
     """
-    mode = mode_of(os.environ.get(ENVIRONMENT), strict)
-    is_numpy = isinstance(array, np.ndarray)
-    if is_numpy and mode is not BackendMode.TRITON:
-        return CPU_BACKEND
-    on_gpu = not is_on_host(array)
-    choice = choose(mode, on_gpu, triton_obstacle)
+    choice = choose(mode_of(os.environ.get(ENVIRONMENT)), not is_on_host(array), triton_obstacle)
     if choice is BackendChoice.FALLBACK:
         _warn_of_fallback(str(array.device), "are copied to the CPU for every kernel")
-    if choice is BackendChoice.TRITON:
-        return _triton_backend(on_gpu, is_numpy)
-    return _cpu_backend_of_tensors()
+    return _triton_backend() if choice is BackendChoice.TRITON else CPU_BACKEND
 
 
 def runs_triton(tensor: AnyArray) -> bool:
@@ -115,28 +110,14 @@ def is_on_host(array: AnyArray) -> bool:
     return isinstance(array, np.ndarray) or array.device.type == HOST_DEVICE
 
 
-def flat_rows(bits: AnyArray, kind: ElementType) -> AnyArray:
-    """The patterns of an element type as one row, of the kind of array that they are.
-
-    Raises DeltaError when they are not of the type's width, or a tensor that is not contiguous.
-    """
-    if isinstance(bits, np.ndarray):
-        return flat_bits(bits, kind)
-    if bits.element_size() != kind.bits.itemsize:
-        raise DeltaError(f"a {kind.name} tensor has {kind.bits} bit patterns, got {bits.dtype}")
-    if not bits.is_contiguous():
-        raise DeltaError(f"a {kind.name} tensor of shape {tuple(bits.shape)} is not contiguous")
-    return bits.detach().view(-1)
-
-
 @functools.cache
 def triton_obstacle() -> str | None:
     """What keeps Triton from running kernels here, found by running one; None if nothing does."""
     try:
         import torch
 
-        from tidemill.kernels.triton_fingerprint import fingerprint as fingerprint_by_triton
-        from tidemill.kernels.triton_runtime import INTERPRETED
+        from tidemill.kernels.triton_rows import INTERPRETED
+        from tidemill.kernels.triton_rows import fingerprint as fingerprint_by_triton
     except ImportError as error:
         return f"it cannot be imported ({error})"
     if not INTERPRETED and not torch.cuda.is_available():
@@ -149,77 +130,159 @@ def triton_obstacle() -> str | None:
     return None if found == fingerprint.fingerprint(bits, key) else "a first kernel gave a wrong result"
 
 
-Row = npt.NDArray[Any]
+class KernelBackend(ABC):
+    """The kernels of the weight loop on one processor: on each the same input gives the same bytes.
 
+    Arrays are flat, contiguous rows of bit patterns (uN[n]: u1, u2 or u4): numpy arrays, or PyTorch tensors of any type
+    of that width. Those of one call lie on one device. Where that is not the processor's they are moved to it, and what
+    is made of them is moved back. Tables, counts and streams are small and belong to the host: they are numpy arrays
+    everywhere. Raises ValueError for arrays that do not fit each other.
+    """
 
-class CpuBackend(KernelBackend[Row]):
-    """The compiled loops: numpy arrays in, numpy arrays out, one thread, without the interpreter lock."""
+    _rows: Any
+    """Functions over rows, of the names of the methods here, for arrays where the processor works."""
+    _split: Any
+    """The split into classes, and the count of exponents, for the same arrays."""
 
-    def host(self, array: Row) -> Row:
-        return array
+    @abstractmethod
+    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
+        """Patterns or indices where the processor works; views where memory is shared."""
 
-    def beside(self, array: Row, other: Row) -> Row:
-        return array
+    @staticmethod
+    def host(array: AnyArray) -> npt.NDArray[Any]:
+        """Patterns or indices as a numpy array; the same memory where that is the CPU's, else a copy."""
+        found: npt.NDArray[Any] = array if isinstance(array, np.ndarray) else flat_row(array).cpu().numpy()
+        return found
 
-    def compare_and_compact(self, old: Row, new: Row) -> Row:
-        return compare.changed_elements(old, new)[0]
+    @staticmethod
+    def beside(array: AnyArray, other: AnyArray) -> AnyArray:
+        """Patterns or indices where `other` lies, as the kind of array that it is."""
+        if isinstance(other, np.ndarray):
+            return KernelBackend.host(array)
+        import torch
 
-    def compare_and_take(self, old: Row, new: Row) -> tuple[Row, Row, Row]:
-        return compare.changed_elements(old, new)
+        return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(other.device)
 
-    def take(self, bits: Row, indices: Row) -> Row:
-        taken: Row = bits[indices]
-        return taken
+    def compare_and_compact(self, old: AnyArray, new: AnyArray) -> AnyArray:
+        """Indices (i8[changed], ascending) of the elements that differ between `old` and `new` (uN[n] each)."""
+        with self._near(old, new) as rows:
+            return self.beside(self._rows.compare_and_compact(*rows), old)
 
-    def scatter(self, bits: Row, indices: Row, new_at: Row) -> None:
-        if indices.shape != new_at.shape or bits.dtype != new_at.dtype:
-            raise ValueError(f"{new_at.size} patterns ({new_at.dtype}) for {indices.size} elements ({bits.dtype})")
-        bits[indices] = new_at
+    def compare_and_take(self, old: AnyArray, new: AnyArray) -> tuple[AnyArray, ...]:
+        """The same indices, and the patterns of `old` and of `new` there (uN[changed] each)."""
+        with self._near(old, new) as rows:
+            return tuple(self.beside(made, old) for made in self._rows.compare_and_take(*rows))
+
+    def take(self, bits: AnyArray, indices: AnyArray) -> AnyArray:
+        """The patterns (uN[k]) of `bits` at `indices` (i8[k], each in range)."""
+        with self._near(bits, indices) as rows:
+            return self.beside(self._rows.take(*rows), bits)
+
+    def scatter(self, bits: AnyArray, indices: AnyArray, new_at: AnyArray) -> None:
+        """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k], each in range and once), in place."""
+        with self._near(bits, indices, new_at) as rows:
+            self._rows.scatter(*rows)
+            if isinstance(bits, np.ndarray):
+                np.copyto(bits, self.host(rows[0]))
+            elif isinstance(rows[0], np.ndarray) or rows[0].device != bits.device:
+                import torch
+
+                flat_row(bits).copy_(torch.as_tensor(rows[0]))
 
     def split_classes(
-        self, kind: ElementType, old: Row, old_at: Row, new_at: Row, indices: Row, table: ClassTable, active: Active
+        self,
+        kind: ElementType,
+        old: AnyArray,
+        old_at: AnyArray,
+        new_at: AnyArray,
+        indices: AnyArray,
+        table: ClassTable,
+        active: Active,
     ) -> ClassStreams:
-        return classes.split_classes(kind, old, old_at, new_at, indices, table, active)
+        """Split a block's changes into classes: see `kernels.classes.split_classes`."""
+        with self._near(old, old_at, new_at, indices) as rows:
+            streams = self._split.split_classes(kind, *rows, table, active)
+            return ClassStreams(*map(self.host, (streams.counts, streams.gaps, streams.steps)))
 
-    def count_exponents(self, kind: ElementType, bits: Row) -> Counts:
-        return compare.count_exponents(kind, bits)
+    def count_exponents(self, kind: ElementType, bits: AnyArray) -> Counts:
+        """How often each exponent occurs in `bits`: i8[exponents]."""
+        with self._near(bits) as rows:
+            return self.host(self._split.count_exponents(kind, *rows))
 
-    def fingerprint(self, bits: Row, key: TensorKey, start: int = 0) -> Fingerprint:
-        return fingerprint.fingerprint(bits, key, start)
+    def fingerprint(self, bits: AnyArray, key: TensorKey, start: int = 0) -> Fingerprint:
+        """Fingerprint of elements [start, start + n) of a tensor."""
+        with self._near(bits) as (row,):
+            made: Fingerprint = self._rows.fingerprint(row, key, start)
+            return made
 
-    def fingerprint_at(self, bits: Row, key: TensorKey, indices: Row) -> Fingerprint:
-        return fingerprint.fingerprint_at(bits, key, indices)
+    def fingerprint_at(self, bits: AnyArray, key: TensorKey, indices: AnyArray) -> Fingerprint:
+        """Fingerprint of the elements at `indices` (i8[k], in any order), whose patterns are `bits` (uN[k])."""
+        with self._near(bits, indices) as (row, places):
+            made: Fingerprint = self._rows.fingerprint_at(row, key, places)
+            return made
 
-    def fingerprint_change(self, key: TensorKey, indices: Row, old_at: Row, new_at: Row) -> Fingerprint:
-        return fingerprint.fingerprint_change(key, indices, old_at, new_at)
+    def fingerprint_change(self, key: TensorKey, indices: AnyArray, old_at: AnyArray, new_at: AnyArray) -> Fingerprint:
+        """F(new) - F(old) when the elements at `indices` (i8[k]) go from `old_at` to `new_at` (uN[k] each)."""
+        with self._near(indices, old_at, new_at) as rows:
+            made: Fingerprint = self._rows.fingerprint_change(key, *rows)
+            return made
+
+
+class CpuBackend(KernelBackend):
+    """The compiled loops: one thread, without the interpreter lock."""
+
+    _rows = SimpleNamespace(
+        compare_and_compact=lambda old, new: compare.changed_elements(old, new)[0],
+        compare_and_take=compare.changed_elements,
+        take=getitem,
+        scatter=compare.scatter,
+        fingerprint=fingerprint.fingerprint,
+        fingerprint_at=fingerprint.fingerprint_at,
+        fingerprint_change=fingerprint.fingerprint_change,
+    )
+    _split = SimpleNamespace(split_classes=classes.split_classes, count_exponents=compare.count_exponents)
+
+    def _near(self, *arrays: AnyArray) -> AbstractContextManager[list[Any]]:
+        return nullcontext([self.host(array) for array in arrays])
 
 
 CPU_BACKEND = CpuBackend()
 
 
+class TritonBackend(KernelBackend):
+    """Triton: on a GPU's tensors, or on the CPU's in Triton's interpreter."""
+
+    def __init__(self) -> None:
+        from tidemill.kernels import triton_rows, triton_split
+
+        self._rows, self._split = triton_rows, triton_split
+
+    @contextmanager
+    def _near(self, *arrays: AnyArray) -> Iterator[list[Any]]:
+        """The arrays as tensors on a GPU, which is the current one meanwhile: there Triton launches."""
+        import torch
+
+        moved = []
+        for array in arrays:
+            if isinstance(array, np.ndarray):
+                row = torch.from_numpy(array if array.flags.writeable else array.copy()).to(_triton_device())
+            else:
+                row = flat_row(array)
+                row = row.to(_triton_device()) if is_on_host(row) else row
+            moved.append(row)
+        with torch.cuda.device(moved[0].device) if moved[0].is_cuda else nullcontext():
+            yield moved
+
+
 def _triton_device() -> str:
-    from tidemill.kernels.triton_runtime import INTERPRETED
+    from tidemill.kernels.triton_rows import INTERPRETED
 
     return HOST_DEVICE if INTERPRETED else "cuda"
 
 
 @functools.cache
-def _triton_backend(on_gpu: bool, is_numpy: bool) -> KernelBackend[Any]:
-    from tidemill.kernels.backend_moving import ArrayAsTensor, TensorToDevice
-    from tidemill.kernels.backend_triton import TritonBackend
-
-    if is_numpy:
-        return ArrayAsTensor(TritonBackend(), _triton_device())
-    if not on_gpu and _triton_device() != HOST_DEVICE:
-        return TensorToDevice(TritonBackend(), _triton_device())
+def _triton_backend() -> KernelBackend:
     return TritonBackend()
-
-
-@functools.cache
-def _cpu_backend_of_tensors() -> KernelBackend[Any]:
-    from tidemill.kernels.backend_moving import TensorAsArray
-
-    return TensorAsArray(CPU_BACKEND)
 
 
 @functools.cache

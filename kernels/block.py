@@ -24,14 +24,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import blake3
 import xxhash
 
-from tidemill.kernels.coder import BLOCK_ELEMENTS, DigestChoice
-from tidemill.kernels.elements import BY_CODE, DeltaError, ElementType
+from tidemill.kernels.elements import BY_CODE, ElementType
 from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.wire import WireReader, compress, decompress, varint
+from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
+
+CoderChoice = Literal["auto", "rans", "pcodec", "zstd"]
+DigestChoice = Literal["xxh3", "blake3"]
+
+BLOCK_ELEMENTS = 1 << 24
+"""Elements of the largest block; memory on both sides is bounded by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSettings:
+    """How blocks are cut, coded and sealed. A block says of itself how it was made: nothing here is needed to decode.
+
+    Raises DeltaError for a block size that no decoder takes.
+    """
+
+    block_elements: int = BLOCK_ELEMENTS
+    """Largest number of elements of a block, 1 to `BLOCK_ELEMENTS`."""
+    coder: CoderChoice = "auto"
+    """Entropy coder of sparse blocks; "auto" takes the smallest."""
+    digest: DigestChoice = "xxh3"
+    """Digest over a block's bytes: xxh3-128 finds damage; blake3 also withstands malice."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.block_elements <= BLOCK_ELEMENTS:
+            raise DeltaError(f"blocks have 1 to {BLOCK_ELEMENTS} elements, not {self.block_elements}")
+
 
 NAME_LIMIT = 1024
 """Longest name, in bytes."""
@@ -47,12 +73,6 @@ class BlockPart:
     tensor_elements: int
     start: int
     n: int
-
-
-def check_name(name: str) -> None:
-    """Raises DeltaError for a tensor's name that no block can carry."""
-    if not 0 < len(name.encode()) <= NAME_LIMIT:
-        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
 
 
 def read_name(data: memoryview) -> str:
@@ -205,7 +225,20 @@ def read_header(data: memoryview) -> BlockHeader:
         data[: len(MAGIC)] == SEVERAL_MAGIC, encoding, BY_CODE[code], name_length, total, start, elements, changed,
         length, base, target, DIGESTS[digest_code], bytes(data[size - DIGEST_SIZE : size]),
     )  # fmt: skip
-    _check_bounds(header)
+    if not 0 < elements <= BLOCK_ELEMENTS or total > TENSOR_LIMIT:
+        raise DeltaError(f"a block of {elements} elements in a tensor of {total}")
+    if start + elements > total:
+        raise DeltaError(f"a block at {start} + {elements} leaves its tensor of {total}")
+    if not 0 < changed <= elements:
+        raise DeltaError(f"{changed} changed elements in a block of {elements}")
+    if header.several and elements != total:
+        raise DeltaError(f"a block of several tensors has {elements} of their {total} elements")
+    if not 0 < name_length <= (DIRECTORY_LIMIT if header.several else NAME_LIMIT):
+        raise DeltaError(f"a tensor name or directory of {name_length} bytes")
+    unpacked = elements * header.kind.bits.itemsize
+    # No encoding makes more of a block.
+    if length > unpacked + unpacked // 128 + 512:
+        raise DeltaError(f"a payload of {length} bytes for {elements} elements")
     return header
 
 
@@ -226,23 +259,6 @@ def read_body(header: BlockHeader, fields: memoryview, body: memoryview) -> Enco
     return EncodedBlock(
         parts, header.kind.name, header.elements, header.changed, header.base, header.target, header.encoding, payload
     )
-
-
-def _check_bounds(header: BlockHeader) -> None:
-    if not 0 < header.elements <= BLOCK_ELEMENTS or header.tensor_elements > TENSOR_LIMIT:
-        raise DeltaError(f"a block of {header.elements} elements in a tensor of {header.tensor_elements}")
-    if header.start + header.elements > header.tensor_elements:
-        raise DeltaError(f"a block at {header.start} + {header.elements} leaves its tensor of {header.tensor_elements}")
-    if not 0 < header.changed <= header.elements:
-        raise DeltaError(f"{header.changed} changed elements in a block of {header.elements}")
-    if header.several and header.elements != header.tensor_elements:
-        raise DeltaError(f"a block of several tensors has {header.elements} of their {header.tensor_elements} elements")
-    if not 0 < header.name_length <= (DIRECTORY_LIMIT if header.several else NAME_LIMIT):
-        raise DeltaError(f"a tensor name or directory of {header.name_length} bytes")
-    unpacked = header.elements * header.kind.bits.itemsize
-    # No encoding makes more of a block.
-    if header.payload_length > unpacked + unpacked // 128 + 512:
-        raise DeltaError(f"a payload of {header.payload_length} bytes for {header.elements} elements")
 
 
 def _digest(kind: DigestChoice, *parts: bytes | memoryview) -> bytes:

@@ -19,14 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from tidemill.kernels.compare import changed_elements, count_exponents
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError, Values, element_type, flat_bits, fold_steps
+from tidemill.kernels.elements import Counts, Values, element_type, flat_bits, fold_steps
 from tidemill.kernels.fingerprint import Bits
-
-Counts = npt.NDArray[np.int64]
+from tidemill.kernels.wire import DeltaError
 
 EXACT_WIDTH = 16
 """Every step of patterns up to so many bits is told apart."""
@@ -72,7 +70,9 @@ class DeltaCounts:
         self._leading = width - 1 if width <= EXACT_WIDTH else LEADING_BITS
         classes = self.kind.exponents
         self._elements = np.zeros(classes, np.int64)
-        self._steps = np.zeros((classes, _symbols(width, self._leading)), np.int64)
+        # As many kinds of steps are told apart.
+        kinds = 2 * (((width - 1 - self._leading) << (self._leading - 1)) + (1 << self._leading))
+        self._steps = np.zeros((classes, kinds), np.int64)
         self._used = np.zeros(classes, np.int64)
         """How far each row of `_steps` is in use."""
 
@@ -97,14 +97,12 @@ class DeltaCounts:
             self._steps[row, : other._used[row]] += other._steps[row, : other._used[row]]
 
     def clear(self) -> None:
-        """Forget everything, and keep the memory."""
         for row in np.flatnonzero(self._used):
             self._steps[row, : self._used[row]] = 0
         self._elements[:] = 0
         self._used[:] = 0
 
     def bounds(self) -> DeltaBounds:
-        """The bounds of all that was counted."""
         n_all, n_changed, by_class = int(self._elements.sum()), 0, 0.0
         pooled = np.zeros(int(self._used.max()), np.int64)
         for row in np.flatnonzero(self._elements):
@@ -118,7 +116,9 @@ class DeltaCounts:
     def _cost(self, elements: int, changed: int, steps: Counts) -> float:
         """Bits of which elements changed and by what, all drawn from one distribution."""
         where = _choice_bits(np.array([changed, elements - changed]))
-        return where + _choice_bits(steps) + _uncounted_bits(steps, self._leading)
+        # Bits of the steps below their leading ones.
+        below = np.maximum((np.arange(steps.size) >> self._leading) - 1, 0)
+        return where + _choice_bits(steps) + float(np.dot(below, steps))
 
 
 class ModelBounds:
@@ -155,17 +155,6 @@ def _choice_bits(counts: Counts) -> float:
     """n H: bits to say which of some kinds each of n things is, when `counts` of each kind occur."""
     seen = counts[counts > 0].astype(np.float64)
     return float(seen.sum() * np.log2(seen.sum()) - np.sum(seen * np.log2(seen))) if seen.size else 0.0
-
-
-def _symbols(width: int, leading: int) -> int:
-    """How many kinds of steps are told apart."""
-    return 2 * (((width - 1 - leading) << (leading - 1)) + (1 << leading))
-
-
-def _uncounted_bits(steps: Counts, leading: int) -> float:
-    """Bits of the steps below their leading ones."""
-    below = np.maximum((np.arange(steps.size) >> leading) - 1, 0)
-    return float(np.dot(below, steps))
 
 
 @compiled

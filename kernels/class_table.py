@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.classes import MAX_CLASSES, SEGMENT, Active, ClassTable, Counts, all_active, segments
+from tidemill.kernels.classes import MAX_CLASSES, SEGMENT, Active, ClassTable, all_active, segments
 from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError
+from tidemill.kernels.elements import Counts
 from tidemill.kernels.fingerprint import Indices
-from tidemill.kernels.information import BIT, choice_cost, log2
-from tidemill.kernels.wire import WireReader, compress, decompress, varint
+from tidemill.kernels.models import BIT, choice_cost, log2
+from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
 
 ALL, BITS, FRAME = 0, 1, 2
 FIXED_COST = 300 * BIT

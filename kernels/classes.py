@@ -26,10 +26,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import DeltaError, ElementType, Form, Values, folded, form_of, moved
+from tidemill.kernels.compiled import WORD, compiled, count_ones, extract_field, nth_one, within
+from tidemill.kernels.elements import Counts, ElementType, Form, Values, folded, form_of, moved
 from tidemill.kernels.fingerprint import Bits, Indices
-from tidemill.kernels.vectors import WORD, count_ones, extract_field, nth_one, within
+from tidemill.kernels.wire import DeltaError
 
 SEGMENT = 256
 """Elements that are active, or not, together."""
@@ -121,9 +121,7 @@ ClassTable = npt.NDArray[np.uint8]
 Active = npt.NDArray[np.uint8]
 """u1[segments]: 1 where a segment may hold changes, else 0."""
 
-Counts = npt.NDArray[np.int64]
 MAX_CLASSES = 32
-ZERO, ONE = np.uint64(0), np.uint64(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

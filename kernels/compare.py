@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.kernels.classes import SEGMENT, Active, Counts
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import ElementType, Form, form_of
+from tidemill.kernels.classes import SEGMENT, Active
+from tidemill.kernels.compiled import WORD, compiled, differing, lowest_one
+from tidemill.kernels.elements import Counts, ElementType, Form, form_of
 from tidemill.kernels.fingerprint import Bits, Indices
-from tidemill.kernels.vectors import WORD, differing, lowest_one
 
 TILE = 1 << 16
 """Elements compared between two looks at the room that is left for differences."""
@@ -42,6 +41,13 @@ def changed_elements(old: Bits, new: Bits) -> tuple[Indices, Bits, Bits]:
         tile = slice(first, first + TILE)
         found += _compact(old[tile], new[tile], first, indices[found:], old_at[found:], new_at[found:])
     return indices[:found], old_at[:found], new_at[:found]
+
+
+def scatter(bits: Bits, indices: Indices, new_at: Bits) -> None:
+    """Write `new_at` (uN[k]) into `bits` at `indices` (i8[k]). Raises ValueError for differing sizes or widths."""
+    if indices.shape != new_at.shape or bits.dtype != new_at.dtype:
+        raise ValueError(f"{new_at.size} patterns ({new_at.dtype}) for {indices.size} elements ({bits.dtype})")
+    bits[indices] = new_at
 
 
 def _rows(room: int, like: Bits) -> tuple[Indices, Bits, Bits]:

@@ -5,6 +5,10 @@ are taken one after the other and blocks one by one: beyond the tensors that it 
 files, the comparison holds a few blocks, small tensors that wait for a block together among them. Speeds are bytes of
 dense weights for each second of processor time of this process; the first, compiling run of each element type is not
 counted.
+
+The formats that others ship weight deltas in are yardsticks for ours. Each turns a tensor's old and new patterns into
+bytes, and the bytes and the old patterns into the new ones, bit for bit. They are measured, never sent: what they
+decode is what they encoded a moment before, and they do not check it.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
+import zstandard
 
 from tidemill.kernels.bounds import NOTHING, DeltaBounds, ModelBounds
 from tidemill.kernels.delta import (
     CodecSettings,
-    DeltaEncoder,
-    Encoded,
     StreamWriter,
     TensorChange,
     apply_change,
@@ -28,8 +33,125 @@ from tidemill.kernels.delta import (
     resolve_all,
 )
 from tidemill.kernels.elements import element_type, flat_bits
-from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.formats import FORMATS, Format
+from tidemill.kernels.encoder import DeltaEncoder, Encoded
+from tidemill.kernels.fingerprint import Bits, Indices
+
+ZSTD_LEVEL = 1
+INDEX = np.dtype("<i4")
+COUNT = np.dtype("<u4")
+ESCAPE = 0xFFFF
+"""A two-byte gap that says: so many unchanged elements, and no changed one after them."""
+
+
+class Format(Protocol):
+    """A way to write what changed between two tensors of at most 2**31 elements."""
+
+    name: ClassVar[str]
+
+    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
+        """The change from `old_bits` to `new_bits` (uN[n] each) as bytes."""
+
+    def decode(self, data: bytes, old_bits: Bits) -> Bits:
+        """The new patterns (uN[n]) from what `encode` made and the old ones, which are left alone."""
+
+
+class DenseXor(Format):
+    """Old XOR new of every element, changed or not, compressed."""
+
+    name = "xor+zstd-1"
+
+    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
+        return _compress((old_bits ^ new_bits).tobytes())
+
+    def decode(self, data: bytes, old_bits: Bits) -> Bits:
+        return old_bits ^ np.frombuffer(_decompress(data), old_bits.dtype)
+
+
+class RawIndices(Format):
+    """Four bytes of index and the new pattern for each changed element, as they are."""
+
+    name = "int32+value"
+
+    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
+        indices = np.flatnonzero(old_bits != new_bits)
+        return indices.astype(INDEX).tobytes() + new_bits[indices].tobytes()
+
+    def decode(self, data: bytes, old_bits: Bits) -> Bits:
+        count = len(data) // (INDEX.itemsize + old_bits.itemsize)
+        indices, values = np.frombuffer(data, INDEX, count), data[count * INDEX.itemsize :]
+        new_bits = old_bits.copy()
+        new_bits[indices] = np.frombuffer(values, old_bits.dtype)
+        return new_bits
+
+
+class GapValue(Format):
+    """The number of unchanged elements before each changed one in two bytes with an escape, and the new pattern."""
+
+    name = "u16-gap+value+zstd-1"
+
+    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
+        indices = np.flatnonzero(old_bits != new_bits)
+        # Two-byte gaps; one that does not fit follows escapes that hold the rest.
+        counts = _gaps(indices)
+        escapes = counts // ESCAPE
+        gaps = np.full(counts.size + int(escapes.sum()), ESCAPE, "<u2")
+        gaps[np.cumsum(escapes + 1) - 1] = counts % ESCAPE
+        return _compress(_counted(gaps) + gaps.tobytes() + new_bits[indices].tobytes())
+
+    def decode(self, data: bytes, old_bits: Bits) -> Bits:
+        gaps, values = _split(_decompress(data), np.dtype("<u2"))
+        ends = gaps != ESCAPE
+        indices = np.cumsum(gaps.astype(np.int64) + ends)[ends] - 1
+        new_bits = old_bits.copy()
+        new_bits[indices] = np.frombuffer(values, old_bits.dtype)
+        return new_bits
+
+
+class GapXor(Format):
+    """The number of unchanged elements before each changed one in two or four bytes, and old XOR new."""
+
+    name = "gap+xor+zstd-1"
+
+    def encode(self, old_bits: Bits, new_bits: Bits) -> bytes:
+        indices = np.flatnonzero(old_bits != new_bits)
+        gaps = _gaps(indices)
+        wide = bool(gaps.size and gaps.max() > ESCAPE)
+        packed = gaps.astype("<u4" if wide else "<u2")
+        changes = old_bits[indices] ^ new_bits[indices]
+        return bytes([wide]) + _compress(_counted(packed) + packed.tobytes() + changes.tobytes())
+
+    def decode(self, data: bytes, old_bits: Bits) -> Bits:
+        gaps, changes = _split(_decompress(data[1:]), np.dtype("<u4" if data[0] else "<u2"))
+        new_bits = old_bits.copy()
+        new_bits[np.cumsum(gaps.astype(np.int64) + 1) - 1] ^= np.frombuffer(changes, old_bits.dtype)
+        return new_bits
+
+
+FORMATS: tuple[Format, ...] = (DenseXor(), RawIndices(), GapValue(), GapXor())
+
+
+def _gaps(indices: Indices) -> Indices:
+    return np.diff(indices, prepend=-1) - 1
+
+
+def _counted(values: npt.NDArray[Any]) -> bytes:
+    return np.array(values.size, COUNT).tobytes()
+
+
+def _split(data: bytes, layout: np.dtype[Any]) -> tuple[npt.NDArray[Any], bytes]:
+    """The integers that a count announces, and the bytes after them."""
+    count = int(np.frombuffer(data, COUNT, 1)[0])
+    end = COUNT.itemsize + count * layout.itemsize
+    return np.frombuffer(data[COUNT.itemsize : end], layout), data[end:]
+
+
+def _compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data)
+
+
+def _decompress(data: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(data)
+
 
 WARM_UP_ELEMENTS = 1 << 16
 WARM_UP_STRIDE = 97
@@ -118,8 +240,6 @@ class _Clock:
 
 
 class _Comparison:
-    """Observes tensors one by one."""
-
     def __init__(self, settings: CodecSettings, formats: Iterable[Format]) -> None:
         self._settings = settings
         self._encoder = DeltaEncoder(settings)
@@ -133,7 +253,6 @@ class _Comparison:
         self._tensors, self._equal = 0, True
 
     def observe(self, change: TensorChange) -> None:
-        """Measure one tensor."""
         if change.dtype not in self._wire:
             self._wire[change.dtype] = 0
             _warm_up(change, self._settings)
@@ -152,7 +271,6 @@ class _Comparison:
         self._bounds.end_tensor()
 
     def report(self) -> DeltaReport:
-        """What was measured; to be called once."""
         self._take_all(self._encoder.finish())
         self._close(set(self._open))
         whole, apart = self._bounds.whole(), self._bounds.by_tensor()
@@ -173,32 +291,29 @@ class _Comparison:
         )
 
     def _take_all(self, blocks: Iterator[Encoded]) -> None:
-        """Apply blocks, with the time that each takes to make."""
+        """Apply blocks, each to a copy of what it covers, and compare; with the time that each takes to make."""
         while True:
             with self._encode:
-                block = next(blocks, None)
-            if block is None:
+                encoded = next(blocks, None)
+            if encoded is None:
                 return
-            self._take(self._writer.block(block.data))
-
-    def _take(self, data: bytes) -> None:
-        """Apply a block to a copy of what it covers, and compare."""
-        with self._apply:
-            (block,) = decode_blocks(data)
-        self._wire[block.dtype] += len(data)
-        held = {part.name: self._open[part.name].old[part.start : part.start + part.n].copy() for part in block.parts}
-        first = block.parts[0]
-        with self._apply:
-            if len(block.parts) > 1:
-                changes = resolve_all(block, held)
-            else:
-                resolved = resolve(block, held[first.name], offset=first.start)
-                changes = () if resolved is None else (resolved,)
-            for change in changes:
-                apply_change(change, held[change.name], offset=change.start)
-        for part in block.parts:
-            self._apply.n_bytes += held[part.name].nbytes
-            self._equal &= self._open[part.name].goes_on(part.start, held[part.name])
+            data = self._writer.block(encoded.data)
+            with self._apply:
+                (block,) = decode_blocks(data)
+            self._wire[block.dtype] += len(data)
+            held = {p.name: self._open[p.name].old[p.start : p.start + p.n].copy() for p in block.parts}
+            first = block.parts[0]
+            with self._apply:
+                if len(block.parts) > 1:
+                    changes = resolve_all(block, held)
+                else:
+                    resolved = resolve(block, held[first.name], offset=first.start)
+                    changes = () if resolved is None else (resolved,)
+                for change in changes:
+                    apply_change(change, held[change.name], offset=change.start)
+            for part in block.parts:
+                self._apply.n_bytes += held[part.name].nbytes
+                self._equal &= self._open[part.name].goes_on(part.start, held[part.name])
 
     def _close(self, names: Iterable[str]) -> None:
         """Nothing more is applied to these tensors: what is left of them has not changed."""
@@ -223,15 +338,12 @@ class _Open:
 
 
 class _FormatMeter:
-    """Adds up what one format takes."""
-
     def __init__(self, other: Format) -> None:
         self._format = other
         self._encode, self._decode = _Clock(), _Clock()
         self._wire, self._equal = 0, True
 
     def observe(self, old: Bits, new: Bits) -> None:
-        """Encode and decode a part of a tensor."""
         with self._encode:
             data = self._format.encode(old, new)
         with self._decode:
@@ -242,7 +354,6 @@ class _FormatMeter:
         self._equal &= np.array_equal(made, new)
 
     def report(self, ours: DeltaSize) -> FormatReport:
-        """What was measured, beside our size."""
         return FormatReport(
             self._format.name,
             self._wire,

@@ -25,8 +25,8 @@ from tidemill.kernels.block import (
     read_body,
     read_header,
 )
-from tidemill.kernels.elements import DeltaError
 from tidemill.kernels.fingerprint import ZERO
+from tidemill.kernels.wire import DeltaError
 
 STREAM_MAGIC = b"TMs\x01"
 TRAILER_MAGIC = b"TMe\x01"
@@ -48,7 +48,6 @@ class StreamWriter:
         """Fingerprint of the change that the blocks so far make."""
 
     def header(self) -> bytes:
-        """The first bytes of the stream."""
         return self._edge + xxhash.xxh3_128_digest(self._edge)
 
     def block(self, data: bytes) -> bytes:
@@ -61,7 +60,6 @@ class StreamWriter:
         return data
 
     def trailer(self) -> bytes:
-        """The last bytes of the stream."""
         return _trailer(self.blocks, self.changed, self._digests)
 
 
@@ -132,7 +130,6 @@ class _Source:
         return taken
 
     def at_end(self) -> bool:
-        """Whether nothing is left."""
         return not self.peek(1)
 
     def _fill(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""Weight deltas: from old and new bit patterns to bytes, and from bytes back onto weights, or not at all.
+"""Weight deltas, the reading side: from bytes onto weights, or not at all.
 
-The whole codec in five calls: `encode_delta`, `decode_delta`, `resolve` or `resolve_all`, `apply_change`. What they
-keep true:
+`decode_delta`, `resolve` or `resolve_all`, `apply_change`: with the writing side (`kernels.encoder`) the whole codec.
+What they keep true:
 
 - lossless: after the apply the target holds the new patterns, bit for bit, for any patterns;
 - a block is applied to the very weights it was made from, or skipped where it is already in, or refused;
@@ -16,24 +16,21 @@ from itertools import pairwise
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for, flat_rows
-from tidemill.kernels.block import BlockPart, EncodedBlock
-from tidemill.kernels.coder import BLOCK_ELEMENTS, CodecSettings
+from tidemill.kernels.backend import backend_for
+from tidemill.kernels.block import BLOCK_ELEMENTS, BlockPart, CodecSettings, EncodedBlock
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.container import StreamWriter, decode_blocks, decode_delta
-from tidemill.kernels.elements import AnyArray, DeltaError, TensorChange, element_type
-from tidemill.kernels.encoder import DeltaEncoder, Encoded, encode_delta, encode_tensor
+from tidemill.kernels.elements import AnyArray, TensorChange, element_type, flat_bits
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, Indices, TensorKey, fingerprint_change
 from tidemill.kernels.payload import ElementChanges, unpack
+from tidemill.kernels.wire import DeltaError
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "BlockChange",
     "BlockPart",
     "CodecSettings",
-    "DeltaEncoder",
     "DeltaError",
-    "Encoded",
     "EncodedBlock",
     "FingerprintMismatch",
     "StreamWriter",
@@ -41,8 +38,6 @@ __all__ = [
     "apply_change",
     "decode_blocks",
     "decode_delta",
-    "encode_delta",
-    "encode_tensor",
     "resolve",
     "resolve_all",
 ]
@@ -85,7 +80,7 @@ def resolve(block: EncodedBlock, bits: AnyArray, offset: int | None = None) -> B
     """
     if len(block.parts) != 1:
         raise DeltaError(f"a block covers {len(block.parts)} tensors where one was asked about")
-    found = _resolve(block, [_local(block.parts[0], flat_rows(bits, element_type(block.dtype)), offset)])
+    found = _resolve(block, [_local(block.parts[0], flat_bits(bits, element_type(block.dtype)), offset)])
     return found[0] if found else None
 
 
@@ -98,7 +93,7 @@ def resolve_all(block: EncodedBlock, tensors: Mapping[str, AnyArray]) -> tuple[B
     for part in block.parts:
         if part.name not in tensors:
             raise DeltaError(f"the delta changes {part.name}, which is no tensor here")
-        rows.append(_local(part, flat_rows(tensors[part.name], kind), None))
+        rows.append(_local(part, flat_bits(tensors[part.name], kind), None))
     return _resolve(block, rows)
 
 
@@ -109,7 +104,7 @@ def apply_change(change: BlockChange, bits: AnyArray, offset: int = 0) -> None:
     """
     if isinstance(bits, np.ndarray) and not bits.flags.c_contiguous:
         raise DeltaError(f"{change.name}: a delta is written into contiguous memory only")
-    flat = flat_rows(bits, element_type(change.dtype))
+    flat = flat_bits(bits, element_type(change.dtype))
     if not offset <= change.start <= offset + len(flat) - change.n:
         raise DeltaError(f"{change.name}: {len(flat)} elements at {offset} do not hold {change.n} at {change.start}")
     kernels = backend_for(flat)
@@ -127,7 +122,14 @@ def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ..
         return ()
     if before != block.base:
         raise FingerprintMismatch(_mismatch(block, f"hold {before.hex()}, the delta was made from {block.base.hex()}"))
-    changes = _unpacked(block, [kernels.host(row) for row in rows])
+    kind, hosted = element_type(block.dtype), [kernels.host(row) for row in rows]
+    first, old = (block.parts[0].start, hosted[0]) if len(rows) == 1 else (0, np.concatenate(hosted))
+    changes = [unpack(block.encoding, block.payload, kind, old, block.changed, first)]
+    if len(rows) > 1:
+        begins, cuts = np.cumsum([0, *(part.n for part in block.parts)]), np.zeros(len(rows) + 1, np.int64)
+        ordered = ElementChanges(*map(np.empty_like, changes[0]))
+        _split(*changes[0], begins, *ordered, cuts)
+        changes = [ElementChanges(*(side[a:b] for side in ordered)) for a, b in pairwise(cuts.tolist())]
     made = [fingerprint_change(key, *change) for key, change in zip(keys, changes, strict=True)]
     after = sum(made, start=before)
     if after != block.target:
@@ -137,18 +139,6 @@ def _resolve(block: EncodedBlock, rows: list[AnyArray]) -> tuple[BlockChange, ..
         for part, change, base, added in zip(block.parts, changes, held, made, strict=True)
         if change.indices.size
     )
-
-
-def _unpacked(block: EncodedBlock, rows: list[Bits]) -> list[ElementChanges]:
-    """What a block changes in each of its parts, by indices in the tensor. Raises DeltaError."""
-    kind = element_type(block.dtype)
-    if len(rows) == 1:
-        return [unpack(block.encoding, block.payload, kind, rows[0], block.changed, block.parts[0].start)]
-    together = unpack(block.encoding, block.payload, kind, np.concatenate(rows), block.changed, 0)
-    begins = np.cumsum([0, *(part.n for part in block.parts)])
-    split, cuts = ElementChanges(*map(np.empty_like, together)), np.zeros(len(rows) + 1, np.int64)
-    _split(*together, begins, *split, cuts)
-    return [ElementChanges(*(side[a:b] for side in split)) for a, b in pairwise(cuts.tolist())]
 
 
 @compiled

@@ -21,13 +21,10 @@ import numpy.typing as npt
 
 from tidemill.kernels.compiled import compiled
 from tidemill.kernels.fingerprint import Bits
+from tidemill.kernels.wire import DeltaError
 
 AnyArray = Any
 """A numpy array or a PyTorch tensor; what a backend gives back is of the same kind, on the same device."""
-
-
-class DeltaError(ValueError):
-    """Bytes that are not a delta, or not one for these weights; the message says why. Nothing was written."""
 
 
 class Order(IntEnum):
@@ -101,14 +98,39 @@ def element_type(dtype: str) -> ElementType:
     return BY_NAME[dtype]
 
 
-def flat_bits(bits: Bits, kind: ElementType) -> Bits:
-    """The patterns as one contiguous row, in C order. Raises DeltaError when they are not of the type's width."""
-    if bits.dtype != kind.bits:
-        raise DeltaError(f"a {kind.name} tensor is given as {kind.bits} bit patterns, got {bits.dtype}")
-    return np.ascontiguousarray(bits).reshape(-1)
+def flat_bits(bits: AnyArray, kind: ElementType) -> AnyArray:
+    """The patterns of an element type as one row, in C order, of the kind of array that they are.
+
+    Raises DeltaError when they are not of the type's width, or a tensor that is not contiguous.
+    """
+    if isinstance(bits, np.ndarray):
+        if bits.dtype != kind.bits:
+            raise DeltaError(f"a {kind.name} tensor is given as {kind.bits} bit patterns, got {bits.dtype}")
+        return np.ascontiguousarray(bits).reshape(-1)
+    if bits.element_size() != kind.bits.itemsize:
+        raise DeltaError(f"a {kind.name} tensor has {kind.bits} bit patterns, got {bits.dtype}")
+    if not bits.is_contiguous():
+        raise DeltaError(f"a {kind.name} tensor of shape {tuple(bits.shape)} is not contiguous")
+    return bits.detach().view(-1)
+
+
+def flat_row(tensor: AnyArray) -> AnyArray:
+    """The elements of a PyTorch tensor as one row of u1, u2, u4 (patterns) or i8 (indices), sharing its memory.
+
+    Raises ValueError when the tensor is not contiguous, TypeError for elements of another size.
+    """
+    import torch
+
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous: its patterns are no single row")
+    row_types = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}
+    if tensor.element_size() not in row_types:
+        raise TypeError(f"elements have 1, 2, 4 or 8 bytes, those of {tensor.dtype} {tensor.element_size()}")
+    return tensor.detach().view(-1).view(row_types[tensor.element_size()])
 
 
 Values = npt.NDArray[np.uint32]
+Counts = npt.NDArray[np.int64]
 Form = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
 """Of an element type: where the exponent begins; its mask; where the sign lies; all bits; the bits in which the place
 of a pattern with sign 0 differs from it; those in which the flips of both signs differ."""

@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for, flat_rows, is_on_host
+from tidemill.kernels.backend import backend_for, is_on_host
 from tidemill.kernels.block import (
     DIRECTORY_LIMIT,
+    NAME_LIMIT,
     BlockHeader,
     BlockPart,
-    check_name,
+    CodecSettings,
     directory_entry_limit,
     write_block,
     write_directory,
 )
-from tidemill.kernels.coder import CodecSettings
-from tidemill.kernels.container import StreamWriter
-from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, TensorChange, element_type
+from tidemill.kernels.elements import AnyArray, ElementType, element_type, flat_bits
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey
 from tidemill.kernels.payload import ElementChanges, pack
+from tidemill.kernels.wire import DeltaError
 
 DEFAULTS = CodecSettings()
 SHARED_SHARE = 4
@@ -88,7 +88,15 @@ class DeltaEncoder:
         start: int = 0,
         total: int | None = None,
     ) -> Iterator[Encoded]:
-        """The blocks that a tensor's change completes; arguments and errors as of `encode_tensor`."""
+        """The blocks that a tensor's change completes, in ascending order; unchanged ones are left out.
+
+        With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that
+        begins at flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the
+        tensor's first element, for every part. PyTorch tensors on a GPU are compared and split there, as
+        `kernels.backend` says.
+
+        Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
+        """
         rows = _checked(name, dtype, old_bits, new_bits, start, total)
         share = SMALL_SHARE if is_on_host(old_bits) else SMALL_SHARE_ON_GPU
         if not (rows.part.n == rows.part.tensor_elements <= self._settings.block_elements // share):
@@ -130,12 +138,10 @@ class _SmallTensors:
         self._directory = 0
 
     def has_room(self, part: BlockPart) -> bool:
-        """Whether one more tensor fits."""
         fits = self._directory + directory_entry_limit(part) <= DIRECTORY_LIMIT
         return fits and self._elements + part.n <= self._old.size
 
     def take(self, difference: _Difference, old: AnyArray) -> None:
-        """Add a tensor for which there is room."""
         part, (indices, old_at, new_at) = difference.part, map(_hosted, difference.changes)
         changes = ElementChanges(indices + self._elements, old_at.copy(), new_at.copy())
         self._old[self._elements : self._elements + part.n] = _hosted(old)
@@ -152,49 +158,14 @@ class _SmallTensors:
         return block
 
 
-def encode_tensor(
-    name: str,
-    dtype: str,
-    old_bits: AnyArray,
-    new_bits: AnyArray,
-    *,
-    start: int = 0,
-    total: int | None = None,
-    settings: CodecSettings = DEFAULTS,
-) -> Iterator[bytes]:
-    """Encode the difference of two tensors as blocks, in ascending order; unchanged blocks are left out.
-
-    With `start` and `total` the arrays (uN, of equal shape) are the part of a tensor of `total` elements that begins at
-    flat element `start`: one rank's shard. Blocks are cut at multiples of the block size counted from the tensor's
-    first element, for every part. PyTorch tensors on a GPU are compared and split there, as `kernels.backend` says.
-
-    Raises DeltaError when the tensors do not have the element type's width or one shape, or leave the tensor.
-    """
-    for block in _blocks(_checked(name, dtype, old_bits, new_bits, start, total), settings):
-        yield block.data
-
-
-def encode_delta(
-    version: int, parent: int, tensors: Iterable[TensorChange], settings: CodecSettings = DEFAULTS
-) -> Iterator[bytes]:
-    """Encode the step from `parent` to `version` as a stream of bytes, one block at a time.
-
-    Raises DeltaError like `encode_tensor`.
-    """
-    writer = StreamWriter(version, parent)
-    yield writer.header()
-    for block in DeltaEncoder(settings).encode(tensors):
-        yield writer.block(block.data)
-    yield writer.trailer()
-
-
 def _checked(name: str, dtype: str, old_bits: AnyArray, new_bits: AnyArray, start: int, total: int | None) -> _Rows:
     """The run that a change covers. Raises DeltaError."""
     kind = element_type(dtype)
     if old_bits.shape != new_bits.shape:
         raise DeltaError(f"{name}: shape {old_bits.shape} became {new_bits.shape}; a delta keeps shapes, use an anchor")
-    check_name(name)
-    old, new = flat_rows(old_bits, kind), flat_rows(new_bits, kind)
+    if not 0 < len(name.encode()) <= NAME_LIMIT:
+        raise DeltaError(f"a tensor's name has 1 to {NAME_LIMIT} bytes: {name[:80]!r}")
+    old, new = flat_bits(old_bits, kind), flat_bits(new_bits, kind)
     total = start + len(old) if total is None else total
     if start < 0 or start + len(old) > total:
         raise DeltaError(f"{name}: {len(old)} elements at {start} leave their tensor of {total}")
@@ -202,23 +173,15 @@ def _checked(name: str, dtype: str, old_bits: AnyArray, new_bits: AnyArray, star
 
 
 def _blocks(rows: _Rows, settings: CodecSettings) -> Iterator[Encoded]:
-    """The blocks of one run."""
-    run = rows.part
-    for first, last in _cuts(run.start, run.n, settings.block_elements):
+    run, first = rows.part, rows.part.start
+    while first < run.start + run.n:
+        last = min(run.start + run.n, (first // settings.block_elements + 1) * settings.block_elements)
         span = slice(first - run.start, last - run.start)
         part = BlockPart(run.name, run.tensor_elements, first, last - first)
         cut = _Rows(part, rows.kind, rows.old[span], rows.new[span])
         difference = _difference(cut)
         if difference is not None:
             yield _block([difference], rows.kind, cut.old, difference.changes, settings)
-
-
-def _cuts(start: int, size: int, block_elements: int) -> Iterator[tuple[int, int]]:
-    """Ranges [first, last) that cover [start, start + size), cut at multiples of `block_elements`."""
-    first = start
-    while first < start + size:
-        last = min(start + size, (first // block_elements + 1) * block_elements)
-        yield first, last
         first = last
 
 

@@ -103,11 +103,10 @@ def fingerprint(bits: Bits, key: TensorKey, start: int = 0) -> Fingerprint:
     `bits` has any shape; a view that is not contiguous is copied. Raises TypeError for a dtype other than u1, u2, u4
     and ValueError for a negative start.
     """
-    _check_elements(bits)
+    row = _row(bits)
     if start < 0:
         raise ValueError(f"start must not be negative, got {start}")
-    flat = np.ascontiguousarray(bits).reshape(-1)
-    return _of_lanes(_sum_range(flat, np.uint64(start), np.uint64(key.lo), np.uint64(key.hi)))
+    return Fingerprint(*map(int, _sum_range(row, np.uint64(start), np.uint64(key.lo), np.uint64(key.hi))))
 
 
 def fingerprint_at(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
@@ -115,10 +114,8 @@ def fingerprint_at(bits: Bits, key: TensorKey, indices: Indices) -> Fingerprint:
 
     For runtime tensors whose elements lie in another order than the checkpoint's. Raises like `fingerprint`.
     """
-    _check_elements(bits)
-    _check_same_size(indices, bits)
-    flat, where = np.ascontiguousarray(bits).reshape(-1), _flat_indices(indices)
-    return _of_lanes(_sum_at(flat, where, np.uint64(key.lo), np.uint64(key.hi)))
+    row = _row(bits)
+    return Fingerprint(*map(int, _sum_at(row, _places(indices, row), np.uint64(key.lo), np.uint64(key.hi))))
 
 
 def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bits: Bits) -> Fingerprint:
@@ -126,30 +123,23 @@ def fingerprint_change(key: TensorKey, indices: Indices, old_bits: Bits, new_bit
 
     Raises TypeError for differing or unknown dtypes and ValueError for differing sizes.
     """
-    _check_elements(old_bits)
-    if old_bits.dtype != new_bits.dtype:
-        raise TypeError(f"old bits are {old_bits.dtype}, new bits {new_bits.dtype}: a change keeps the dtype")
-    _check_same_size(indices, old_bits)
-    _check_same_size(indices, new_bits)
-    old, new = np.ascontiguousarray(old_bits).reshape(-1), np.ascontiguousarray(new_bits).reshape(-1)
-    return _of_lanes(_sum_change(old, new, _flat_indices(indices), np.uint64(key.lo), np.uint64(key.hi)))
+    old, new = _row(old_bits), _row(new_bits)
+    if old.dtype != new.dtype:
+        raise TypeError(f"old bits are {old.dtype}, new bits {new.dtype}: a change keeps the dtype")
+    places = _places(indices, old, new)
+    return Fingerprint(*map(int, _sum_change(old, new, places, np.uint64(key.lo), np.uint64(key.hi))))
 
 
-def _of_lanes(lanes: Lanes) -> Fingerprint:
-    return Fingerprint(int(lanes[0]), int(lanes[1]))
-
-
-def _check_elements(bits: Bits) -> None:
+def _row(bits: Bits) -> Bits:
     if bits.dtype not in ELEMENT_TYPES:
         raise TypeError(f"bit patterns must be uint8, uint16 or uint32, got {bits.dtype}: take a view as one of them")
+    return np.ascontiguousarray(bits).reshape(-1)
 
 
-def _check_same_size(indices: Indices, bits: Bits) -> None:
-    if indices.size != bits.size:
-        raise ValueError(f"{indices.size} indices for {bits.size} elements")
-
-
-def _flat_indices(indices: Indices) -> Indices:
+def _places(indices: Indices, *rows: Bits) -> Indices:
+    for row in rows:
+        if indices.size != row.size:
+            raise ValueError(f"{indices.size} indices for {row.size} elements")
     return np.ascontiguousarray(indices, dtype=np.int64).reshape(-1)
 
 

@@ -12,23 +12,19 @@ new patterns are the right ones is for the block's fingerprints to say.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from tidemill.kernels.backend import backend_for
-from tidemill.kernels.backend_base import KernelBackend
+from tidemill.kernels.backend import KernelBackend, backend_for
+from tidemill.kernels.block import CoderChoice
 from tidemill.kernels.class_table import choose_table, find_active, read_active, read_table, write_active, write_table
-from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, Counts, select_classes
-from tidemill.kernels.coder import Coder, CoderChoice, PcodecCoder, ZstdCoder
-from tidemill.kernels.coder_rans import RansCoder
+from tidemill.kernels.classes import SEGMENT, Active, select_classes
+from tidemill.kernels.coder import CODERS, encode_streams
 from tidemill.kernels.compare import count_active_exponents
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import AnyArray, DeltaError, ElementType, Values, fold_steps, move
+from tidemill.kernels.elements import AnyArray, Counts, ElementType, fold_steps, move
 from tidemill.kernels.fingerprint import Bits
-from tidemill.kernels.information import BIT, choice_cost, kind_cost
-from tidemill.kernels.step_tables import LANES, TOKENS, token_of
-from tidemill.kernels.wire import WireReader, compress, decompress, varint
+from tidemill.kernels.wire import DeltaError, WireReader, compress, decompress, varint
 
 RAW_SHARE = 4
 """Classes that need less than 1 / 4 of the block's own bytes are not compared with these."""
@@ -91,7 +87,14 @@ def unpack(
     if encoding == Encoding.CLASSES:
         return _unpack_classes(payload, kind, old, n_changed, start)
     if encoding == Encoding.RAW:
-        new = _unpack_raw(payload, kind, old.size)
+        source, little = WireReader(payload), kind.bits.newbyteorder("<")
+        form, data, expected = source.byte(), source.rest(), old.size * kind.bits.itemsize
+        if form > 1 or (form == 0 and len(data) != expected):
+            raise DeltaError(f"raw patterns of form {form} in {len(data)} bytes, not {expected}")
+        if form == 1:
+            planes = np.frombuffer(decompress(data, expected), np.uint8).reshape(kind.bits.itemsize, -1)
+            data = np.ascontiguousarray(planes.T).reshape(-1).data
+        new = np.frombuffer(data, little).astype(kind.bits)
     elif encoding == Encoding.CONSTANT:
         source = WireReader(payload)
         form, value = source.byte(), int.from_bytes(source.take(4), "little")
@@ -106,7 +109,7 @@ def unpack(
     return ElementChanges(indices + start, old[indices], new[indices])
 
 
-def _pack_constant(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
+def _pack_constant(kernels: KernelBackend, kind: ElementType, old: AnyArray, new_at: Bits) -> bytes | None:
     """The block as one pattern or one step, or None where it is neither."""
     same = new_at[0] == new_at[-1] and bool(np.all(new_at == new_at[0]))
     # What changed was another pattern before: the block is one pattern when all that did not change is that one.
@@ -137,7 +140,7 @@ def _unpack_classes(payload: memoryview, kind: ElementType, old: Bits, n_changed
     return ElementChanges(*select_classes(kind, old, streams, table, active, start))
 
 
-def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, active: Active) -> Counts:
+def _exponents(kernels: KernelBackend, kind: ElementType, old: AnyArray, active: Active) -> Counts:
     """How often each exponent occurs in the active segments, of large blocks about."""
     n_active = int(active.sum()) * SEGMENT
     every = 1 if kind.exponents == 1 or n_active < 8 * SAMPLE_RUN * SAMPLE_EVERY else SAMPLE_EVERY
@@ -151,54 +154,3 @@ def _exponents(kernels: KernelBackend[Any], kind: ElementType, old: AnyArray, ac
     sample = old[:whole].reshape(-1, stride)[:, :SAMPLE_RUN].reshape(-1)
     last = old[whole : whole + SAMPLE_RUN]
     return SAMPLE_EVERY * (kernels.count_exponents(kind, sample) + kernels.count_exponents(kind, last))
-
-
-def _unpack_raw(payload: memoryview, kind: ElementType, n_elements: int) -> Bits:
-    source = WireReader(payload)
-    form, data, expected = source.byte(), source.rest(), n_elements * kind.bits.itemsize
-    if form == 0 and len(data) == expected:
-        return np.frombuffer(data, kind.bits.newbyteorder("<")).astype(kind.bits)
-    if form != 1:
-        raise DeltaError(f"raw patterns of form {form} in {len(data)} bytes, not {expected}")
-    planes = np.frombuffer(decompress(data, expected), np.uint8).reshape(kind.bits.itemsize, -1)
-    little: np.dtype[np.unsignedinteger[Any]] = kind.bits.newbyteorder("<")
-    return np.ascontiguousarray(planes.T).view(little).reshape(-1).astype(kind.bits, copy=False)
-
-
-RANS, PCODEC, ZSTD = RansCoder(), PcodecCoder(), ZstdCoder()
-CODERS: dict[int, Coder] = {coder.code: coder for coder in (RANS, PCODEC, ZSTD)}
-CHOICES: dict[CoderChoice, Coder] = {"auto": RANS, "rans": RANS, "pcodec": PCODEC, "zstd": ZSTD}
-WORTH = 20
-"""Another model of the gaps is tried where it promises to save 1 / 20 of the geometric one's bits."""
-
-
-def encode_streams(streams: ClassStreams, choice: CoderChoice) -> tuple[int, bytes]:
-    """The code of the coder that was chosen, or found to be the smallest, and its bytes."""
-    coder = CHOICES[choice]
-    coded = coder.encode(streams)
-    if choice == "auto":
-        geometric, binned = _gap_costs(streams.gaps, streams.counts, np.zeros((LANES, TOKENS), np.int64))
-        if geometric - binned > geometric // WORTH:
-            other = PCODEC.encode(streams)
-            if len(other) < len(coded):
-                return PCODEC.code, other
-    return coder.code, coded
-
-
-@compiled
-def _gap_costs(gaps: Values, counts: Counts, lanes: Counts) -> tuple[int, int]:
-    """What the gaps cost if they are geometric, class by class, and if their orders of magnitude are counted."""
-    geometric, binned = 0, 0
-    i = np.uint64(0)
-    for count in counts:
-        lanes[:] = 0
-        places, low_bits = np.uint64(count), np.uint64(0)
-        for _ in range(count):
-            token, low = token_of(np.uint64(gaps[i]))
-            lanes[i % np.uint64(LANES), token] += 1
-            low_bits += low
-            places += np.uint64(gaps[i])
-            i += np.uint64(1)
-        geometric += choice_cost(int(places), count)
-        binned += kind_cost(lanes.sum(axis=0)) + int(low_bits) * BIT
-    return geometric, binned

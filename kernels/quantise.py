@@ -141,7 +141,8 @@ def quantise_twin(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tu
     greatest = blocks.abs().amax((2, 4))
     if outer is None:
         factors = _power_of_two(greatest, 448)
-        scales = _exponents(factors).to(torch.uint8)
+        # The biased exponents of the powers of two.
+        scales = (factors.view(torch.int32) >> 23).to(torch.uint8)
     else:
         scales = _encode_e4m3(greatest / (outer * E2M1.greatest)).clamp_(min=1)
         factors = _decode_e4m3(scales) * outer
@@ -153,7 +154,7 @@ def quantise_twin(values: Tensor, form: BlockFormat, outer: Tensor | None) -> tu
 def dequantise_twin(codes: Tensor, scales: Tensor, outer: Tensor | None, form: BlockFormat) -> Tensor:
     """The values (f4[B, R, C]) of `codes` (u1[B, R, C]), by torch's operations."""
     values = _decode_e4m3(codes) if form.codes is E4M3 else _decode_e2m1(codes)
-    factors = _scale_values(scales, outer)
+    factors = (scales.to(torch.int32) << 23).view(torch.float32) if outer is None else _decode_e4m3(scales) * outer
     if form.rows > 1:
         factors = factors.repeat_interleave(form.rows, 1)[:, : codes.shape[1]]
     return values.mul_(factors.repeat_interleave(form.columns, 2)[:, :, : codes.shape[2]])
@@ -197,18 +198,6 @@ def _power_of_two(greatest: Tensor, divisor: int) -> Tensor:
     carried = (greatest.contiguous().view(torch.int32) + (0x7FFFFF - below)) >> 23
     biased: Tensor = (carried - (exponent - 1)).clamp_(min=LEAST_EXPONENT) << 23
     return biased.view(torch.float32)
-
-
-def _exponents(powers: Tensor) -> Tensor:
-    """i4: the biased exponents of powers of two (f4)."""
-    return powers.view(torch.int32) >> 23
-
-
-def _scale_values(scales: Tensor, outer: Tensor | None) -> Tensor:
-    """f4: what scale codes multiply by, the outer scales included."""
-    if outer is None:
-        return (scales.to(torch.int32) << 23).view(torch.float32)
-    return _decode_e4m3(scales) * outer
 
 
 def _encode_e4m3(values: Tensor) -> Tensor:

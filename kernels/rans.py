@@ -17,13 +17,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidemill.kernels import gap_models, step_tables
-from tidemill.kernels.classes import Counts
-from tidemill.kernels.compiled import compiled
-from tidemill.kernels.elements import Values
-from tidemill.kernels.gap_models import GapTables
-from tidemill.kernels.step_tables import length_of, low_bits_of, token_of
-from tidemill.kernels.vectors import bit_length, multiply_high
+from tidemill.kernels.compiled import bit_length, compiled, multiply_high
+from tidemill.kernels.elements import Counts, Values
+from tidemill.kernels.models import (
+    GAP_PRECISION,
+    GAP_TOTAL,
+    STEP_PRECISION,
+    STEP_TOTAL,
+    GapTables,
+    length_of,
+    low_bits_of,
+    token_of,
+)
 
 Words = npt.NDArray[np.uint16]
 Bits = npt.NDArray[np.uint64]
@@ -43,8 +48,8 @@ GOOD, TRUNCATED, OVERLONG, LEFT_OVER = 0, 1, 2, 3
 U = np.uint64
 ZERO, ONE, LOW = U(0), U(1), U(LOWEST)
 WORD_BITS, WORD_MASK = U(16), U(0xFFFF)
-GAP_BITS, GAP_MASK = U(gap_models.PRECISION), U(gap_models.TOTAL - 1)
-STEP_BITS, STEP_MASK = U(step_tables.PRECISION), U(step_tables.TOTAL - 1)
+GAP_BITS, GAP_MASK = U(GAP_PRECISION), U(GAP_TOTAL - 1)
+STEP_BITS, STEP_MASK = U(STEP_PRECISION), U(STEP_TOTAL - 1)
 ROOM = U(24 + 16)
 """Bits of a state's limit."""
 PADDING = 4

@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from tidemill.kernels.quantise import LEAST_EXPONENT, BlockFormat, blocks_of
-from tidemill.kernels.triton_runtime import Kernel, kernel, tiles
+from tidemill.kernels.triton_rows import Kernel, kernel, tiles
 
 TILE_ROWS = 8
 """Rows of a tile of a format whose blocks lie in one row."""

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl  # type: ignore[import-untyped]
 
-from tidemill.kernels.classes import SEGMENT
-from tidemill.kernels.elements import ElementType
-from tidemill.kernels.tensor_rows import check_places, check_type, flat_patterns, flat_row
-from tidemill.kernels.triton_runtime import kernel, tiles
+from tidemill.kernels.classes import SEGMENT, Active, ClassTable
+from tidemill.kernels.elements import ElementType, flat_row
+from tidemill.kernels.triton_rows import check_places, check_type, flat_patterns, kernel, tiles
 
 CLASSES_IN_WORD = 4
 BLOCK_LIMIT = (1 << 32) - 1
@@ -283,14 +282,14 @@ def count_patterns(
 def split_classes(
     kind: ElementType,
     old: torch.Tensor,
+    old_at: torch.Tensor,
     new_at: torch.Tensor,
     indices: torch.Tensor,
-    table: torch.Tensor,
-    active: torch.Tensor,
-    classes: int,
+    class_table: ClassTable,
+    active_segments: Active,
     tiling: SplitTiling = GPU_TILING,
 ) -> DeviceStreams:
-    """What `kernels.classes.split_classes` says of the same arrays; all on one device, `classes` = table[-1] + 1.
+    """What `kernels.classes.split_classes` says of the same arrays, the tensors on one device; `old_at` is not read.
 
     Raises ValueError for arrays that do not fit each other, or more elements than a gap can count.
     """
@@ -299,8 +298,12 @@ def split_classes(
     check_type(flat, new)
     if flat.numel() > BLOCK_LIMIT:
         raise ValueError(f"{flat.numel()} elements in a block; their ranks have 32 bits")
-    if table.numel() != kind.exponents or active.numel() != tiles(flat.numel(), SEGMENT):
-        raise ValueError(f"{table.numel()} of {kind.exponents} exponents, {active.numel()} segments")
+    if class_table.size != kind.exponents or active_segments.size != tiles(flat.numel(), SEGMENT):
+        raise ValueError(f"{class_table.size} of {kind.exponents} exponents, {active_segments.size} segments")
+    # Copies, because numpy may hold them read-only.
+    table = torch.tensor(class_table, dtype=torch.uint8, device=flat.device)
+    active = torch.tensor(active_segments, dtype=torch.uint8, device=flat.device)
+    classes = int(class_table[-1]) + 1
     words = tiles(classes, CLASSES_IN_WORD)
     gaps, placed, steps = (torch.empty(new.numel(), dtype=torch.uint32, device=flat.device) for _ in range(3))
     totals = _counts(words, tiles(new.numel(), tiling.placed), flat.device)

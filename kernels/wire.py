@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import zstandard
 
-from tidemill.kernels.elements import DeltaError
+
+class DeltaError(ValueError):
+    """Bytes that are not a delta, or not one for these weights; the message says why. Nothing was written."""
+
 
 VARINT_BYTES = 7
 """Length of the longest integer: below 2**49."""
@@ -31,14 +34,12 @@ class WireReader:
         self._at = 0
 
     def take(self, size: int) -> memoryview:
-        """The next `size` bytes."""
         if size > len(self._data) - self._at:
             raise DeltaError(f"a field of {size} bytes where {len(self._data) - self._at} are left")
         self._at += size
         return self._data[self._at - size : self._at]
 
     def byte(self) -> int:
-        """The next byte."""
         return self.take(1)[0]
 
     def varint(self) -> int:
@@ -54,7 +55,6 @@ class WireReader:
         raise DeltaError(f"an integer of more than {VARINT_BYTES} bytes")
 
     def rest(self) -> memoryview:
-        """All that is left."""
         return self.take(len(self._data) - self._at)
 
 

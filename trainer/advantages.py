@@ -39,8 +39,9 @@ class GroupTooSmallError(ValueError):
 
 def centred(rewards: Rewards) -> Rewards:
     """r_i - mean(r): Dr. GRPO (arXiv 2503.20783) and the Composer 2 report, section 4.1."""
-    _require_pair("centred", rewards)
-    return np.zeros_like(rewards) if _all_equal(rewards) else rewards - rewards.mean()
+    if len(rewards) < 2:
+        raise GroupTooSmallError("centred", len(rewards))
+    return np.zeros_like(rewards) if rewards.max() == rewards.min() else rewards - rewards.mean()
 
 
 def standardised(rewards: Rewards) -> Rewards:
@@ -76,37 +77,12 @@ def penalise(rewards: Rewards, divergence: Rewards, coefficient: float) -> Rewar
     return rewards - coefficient * divergence
 
 
-def _require_pair(kind: str, rewards: Rewards) -> None:
-    if len(rewards) < 2:
-        raise GroupTooSmallError(kind, len(rewards))
-
-
-def _all_equal(rewards: Rewards) -> bool:
-    return bool(rewards.max() == rewards.min())
-
-
-def no_baseline(rewards: Rewards, arms: Sequence[str]) -> Rewards:
-    """r_i. Right for target-rate rewards: with 1 - rate for accepted and -rate for rejected, the expected advantage of
-    an action is above zero if and only if it is accepted more often than `rate`."""
-    return rewards.copy()
-
-
-def batch_mean(rewards: Rewards, arms: Sequence[str]) -> Rewards:
-    """r_i - mean(r)."""
-    return centred(rewards)
-
-
-def others_mean(rewards: Rewards, arms: Sequence[str]) -> Rewards:
-    """r_i - mean of the others' rewards = n / (n - 1) * (r_i - mean(r)): unbiased."""
-    return leave_one_out(rewards)
-
-
 def arm_mean(rewards: Rewards, arms: Sequence[str]) -> Rewards:
     """r_i - mean of the others' rewards in the same arm; of all others for one that is alone in its arm. Unbiased.
 
     Takes out of the variance what differs between arms, which is not the answer's merit.
     """
-    found = others_mean(rewards, arms)
+    found = leave_one_out(rewards)
     of_arm = np.array(arms)
     for arm in set(arms):
         places = of_arm == arm
@@ -118,9 +94,11 @@ def arm_mean(rewards: Rewards, arms: Sequence[str]) -> Rewards:
 Baseline = Callable[[Rewards, Sequence[str]], Rewards]
 
 BASELINES: dict[BaselineKind, Baseline] = {
-    BaselineKind.NONE: no_baseline,
-    BaselineKind.MEAN: batch_mean,
-    BaselineKind.LEAVE_ONE_OUT: others_mean,
+    # Right for target-rate rewards: with 1 - rate for accepted and -rate for rejected, the expected advantage of an
+    # action is above zero if and only if it is accepted more often than `rate`.
+    BaselineKind.NONE: lambda rewards, _arms: raw(rewards),
+    BaselineKind.MEAN: lambda rewards, _arms: centred(rewards),
+    BaselineKind.LEAVE_ONE_OUT: lambda rewards, _arms: leave_one_out(rewards),
     BaselineKind.ARM: arm_mean,
 }
 

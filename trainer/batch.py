@@ -11,16 +11,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidemill.schemas.expert_ids import ExpertIds
+from tidemill.schemas.expert_ids import ExpertIds, unpacked_ids
 from tidemill.schemas.records import Interaction, Rollout, Segment
+from tidemill.trainer.attention import TreeCalls, tree_calls
 from tidemill.trainer.choices import Routing
-from tidemill.trainer.tree import TreeCalls, tree_calls
 
 Trajectory = Rollout | Interaction
 """What a policy sampled and a step can train on."""
@@ -192,13 +193,11 @@ def _segment_problem(segment: Segment, vocab_size: int) -> str:
     logprobs = segment.sampled_logprobs()[mask == 1]
     if not np.isfinite(logprobs).all() or (logprobs > 0).any():
         return "the logprob of a sampled token is not a finite number at most 0"
-    return "" if _spans_cover(segment, mask) else "version spans do not cover exactly the sampled tokens"
-
-
-def _spans_cover(segment: Segment, mask: npt.NDArray[np.uint8]) -> bool:
-    ordered = all(0 <= span.start < span.end <= segment.n_tokens for span in segment.spans)
-    apart = all(a.end <= b.start for a, b in zip(segment.spans, segment.spans[1:], strict=False))
-    return ordered and apart and bool(np.array_equal(token_versions(segment) >= 0, mask == 1))
+    ordered = all(0 <= span.start < span.end <= n for span in segment.spans)
+    apart = all(a.end <= b.start for a, b in pairwise(segment.spans))
+    if not ordered or not apart or not np.array_equal(token_versions(segment) >= 0, mask == 1):
+        return "version spans do not cover exactly the sampled tokens"
+    return ""
 
 
 def routed_tokens(segment: Segment) -> int:
@@ -237,6 +236,15 @@ def _row(pieces: Sequence[_Piece], share: bool, routing: Routing) -> PackedRow:
     per_sampled = zip(segments, sampled, strict=True)
     targets, logprobs = zip(*((s.ids()[at], s.sampled_logprobs()[at]) for s, at in per_sampled), strict=True)
     owners = [piece.index for piece in pieces for _ in piece.segments]
+    found, expert_ids = [ids for piece in pieces for ids in piece.expert_ids], None
+    if found:
+        # Of tokens that stand for several ones, those of the last segment.
+        routed = np.empty((len(tokens), *found[0].shape[1:]), np.int32)
+        for path, ids in zip(paths, found, strict=True):
+            routed[path] = ids
+        if routing is Routing.SHUFFLED:
+            routed = np.random.default_rng(len(tokens)).permutation(routed)
+        expert_ids = torch.from_numpy(routed)
     return PackedRow(
         input_ids=torch.from_numpy(tokens)[None],
         position_ids=torch.from_numpy(depths)[None],
@@ -247,24 +255,11 @@ def _row(pieces: Sequence[_Piece], share: bool, routing: Routing) -> PackedRow:
         sampler_logprobs=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)),
         sequence=torch.from_numpy(np.repeat(owners, [len(at) for at in sampled])),
         tokens=sum(segment.n_tokens for segment in segments),
-        expert_ids=_routed(pieces, paths, len(tokens), routing),
+        expert_ids=expert_ids,
     )
 
 
 Ints = npt.NDArray[np.int64]
-
-
-def _routed(pieces: Sequence[_Piece], paths: Sequence[Ints], length: int, routing: Routing) -> Tensor | None:
-    """The expert ids of a row's tokens. Of tokens that stand for several ones, those of the last segment."""
-    found = [ids for piece in pieces for ids in piece.expert_ids]
-    if not found:
-        return None
-    row = np.empty((length, *found[0].shape[1:]), np.int32)
-    for path, ids in zip(paths, found, strict=True):
-        row[path] = ids
-    if routing is Routing.SHUFFLED:
-        row = np.random.default_rng(length).permutation(row)
-    return torch.from_numpy(row)
 
 
 def _laid_out(inputs: Sequence[bytes], width: int, share: bool) -> tuple[list[Ints], Ints, Ints, Ints]:
@@ -288,3 +283,41 @@ def _laid_out(inputs: Sequence[bytes], width: int, share: bool) -> tuple[list[In
         tokens.append(ids[common:])
         last, size = inputs[place], size + len(ids) - common
     return paths, np.concatenate(parents), np.concatenate(depths), np.concatenate(tokens)
+
+
+class InvalidRoutingError(InvalidRolloutError):
+    """A rollout has no expert ids, or none that its tokens can be routed by with this model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedShape:
+    """What expert ids of a model look like."""
+
+    layers: int
+    """Decoder layers, with experts and without."""
+    routed: tuple[int, ...]
+    """The numbers of those with experts."""
+    experts: int
+    """Of a layer."""
+    top_k: int
+
+
+def checked_ids(payload: bytes, segments: Sequence[Segment], shape: RoutedShape) -> ExpertIds:
+    """The expert ids of a rollout's segments, as `schemas.expert_ids` orders them. Raises InvalidRoutingError."""
+    try:
+        ids = unpacked_ids(payload)
+    except ValueError as error:
+        raise InvalidRoutingError(str(error)) from error
+    rows = sum(routed_tokens(segment) for segment in segments)
+    if ids.shape != (rows, shape.layers, shape.top_k):
+        raise InvalidRoutingError(
+            f"expert ids of {list(ids.shape)} tokens, layers and experts a token, and the segments and the model need "
+            f"{[rows, shape.layers, shape.top_k]}"
+        )
+    ordered = np.sort(ids[:, list(shape.routed)], axis=-1)
+    if ordered.max(initial=0) >= shape.experts:
+        raise InvalidRoutingError(f"expert id {ordered.max()} is not among the model's {shape.experts} experts")
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise InvalidRoutingError("a token is sent to one expert twice")
+    # One type a model, so that equal ids are equal bytes.
+    return ids.astype("u1" if shape.experts <= 256 else "<u2", copy=False)

@@ -15,29 +15,103 @@ What it keeps true:
 - `in_order`, a batch is a function of the groups before it alone: each group is decided at the version that all full
   batches before it lead to, whenever it is read;
 - `progress()` after a batch was closed says where to go on reading, so that nothing is trained twice or skipped.
+
+A trainer that is started over a copy of another run's topics may set every group aside and wait for ever. It is told
+so, once and then rarely, only while these groups would have filled the batch that does not come. The clock is given.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import (
-    SECOND_RECORDS,
     CloseReason,
     Exclusion,
     Group,
     Mode,
-    Rollout,
     StepExclusion,
     StepInput,
 )
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.choices import AdvantageKind
-from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup, completed, has_signal, other_sampling
-from tidemill.trainer.undefined_lag import SetAside
+from tidemill.trainer.trainable import (
+    Endings,
+    TopicProgress,
+    TrainableBatch,
+    TrainableGroup,
+    completed,
+    has_signal,
+    other_sampling,
+    place_of_exclusion,
+)
+
+REMINDED_S = 600.0
+"""From one warning to the next."""
+NAMED = 3
+"""Incarnations that a warning names, those of most groups first."""
+
+
+@dataclass(slots=True)
+class SetAside:
+    """Groups since the last batch that were set aside, by why."""
+
+    of_others: int = 0
+    incarnations: Counter[str] = field(default_factory=Counter)
+    """Groups by the foreign incarnation that they were sampled under."""
+    ahead: int = 0
+    newest: int = -1
+    """The newest version that a group was sampled under and that is yet to be made."""
+    otherwise: Counter[str] = field(default_factory=Counter)
+    """Groups of another distribution than the model's own, by how they were sampled."""
+
+    @property
+    def groups(self) -> int:
+        return self.of_others + self.ahead + self.otherwise.total()
+
+    def told(self, own: str | None, version: int) -> str:
+        """How many, why, and what to do, for a trainer of incarnation `own` at `version`."""
+        reasons = []
+        if self.of_others:
+            named = ", ".join(name for name, _ in self.incarnations.most_common(NAMED))
+            reasons.append(
+                f"{self.of_others} sampled under versions of another incarnation ({named}; this trainer's is "
+                f"{own or 'unnamed'}): to train on a copy of another run's topics, begin a fresh chain with "
+                "trainer.publish.incarnation set to theirs; else let the replicas follow this trainer's versions"
+            )
+        if self.ahead:
+            reasons.append(
+                f"{self.ahead} sampled under versions up to {self.newest}, and this trainer is at {version}: to make "
+                "a run again from its groups, set trainer.in_order; else let the replicas follow this trainer's "
+                "versions"
+            )
+        causes = [f"their policy lag is undefined: {'; and '.join(reasons)}"] if reasons else []
+        if self.otherwise:
+            how = " or ".join(name for name, _ in self.otherwise.most_common(NAMED))
+            causes.append(
+                f"{self.otherwise.total()} were sampled with {how} and cannot be trained exactly, as replicas report "
+                "the logprobs of the model's own distribution: set rollout.temperature to 1, or "
+                "trainer.accept_other_sampling to train them all the same"
+            )
+        return f"{self.groups} groups were set aside, since {'; and '.join(causes)}"
+
+
+@dataclass(slots=True)
+class Reminder:
+    """When to warn of what lasts: at once, then no sooner than `every_s` after the time before."""
+
+    every_s: float = REMINDED_S
+    _not_before: float | None = None
+
+    def due(self, now: float) -> bool:
+        """Whether to warn at time `now`, in seconds of a clock that only rises."""
+        if self._not_before is not None and now < self._not_before:
+            return False
+        self._not_before = now + self.every_s
+        return True
+
 
 MOST_EXCLUSIONS = 4_096
 """As many references fit into one record."""
@@ -85,10 +159,10 @@ class BatchBuilder:
     def __init__(self, rules: StepRules, progress: TopicProgress | None = None, incarnation: str | None = None) -> None:
         self._rules = rules
         self._incarnation = incarnation
-        self._endings = Endings(progress or TopicProgress(), rules.remembered_groups)
+        self._endings = Endings(Topic.GROUPS, progress or TopicProgress(), rules.remembered_groups)
+        self.observe_step = self._endings.observe_step
         self._abandoned: frozenset[int] = frozenset()
         self._waiting: list[TrainableGroup] = []
-        self._excluded: list[StepExclusion] = []
         self._set_aside = SetAside()
 
     @property
@@ -119,17 +193,6 @@ class BatchBuilder:
         """Whether batches are a function of the groups in the log alone; they then have to come from one partition."""
         return self._rules.in_order
 
-    def observe_step(self, step: DecidedStep) -> None:
-        """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
-        ended."""
-        for place in step.inputs:
-            if place.topic == Topic.GROUPS:
-                self._endings.end(place, remember=True)
-        for exclusion in step.exclusions:
-            if exclusion.topic == Topic.GROUPS:
-                self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))
-        self._endings.settle()
-
     def abandon(self, versions: Collection[int]) -> None:
         """Train on no group from now on that was sampled under one of `versions`."""
         self._abandoned = frozenset(versions)
@@ -150,7 +213,9 @@ class BatchBuilder:
             raise GroupTooSmallError(self._rules.advantage.value, group.expected_size)
         reason = Exclusion.REPLAYED if self._is_foreign_replay(replay_id) else self._reason(group, version)
         if reason is Exclusion.UNDEFINED_LAG:
-            self._set_aside.take_ahead(max(member.version_max for member in completed(group)))
+            self._set_aside.ahead += 1
+            newest = max(member.version_max for member in completed(group))
+            self._set_aside.newest = max(self._set_aside.newest, newest)
         if reason is not None:
             self.exclude(place, group, reason)
         return reason is None
@@ -159,27 +224,21 @@ class BatchBuilder:
         """Queue a wanted group with its rollouts, unless they may not be trained."""
         if any(map(self._is_foreign_replay, candidate.replays)):
             self.exclude(candidate.place, candidate.group, Exclusion.REPLAYED)
-        elif foreign := {r.incarnation for r in candidate.rollouts if self._is_of_other_versions(r)}:
-            self._set_aside.take_foreign(foreign)
+        elif self._incarnation is not None and (
+            foreign := {r.incarnation for r in candidate.rollouts} - {"", self._incarnation}
+        ):
+            self._set_aside.of_others += 1
+            self._set_aside.incarnations.update(foreign)
             self.exclude(candidate.place, candidate.group, Exclusion.UNDEFINED_LAG)
         elif not self._rules.accept_other_sampling and (how := other_sampling(candidate.rollouts)):
-            self._set_aside.take_other_sampling(how)
+            self._set_aside.otherwise[how] += 1
             self.exclude(candidate.place, candidate.group, Exclusion.OTHER_SAMPLING)
         else:
             self._waiting.append(candidate)
 
     def exclude(self, place: StepInput, group: Group, reason: Exclusion) -> None:
         """End a group untrained."""
-        exclusion = StepExclusion(
-            group_id=place.group_id,
-            topic=place.topic,
-            partition=place.partition,
-            offset=place.offset,
-            reason=reason.value,
-            rollouts=len(group.members),
-        )
-        self._excluded.append(exclusion)
-        self._endings.end(place, remember=_says_something(exclusion))
+        self._endings.exclude(place, reason, len(group.members))
 
     def close(self, version: int) -> StepBatch | None:
         """The next batch at trainer version `version`, or None while too few groups wait. Stale ones are excluded."""
@@ -199,29 +258,30 @@ class BatchBuilder:
 
     def take(self, size: int) -> StepBatch:
         """A batch of at most `size` groups, the oldest that wait, with the exclusions that no batch has named yet."""
-        self._waiting.sort(key=_age)
+        self._waiting.sort(key=lambda one: (one.group.closed_at, one.place.partition, one.place.offset))
         chosen, self._waiting = self._waiting[:size], self._waiting[size:]
         for candidate in chosen:
-            self._endings.end(candidate.place, remember=True)
-        most = len(self._excluded) if self._rules.in_order else self._rules.most_exclusions
-        exclusions, self._excluded = self._excluded[:most], self._excluded[most:]
+            self._endings.end(candidate.place)
+        most = None if self._rules.in_order else self._rules.most_exclusions
+        exclusions = self._endings.excluded[:most]
+        del self._endings.excluded[:most]
         self._set_aside = SetAside()
         for exclusion in exclusions:
             # Remembered in the order of `observe_step`, so that what is forgotten first does not depend on stops.
-            self._endings.end(place_of_exclusion(exclusion), remember=_says_something(exclusion))
+            self._endings.end(place_of_exclusion(exclusion), exclusion.reason)
         self._endings.settle()
         return StepBatch(chosen, exclusions)
 
     def progress(self) -> TopicProgress:
         """Where to go on, as of the batch closed last: exclusions since then are decided again."""
-        firsts = [place_of_exclusion(e) for e in self._excluded if _says_something(e)]
-        seconds = [place_of_exclusion(e) for e in self._excluded if not _says_something(e)]
-        return self._endings.progress([*(c.place for c in self._waiting), *firsts], seconds)
+        return self._endings.progress(candidate.place for candidate in self._waiting)
 
     def _reason(self, group: Group, version: int) -> Exclusion | None:
+        waiting = any(candidate.group.group_id == group.group_id for candidate in self._waiting)
+        known = waiting or self._endings.remembers(group.group_id)
         checks = (
             (Exclusion.LATE, group.closed_by is CloseReason.LATE),
-            (Exclusion.DUPLICATE, self._is_known(group.group_id)),
+            (Exclusion.DUPLICATE, known),
             (Exclusion.EVAL, group.mode is Mode.EVAL),
             (Exclusion.TOO_FEW, len(completed(group)) < self._rules.min_completed),
             (Exclusion.NO_SIGNAL, self._rules.skip_no_signal and not has_signal(group)),
@@ -230,9 +290,6 @@ class BatchBuilder:
             (Exclusion.STALE, self._is_stale(group, version)),
         )
         return next((reason for reason, applies in checks if applies), None)
-
-    def _is_known(self, group_id: str) -> bool:
-        return self._endings.remembers(group_id) or any(c.group.group_id == group_id for c in self._waiting)
 
     def _is_stale(self, group: Group, version: int) -> bool:
         oldest = min((member.version_min for member in completed(group)), default=version)
@@ -243,14 +300,3 @@ class BatchBuilder:
 
     def _is_foreign_replay(self, replay_id: str) -> bool:
         return bool(replay_id) and replay_id not in self._rules.accept_replays
-
-    def _is_of_other_versions(self, rollout: Rollout) -> bool:
-        return self._incarnation is not None and rollout.incarnation not in ("", self._incarnation)
-
-
-def _says_something(exclusion: StepExclusion) -> bool:
-    return exclusion.reason not in SECOND_RECORDS
-
-
-def _age(candidate: TrainableGroup) -> tuple[int, int, int]:
-    return candidate.group.closed_at, candidate.place.partition, candidate.place.offset

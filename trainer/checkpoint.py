@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import fsspec
@@ -26,7 +27,7 @@ from torch import Tensor
 from tidemill.kernels.weights.bits import as_weight
 from tidemill.kernels.weights.checkpoint import file_pieces
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
-from tidemill.trainer.endings import TopicProgress
+from tidemill.trainer.trainable import TopicProgress
 
 HEADER = "tidemill"
 NAME = re.compile(r"step-(\d{8})\.safetensors")
@@ -125,17 +126,18 @@ class CheckpointStore:
         """
         path = self._path(step)
         payload: bytes = self._filesystem.cat_file(path)
+        size = int.from_bytes(payload[:8], "little")
         try:
-            header = _header(payload)
-            files = self._files(step, payload, header.pop("ranks", 1))
-            return _state(header), _joined(files, rows or {})
+            header = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][HEADER])
+            ranks = header.pop("ranks", 1)
+            others = (self._filesystem.cat_file(self._path(step, rank, ranks)) for rank in range(1, ranks))
+            # Checkpoints of runs before there were online batches do not speak of them.
+            progress, online = _progress(header.pop("progress")), header.pop("online", None)
+            online = TopicProgress() if online is None else _progress(online)
+            state = CheckpointState(**header, progress=progress, online=online)
+            return state, _joined(chain([payload], others), rows or {})
         except (ValueError, KeyError, TypeError, FileNotFoundError, SafetensorError) as error:
             raise TrainerCheckpointError(f"{path} is damaged: {error}; delete it, and an older one is used") from error
-
-    def _files(self, step: int, first: bytes, ranks: int) -> Iterator[bytes]:
-        yield first
-        for rank in range(1, ranks):
-            yield self._filesystem.cat_file(self._path(step, rank, ranks))
 
     def _path(self, step: int, rank: int = 0, ranks: int = 1) -> str:
         other = f".rank-{rank}-of-{ranks}" if rank else ""
@@ -157,20 +159,6 @@ def _joined(files: Iterator[bytes], rows: Rows) -> dict[str, Tensor]:
             found[key].append(own if len(own) == len(part) else own.clone())
             passed[key] += len(part)
     return {key: parts[0] if len(parts) == 1 else torch.cat(parts) for key, parts in found.items()}
-
-
-def _header(payload: bytes) -> dict[str, Any]:
-    size = int.from_bytes(payload[:8], "little")
-    header: dict[str, Any] = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][HEADER])
-    return header
-
-
-def _state(header: dict[str, Any]) -> CheckpointState:
-    # Checkpoints of runs before there were online batches do not speak of them.
-    progress, online = header.pop("progress"), header.pop("online", None)
-    return CheckpointState(
-        **header, progress=_progress(progress), online=TopicProgress() if online is None else _progress(online)
-    )
 
 
 def _progress(fields: dict[str, Any]) -> TopicProgress:

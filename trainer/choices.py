@@ -1,13 +1,17 @@
-"""The names that a configuration chooses from. Kept apart from the arithmetic, so that reading it imports no torch."""
+"""The names that a configuration chooses from, and the machine that a step is computed on.
+
+Kept apart from the arithmetic, so that reading a configuration imports no torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class ObjectiveName(StrEnum):
-    """Name of an objective."""
-
     COMPOSER2 = "composer2"
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
@@ -20,8 +24,6 @@ class ObjectiveName(StrEnum):
 
 
 class AdvantageKind(StrEnum):
-    """Name of a way to turn a group's rewards into advantages."""
-
     CENTRED = "centred"
     STANDARDISED = "standardised"
     LEAVE_ONE_OUT = "leave_one_out"
@@ -38,8 +40,6 @@ class BaselineKind(StrEnum):
 
 
 class CorrectionKind(StrEnum):
-    """Name of a correction."""
-
     NONE = "none"
     TIS = "tis"
     MIS = "mis"
@@ -49,32 +49,24 @@ class CorrectionKind(StrEnum):
 
 
 class Estimator(StrEnum):
-    """Name of a KL estimator."""
-
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
 
 
 class Compute(StrEnum):
-    """Name of the type that a step is computed in."""
-
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class Experts(StrEnum):
-    """Name of an implementation of experts in transformers."""
-
     GROUPED = "grouped_mm"
     BATCHED = "batched_mm"
     EAGER = "eager"
 
 
 class Routing(StrEnum):
-    """Name of a way to route tokens to experts."""
-
     OFF = "off"
     OWN = "own"
     REPLAYED = "replayed"
@@ -82,8 +74,6 @@ class Routing(StrEnum):
 
 
 class ServingFormat(StrEnum):
-    """Name of a format of the serving weights."""
-
     BF16 = "bf16"
     FP8_BLOCKS = "fp8_blocks"
     MXFP8 = "mxfp8"
@@ -91,11 +81,50 @@ class ServingFormat(StrEnum):
 
 
 class Forward(StrEnum):
-    """Name of the weights that the trainer computes with."""
-
     MATCHED = "matched"
     MASTERS = "masters"
 
 
 CORRECT_THEMSELVES = frozenset({ObjectiveName.DECOUPLED_PPO})
 """Objectives whose surrogate holds its own weight between sampler and trainer."""
+
+
+MOST_RANKS = 1024
+"""Ranks up to which a recorded hash is recognised."""
+_DEVICES = {"cpu": "a CPU", "cuda": "a CUDA device"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepMachine:
+    """Kind of device, type of the computation, number of ranks. Within one of them a step can be repeated bit for bit;
+    between two of them the weights differ in a few bits."""
+
+    device: str = "cpu"
+    compute: str = "float32"
+    ranks: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is laid over the ranks, be it over one for a computation in another type than float32."""
+        return self.ranks > 1 or self.compute != "float32"
+
+    def arithmetic(self) -> dict[str, Any]:
+        """What of it belongs in a hash. Empty for one process on a CPU in float32, whose steps keep the hash that they
+        had when there was no other machine."""
+        plain = asdict(ONE_PROCESS)
+        return {name: value for name, value in asdict(self).items() if value != plain[name]}
+
+    def __str__(self) -> str:
+        ranks = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{ranks} on {_DEVICES.get(self.device, self.device)} in {self.compute}"
+
+
+def all_machines() -> Iterator[StepMachine]:
+    """Every machine that a step can have been computed on."""
+    for ranks in range(1, MOST_RANKS + 1):
+        for device in _DEVICES:
+            for compute in ("float32", "bfloat16"):
+                yield StepMachine(device, compute, ranks)
+
+
+ONE_PROCESS = StepMachine()

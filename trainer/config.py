@@ -16,6 +16,7 @@ from tidemill.kernels.weights.config import PublishSettings
 from tidemill.schemas.config import Section
 from tidemill.trainer.choices import (
     CORRECT_THEMSELVES,
+    ONE_PROCESS,
     BaselineKind,
     Compute,
     CorrectionKind,
@@ -25,8 +26,9 @@ from tidemill.trainer.choices import (
     ObjectiveName,
     Routing,
     ServingFormat,
+    StepMachine,
+    all_machines,
 )
-from tidemill.trainer.machine import ONE_PROCESS, StepMachine, all_machines
 
 
 class OnlineSettings(Section):
@@ -250,7 +252,7 @@ class TrainerSettings(Section):
     """Publish a version beside the next step, in a thread of each rank: only the record of that step, a checkpoint and
     going back to an older version wait for it. Weights and records are the same, bit for bit. The thread reads the copy
     of the weights that was made for their fingerprint, so it needs no other copy. The memory of the encoder
-    (`kernels/delta.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
+    (`kernels/encoder.py`: some blocks, and up to 64 MiB of output) adds to that of the activations. Off: the trainer
     waits for every publication, and the two are not in memory together."""
 
     read_ahead_bytes: int = Field(default=256 * 2**20, ge=2**20)
@@ -285,31 +287,19 @@ class TrainerSettings(Section):
     """Learning from users."""
 
     @model_validator(mode="after")
-    def _objective_fits(self) -> Self:
+    def _settings_fit_each_other(self) -> Self:
         if self.objective in CORRECT_THEMSELVES and self.correction.kind is not CorrectionKind.NONE:
             raise ValueError(
                 f"{self.objective} holds its own weight between sampler and trainer: set correction.kind to none"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _routing_fits(self) -> Self:
         if self.routing_plausible and self.routing is not Routing.REPLAYED:
             raise ValueError("routing_plausible is about replayed experts: set routing to replayed, or it to 0")
         if self.routing is not Routing.OFF and self.online.enabled:
             raise ValueError(
                 "answers to users are recorded without expert ids: set routing to off, or online.enabled off"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _forward_fits(self) -> Self:
         if self.forward is Forward.MASTERS and self.serving_format is ServingFormat.BF16:
             raise ValueError("the weights served in bf16 are the master weights in bf16: set forward to matched")
-        return self
-
-    @model_validator(mode="after")
-    def _online_fits(self) -> Self:
         if not self.online.enabled:
             return self
         if self.in_order:

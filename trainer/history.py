@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from tidemill.schemas.catalogue import Topic
@@ -12,14 +11,12 @@ from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Interaction, StepInput, StepPlan, TrainStep
+from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.batch_builder import StepBatch
-from tidemill.trainer.endings import DecidedStep
-from tidemill.trainer.expert_ids import RoutedShape
-from tidemill.trainer.log_input import group_log, trainable
+from tidemill.trainer.log_input import CLIENT, RolloutLog, group_log, trainable
 from tidemill.trainer.online_input import InteractionLog, batch_log
 from tidemill.trainer.online_queue import repeated
-from tidemill.trainer.rollout_log import CLIENT, RolloutLog
-from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
+from tidemill.trainer.trainable import DecidedStep, TrainableBatch
 
 
 class NotRepeatableError(RuntimeError):
@@ -62,6 +59,18 @@ def read_history(kafka: KafkaSettings, run_id: str) -> StepHistory:
     return StepHistory(steps, plans[-1] if plans else None)
 
 
+def way_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
+    """The nearest version on the line of `version` that is in `saved`, else 0, and the steps from it on, in order.
+
+    `steps` are by the version that each made.
+    """
+    path: list[TrainStep] = []
+    while version and version not in saved:
+        path.append(steps[version])
+        version = steps[version].parent_version
+    return version, path[::-1]
+
+
 class RecordedInputs:
     """The inputs of recorded steps and of plans, read again from the log."""
 
@@ -87,12 +96,13 @@ class RecordedInputs:
         Raises MissingRolloutError, InvalidRolloutError or LookupError for what the log no longer holds,
         NotRepeatableError for interactions.
         """
-        groups = [self._group(place) for place in record.inputs if place.topic == Topic.GROUPS]
+        groups = [
+            trainable(place, self._groups.at(place), self._rollouts, self._vocab_size, routed=self.routed)
+            for place in record.inputs
+            if place.topic == Topic.GROUPS
+        ]
         online = [self._online(place, record) for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
         return StepBatch(groups, record.exclusions, online[0] if online else None)
-
-    def _group(self, place: StepInput) -> TrainableGroup:
-        return trainable(place, self._groups.at(place), self._rollouts, self._vocab_size, routed=self.routed)
 
     def _online(self, place: StepInput, record: DecidedStep) -> TrainableBatch:
         batch = self._batches.at(place)
@@ -112,9 +122,7 @@ class RecordedInputs:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._groups.close()
         self._rollouts.close()
         self._batches.close()

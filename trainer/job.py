@@ -61,7 +61,17 @@ class Job:
         facts = {f"{name}.{key}": value for name, of in settings.items() for key, value in of.model_dump().items()}
         facts |= {"torch": torch.__version__, "transformers": transformers.__version__, "code": code.hexdigest()[:16]}
         found = self.ranks.gather(lambda: facts)
-        self.ranks.on_first(lambda: _compare(found))
+
+        def compare() -> None:
+            for rank, of_rank in enumerate(found):
+                for name, value in of_rank.items():
+                    if value != found[0][name]:
+                        raise ValueError(
+                            f"rank {rank} has {name} {value}, rank 0 has {found[0][name]}: start all ranks with the "
+                            "same settings and the same installation"
+                        )
+
+        self.ranks.on_first(compare)
 
     def tell(self, call: Call | None) -> None:
         """Tell the other ranks to make a call; None: that there will be no other one. For the first rank."""
@@ -83,7 +93,9 @@ class Job:
         try:
             return work()
         except Exception as error:
-            if not _is_of_another(error):
+            # Within a layer torch says in a plain RuntimeError that another rank ended.
+            transport = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "NCCL"))
+            if not transport and not isinstance(error, RanksLostError | dist.DistError):
                 self._say(f"{type(error).__name__}: {error}")
                 raise
             self._say(_LOST)
@@ -107,22 +119,6 @@ class Job:
         failed = [f"rank {rank}: {reason}" for rank, reason in sorted(said.items()) if reason != _LOST]
         silent = ", ".join(str(rank) for rank in range(self.ranks.size) if rank not in said)
         return "; ".join(failed) or f"rank {silent} is gone or hangs; start the trainer again, it goes on from the log"
-
-
-def _is_of_another(error: Exception) -> bool:
-    """Whether a call ended because another rank did. Within a layer torch says so in a plain RuntimeError."""
-    transport = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo/", "NCCL"))
-    return transport or isinstance(error, RanksLostError | dist.DistError)
-
-
-def _compare(found: Sequence[Mapping[str, Any]]) -> None:
-    for rank, facts in enumerate(found):
-        for name, value in facts.items():
-            if value != found[0][name]:
-                raise ValueError(
-                    f"rank {rank} has {name} {value}, rank 0 has {found[0][name]}: start all ranks with the same "
-                    "settings and the same installation"
-                )
 
 
 SINGLE = Job(SingleRank())

@@ -9,24 +9,108 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.expert_ids import ExpertIds
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
-from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Exclusion, Group, StepInput
-from tidemill.trainer.batch import InvalidRolloutError, check
-from tidemill.trainer.batch_builder import BatchBuilder
-from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape
-from tidemill.trainer.rollout_log import CLIENT, MissingRolloutError, RolloutLog, expert_ids_of
+from tidemill.schemas.log.reader import LogReader, MissingRecordError
+from tidemill.schemas.records import Exclusion, Group, GroupMember, Rollout, StepInput
+from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claimed_rollout, load_claim
+from tidemill.trainer.batch import InvalidRolloutError, InvalidRoutingError, RoutedShape, check, checked_ids
+from tidemill.trainer.batch_builder import BatchBuilder, Reminder
 from tidemill.trainer.trainable import TrainableGroup, completed
-from tidemill.trainer.undefined_lag import Reminder
+
+CLIENT = "tidemill-trainer"
+
+
+class MissingRolloutError(LookupError):
+    """The log holds no such rollout where a group says it is: its retention has passed, or the reference is wrong."""
+
+
+class ReadAhead:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held: OrderedDict[tuple[int, int], tuple[ConsumedRecord, int]] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, located: ConsumedRecord) -> None:
+        """Keep one record; the newest is always kept, at any size."""
+        place = (located.partition, located.offset)
+        if place in self._held:
+            return
+        self._held[place] = (located, len(located.value or b""))
+        self._bytes += self._held[place][1]
+        while self._bytes > self._limit_bytes and len(self._held) > 1:
+            self._bytes -= self._held.popitem(last=False)[1][1]
+
+    def take(self, partition: int, offset: int) -> ConsumedRecord | None:
+        """Give a record out and forget it; None when it is not held."""
+        located, size = self._held.pop((partition, offset), (None, 0))
+        self._bytes -= size
+        return located
+
+
+class RolloutLog:
+    """The `rollouts` topic by partition and offset."""
+
+    def __init__(self, kafka: KafkaSettings, limit_bytes: int) -> None:
+        self._codec = Codec(kafka.registry_url)
+        self._reader = LogReader(kafka, [Topic.ROLLOUTS], start="end", client_id=CLIENT, codec=self._codec)
+        self._held = ReadAhead(limit_bytes)
+
+    def read_ahead(self, timeout_s: float) -> None:
+        """Hold the next rollouts of the log."""
+        for located in self._reader.poll(timeout_s):
+            self._held.put(located)
+
+    def with_origin(self, member: GroupMember) -> tuple[Rollout, str]:
+        """The rollout of a group's member, with its segments, and the replay that wrote it; empty: none did.
+
+        Raises:
+            MissingRolloutError: the log or the store no longer holds it.
+            InvalidRolloutError: what lies there is something else.
+            TimeoutError: the broker did not deliver it in time.
+        """
+        located = self._held.take(member.partition, member.offset)
+        if located is None:
+            # The record itself is not held: reading on to it may push it out of memory before it is used.
+            place = Position(Topic.ROLLOUTS.value, member.partition, member.offset)
+            try:
+                located = self._reader.at(place, self._held.put)
+            except MissingRecordError as error:
+                raise MissingRolloutError(str(error)) from error
+        record = located.record
+        if not isinstance(record, Rollout) or record.rollout_id != member.rollout_id:
+            raise InvalidRolloutError(
+                f"rollouts[{member.partition}] offset {member.offset} does not hold rollout {member.rollout_id}"
+            )
+        try:
+            return claimed_rollout(record, self._codec), located.replay_id
+        except (ClaimError, DecodeError) as error:
+            raise MissingRolloutError(f"rollout {record.rollout_id}: {error}") from error
+        except ForeignClaimError as error:
+            raise InvalidRolloutError(str(error)) from error
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def expert_ids_of(rollout: Rollout, shape: RoutedShape) -> ExpertIds:
+    """The expert ids of a rollout with its segments, for a model of this shape. Raises InvalidRoutingError."""
+    if rollout.expert_ids is None:
+        raise InvalidRoutingError(f"rollout {rollout.rollout_id} was recorded without expert ids")
+    try:
+        return checked_ids(load_claim(rollout.expert_ids), rollout.segments, shape)
+    except (ClaimError, InvalidRoutingError) as error:
+        raise InvalidRoutingError(f"rollout {rollout.rollout_id}: {error}") from error
+
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +156,6 @@ class ReferenceLog(Generic[R]):
         self._names = Names(kafka.topic_prefix)
 
     def partitions(self) -> list[int]:
-        """The topic's partitions."""
         return self._reader.partitions(self._topic)
 
     def poll(self, timeout_s: float) -> list[Reference[R]]:
@@ -97,12 +180,10 @@ class ReferenceLog(Generic[R]):
         raise LookupError(f"{where} does not hold {self._kind.__name__} {place.group_id}")
 
     def close(self) -> None:
-        """Give the connections back."""
         self._reader.close()
 
 
 def group_log(kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]) -> ReferenceLog[Group]:
-    """The `groups` topic."""
     return ReferenceLog(kafka, producer, Topic.GROUPS, Group, lambda group: group.group_id, start)
 
 
@@ -127,8 +208,12 @@ class LogInput:
     ) -> None:
         self._builder = builder
         self._groups = group_log(kafka, producer, builder.progress().next_offsets)
-        if builder.in_order:
-            _require_one(self._groups.partitions())
+        if builder.in_order and len(partitions := self._groups.partitions()) != 1:
+            raise InOrderError(
+                f"trainer.in_order needs one order of all groups, and `groups` has {len(partitions)} partitions: "
+                "create the topics under a fresh prefix with kafka.partitions set to 1, or set trainer.in_order to "
+                "false"
+            )
         self._rollouts = RolloutLog(kafka, limit_bytes)
         self._vocab_size, self._routed = vocab_size, routed
         self._undecided: deque[Reference[Group]] = deque()
@@ -147,9 +232,6 @@ class LogInput:
             self._undecided.extend(self._groups.poll(timeout_s))
         while self._undecided and not self._builder.full:
             self._decide(self._undecided.popleft(), version)
-        self._warn(version)
-
-    def _warn(self, version: int) -> None:
         missed = self._builder.missed
         if missed is not None and self._reminder.due(time.monotonic()):
             _log.warning("the next step waits for groups: %s", missed.told(self._builder.incarnation, version))
@@ -174,9 +256,7 @@ class LogInput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._groups.close()
         self._rollouts.close()
 
@@ -203,11 +283,3 @@ def trainable(
     replays = {replay_id, *(origin for _, origin in found)} - {""}
     expert_ids = () if routed is None else tuple(expert_ids_of(rollout, routed) for rollout, _ in found)
     return TrainableGroup(place, group, tuple(rollout for rollout, _ in found), frozenset(replays), expert_ids)
-
-
-def _require_one(partitions: list[int]) -> None:
-    if len(partitions) != 1:
-        raise InOrderError(
-            f"trainer.in_order needs one order of all groups, and `groups` has {len(partitions)} partitions: create "
-            "the topics under a fresh prefix with kafka.partitions set to 1, or set trainer.in_order to false"
-        )

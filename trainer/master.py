@@ -7,12 +7,17 @@ again. So trainer and sampler at one version hold equal weights, and an update t
 sharded model each rank has the masters of its own rows.
 
 To compare, `trainer.forward` can leave the parameters in bf16: then the view is made only while it is read.
+
+Every so many steps a copy of the weights is kept for one step, and some of its tokens are scored at these older weights
+that sampled them. It tells what the engines make of equal weights from what the weights learnt since, where no token is
+of the weights that the trainer holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +26,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
+from tidemill.kernels.weights.ranks import Ranks
+from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
 from tidemill.trainer.choices import Forward, ServingFormat
 from tidemill.trainer.config import OptimizerSettings
+from tidemill.trainer.policy import frozen_logprobs
 from tidemill.trainer.serving_view import quantised_weights
 
 
@@ -124,7 +132,11 @@ class MasterWeights:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take over a saved state, of sharded weights the own rows. Raises ValueError when it is of another model."""
-        self._require_same_tensors(state)
+        saved = {key.split("/", 1)[1]: value.shape for key, value in state.items() if key.startswith("master/")}
+        own = {name: master.shape for name, master in self._masters.items()}
+        if saved != own:
+            odd = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
+            raise ValueError(f"the saved state is of another model; tensors that differ: {', '.join(odd[:5])}")
         for name, master in self._masters.items():
             master.copy_(state[f"master/{name}"])
             moments = [key for key in state if key.split("/", 1)[1] == name and not key.startswith("master/")]
@@ -132,36 +144,23 @@ class MasterWeights:
             self._optimizer.state[master] = moved
         self._round()
 
-    def _require_same_tensors(self, state: Mapping[str, Tensor]) -> None:
-        saved = {key.split("/", 1)[1]: value.shape for key, value in state.items() if key.startswith("master/")}
-        own = {name: master.shape for name, master in self._masters.items()}
-        if saved != own:
-            odd = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
-            raise ValueError(f"the saved state is of another model; tensors that differ: {', '.join(odd[:5])}")
-
     def _round(self) -> None:
         self._hold(self._masters, self._quantised if self._matched else frozenset())
 
     @torch.no_grad()
     def _hold(self, weights: Mapping[str, Tensor], quantised: frozenset[str] = frozenset()) -> None:
+        """Let the parameters hold `weights` in bf16, those in `quantised` what their codes and scales stand for."""
         for name, parameter in self._parameters.items():
-            if name in quantised:
-                self._hold_quantised(name, parameter, weights[name])
+            own, values, form = own_part(parameter), weights[name], self._form
+            if form is None or name not in quantised:
+                values = values.to(torch.bfloat16)
+            elif form.rows > 1 and name in self.rows and own.dim() == 2:
+                # A block may lie on two ranks: its scale needs all of its rows.
+                own.copy_(values)
+                values = dequantise(quantise(parameter.full_tensor(), form))[slice(*self.rows[name])]
             else:
-                own_part(parameter).copy_(weights[name].to(torch.bfloat16))
-
-    def _hold_quantised(self, name: str, parameter: Tensor, values: Tensor) -> None:
-        """Let a parameter hold what the codes and scales of `values`, its own rows, stand for."""
-        assert self._form is not None
-        own = own_part(parameter)
-        if self._form.rows > 1 and name in self.rows and own.dim() == 2:
-            # A block may lie on two ranks: its scale needs all of its rows.
+                values = dequantise(quantise(values, form))
             own.copy_(values)
-            assert isinstance(parameter, DTensor)
-            values = dequantise(quantise(parameter.full_tensor(), self._form))[slice(*self.rows[name])]
-        else:
-            values = dequantise(quantise(values, self._form))
-        own.copy_(values)
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -173,3 +172,50 @@ def own_rows(tensor: DTensor) -> tuple[int, int]:
     """Of a tensor that is sharded over its first dimension, the first row held here and the one after the last."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0], offset[0] + shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class OlderScores:
+    """The tokens of the first rows of a step, at older weights. Of all ranks, on the first one."""
+
+    version: int
+    """Of these weights."""
+    logprobs: Tensor
+    """f4[n]: of the n sampled tokens of the rows, whatever version sampled them."""
+
+
+class OlderWeights:
+    """Keeps the weights before a step for the step after it, every `every` steps; 0: never."""
+
+    def __init__(self, model: PreTrainedModel, masters: MasterWeights, ranks: Ranks, every: int) -> None:
+        self._model, self._masters, self._ranks, self._every = model, masters, ranks, every
+        self._kept: tuple[int, dict[str, Tensor]] | None = None
+        self._due: tuple[int, dict[str, Tensor]] | None = None
+
+    def begin(self, step: int, version: int) -> None:
+        """Step `step` begins, and the model holds weight version `version`."""
+        if not self._every:
+            return
+        self._due = self._kept if step % self._every == 0 else None
+        self._kept = (version, self._masters.serving()) if (step + 1) % self._every == 0 else None
+
+    def score(self, rows: Sequence[PackedRow], own: PackedRow, sampled: Sequence[Trajectory]) -> OlderScores | None:
+        """Score the first rows of a step whose masters hold its outcome; None where it is not due, or is of no use.
+
+        Args:
+            rows: of all ranks; `own` is this rank's first one, on its device.
+            sampled: what the tokens of `rows` are of, by `PackedRow.sequence`.
+        """
+        due, self._due = self._due, None
+        if due is None:
+            return None
+        version, weights = due
+        first = rows[: self._ranks.size]
+        records = {number for row in first for number in row.sequence.tolist()}
+        if not any((sampled_versions(sampled[number]) == version).any() for number in records):
+            return None
+        with self._masters.holding(weights):
+            logprobs = frozen_logprobs(self._model, own).cpu()
+        # A rank without a row of its own has the shortest one once more: what it found is left out.
+        hands = self._ranks.gather(lambda: logprobs)
+        return OlderScores(version, torch.cat(list(hands[: len(first)]))) if self._ranks.is_first else None

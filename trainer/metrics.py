@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tidemill.schemas.records import LagCount, Rollout
-from tidemill.trainer import divergence
+from tidemill.schemas.records import LagCount
 from tidemill.trainer.batch import PackedRow, Trajectory, sampled_versions
+from tidemill.trainer.corrections import chi_square, effective_sample_size, k1, k3, share_beyond
 from tidemill.trainer.model_size import ModelSize
 from tidemill.trainer.policy import keeps_scores
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
@@ -38,29 +38,23 @@ class TokenTrace:
     `RoutingReplay.experts`: of the tokens that predicted them. None where there are no expert ids."""
 
 
-def mismatch_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """How far trainer and sampler are apart on the trained tokens, by policy lag and by arithmetic together."""
-    log_ratio = _log_ratio(traces)
-    weights = _joined([t.weights for t in traces])
-    return {
-        "mismatch/k1": float(divergence.k1(log_ratio).double().mean()),
-        "mismatch/k3": float(divergence.k3(log_ratio).double().mean()),
-        "mismatch/mean_abs_dlogp": float(log_ratio.abs().double().mean()),
-        "mismatch/max_abs_dlogp": float(log_ratio.abs().max()),
-        "mismatch/chi_square": divergence.chi_square(log_ratio),
-        "mismatch/ess": divergence.effective_sample_size(log_ratio),
-        "mismatch/beyond_2": divergence.share_beyond(log_ratio, 2.0),
-        "correction/bounded": float((~weights.isclose(log_ratio.exp())).double().mean()),
-        "correction/mean": float(weights.double().mean()),
-    }
-
-
-def token_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Entropy in nats and the share of clipped tokens."""
-    entropy = _joined([t.entropy for t in traces])
+def trace_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+    """Entropy in nats, the share of clipped tokens, and how far trainer and sampler are apart on the trained tokens, by
+    policy lag and by arithmetic together."""
+    log_ratio, entropy = _log_ratio(traces), torch.cat([t.entropy for t in traces])
+    weights = torch.cat([t.weights for t in traces])
     return {
         "entropy": float(entropy.double().mean()),
         "clip_fraction": sum(float(t.clipped) for t in traces) / entropy.numel(),
+        "mismatch/k1": float(k1(log_ratio).double().mean()),
+        "mismatch/k3": float(k3(log_ratio).double().mean()),
+        "mismatch/mean_abs_dlogp": float(log_ratio.abs().double().mean()),
+        "mismatch/max_abs_dlogp": float(log_ratio.abs().max()),
+        "mismatch/chi_square": chi_square(log_ratio),
+        "mismatch/ess": effective_sample_size(log_ratio),
+        "mismatch/beyond_2": share_beyond(log_ratio, 2.0),
+        "correction/bounded": float((~weights.isclose(log_ratio.exp())).double().mean()),
+        "correction/mean": float(weights.double().mean()),
     }
 
 
@@ -71,12 +65,15 @@ def reward_metrics(groups: Sequence[TrainableGroup]) -> dict[str, float]:
         return {}
     rewards = [float(reward) for group in groups for reward in group.rewards()]
     judged = [float(r.success) for r in rollouts if r.success is not None]
+    components: dict[str, list[float]] = {}
+    for component in (component for rollout in rollouts for component in rollout.rewards):
+        components.setdefault(f"reward/{component.name}", []).append(component.value)
     return {
         "reward": _mean(rewards),
         "success": _mean(judged),
         "turns": _mean([float(r.turns) for r in rollouts]),
         "sampled_tokens": _mean([float(r.sampled_tokens) for r in rollouts]),
-        **_component_means(rollouts),
+        **{name: _mean(found) for name, found in sorted(components.items())},
     }
 
 
@@ -94,9 +91,9 @@ def online_metrics(batch: TrainableBatch, advantages: Tensor, traces: Sequence[T
         "online/members": float(len(batch.members)),
         "online/corrections": float(corrections.sum()),
         "online/excluded": float(len(batch.excluded)),
-        "online/entropy": float(_joined([t.entropy for t in traces]).double().mean()),
-        "online/ess": divergence.effective_sample_size(log_ratio),
-        "online/mismatch": float(divergence.k3(log_ratio).double().mean()),
+        "online/entropy": float(torch.cat([t.entropy for t in traces]).double().mean()),
+        "online/ess": effective_sample_size(log_ratio),
+        "online/mismatch": float(k3(log_ratio).double().mean()),
         "online/effective_members": float(sizes.sum().square() / sizes.square().sum().clamp(min=1e-300)),
     }
 
@@ -106,25 +103,21 @@ def simulated_metrics(groups: Sequence[TrainableGroup], traces: Sequence[TokenTr
     return {
         "simulated/reward": _mean([float(reward) for group in groups for reward in group.rewards()]),
         "simulated/groups": float(len(groups)),
-        "simulated/entropy": float(_joined([t.entropy for t in traces]).double().mean()),
-        "simulated/mismatch": float(divergence.k3(_log_ratio(traces)).double().mean()),
+        "simulated/entropy": float(torch.cat([t.entropy for t in traces]).double().mean()),
+        "simulated/mismatch": float(k3(_log_ratio(traces)).double().mean()),
     }
 
 
-def reference_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
-    """Mean of log pi_old - log pi_ref over the trained tokens; nothing where the settings do not ask for both."""
-    apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
-    return {"reference/k1": float(torch.cat(apart).double().mean())} if apart else {}
-
-
-def routing_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
+def optional_metrics(traces: Sequence[TokenTrace]) -> dict[str, float]:
     """Shares of the (token, layer) pairs: routed otherwise by the trainer's own routers than by the sampler's, and
-    replaced as implausible. Nothing where no token's routing is looked at."""
-    seen = [trace.routed for trace in traces if trace.routed is not None]
-    if not seen:
-        return {}
-    otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
-    return {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
+    replaced as implausible; nothing where no token's routing is looked at. Mean of log pi_old - log pi_ref over the
+    trained tokens; nothing where the settings do not ask for both."""
+    found, seen = {}, [trace.routed for trace in traces if trace.routed is not None]
+    if seen:
+        otherwise, replaced, pairs, *_ = torch.stack(seen).sum(0).tolist()
+        found = {"routing/otherwise": otherwise / max(pairs, 1), "routing/replaced": replaced / max(pairs, 1)}
+    apart = [t.logprobs - t.reference_logprobs for t in traces if t.reference_logprobs is not None]
+    return {**found, "reference/k1": float(torch.cat(apart).double().mean())} if apart else found
 
 
 def packing_metrics(rows: Sequence[PackedRow]) -> dict[str, float]:
@@ -188,20 +181,8 @@ def lag_metrics(lag: Sequence[LagCount]) -> dict[str, float]:
     }
 
 
-def _component_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for component in rollout.rewards:
-            values.setdefault(f"reward/{component.name}", []).append(component.value)
-    return {name: _mean(found) for name, found in sorted(values.items())}
-
-
 def _log_ratio(traces: Sequence[TokenTrace]) -> Tensor:
-    return _joined([t.logprobs for t in traces]) - _joined([t.sampler_logprobs for t in traces])
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts)
+    return torch.cat([t.logprobs for t in traces]) - torch.cat([t.sampler_logprobs for t in traces])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,6 +2,10 @@
 
 What holds: the result is a function of the documents up to the recorded offsets, the settings and the seed (for one
 number of threads and one build of the tensor library); documents are taken once each, in the order of their ids.
+
+Documents are packed into rows: every document comes exactly once an epoch, its tokens in order, cut only where it is
+longer than a row; a token is predicted from earlier tokens of its own piece only; the order of an epoch depends on the
+seed alone.
 """
 
 from __future__ import annotations
@@ -10,29 +14,74 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.chat.format import CHATML, chat_template_source
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer, send_dead_letter
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Document
+from tidemill.trainer.attention import separate_calls
 from tidemill.trainer.midtrain_config import MidtrainSettings
-from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer
+from tidemill.trainer.model import build_model, save_checkpoint, train_tokenizer, use_packed_attention
 from tidemill.trainer.muon import HybridOptimizer
-from tidemill.trainer.packing import DocumentRow, epochs
-from tidemill.trainer.probe import use_packed_attention
-from tidemill.trainer.tree import separate_calls
+
+_NO_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRow:
+    input_ids: Tensor
+    """i8[1, L]."""
+    position_ids: Tensor
+    """i8[1, L], starting at 0 with each piece."""
+    labels: Tensor
+    """i8[L]: the next token of the same piece, -100 at a piece's last token."""
+    lengths: tuple[int, ...]
+    """Tokens of each piece; they sum to L."""
+
+
+def epochs(documents: Sequence[Sequence[int]], row_tokens: int, seed: int) -> Iterator[DocumentRow]:
+    """Rows without end: the documents in a new order each epoch. Raises ValueError when there is nothing to predict."""
+    cuts = (document[at : at + row_tokens] for document in documents for at in range(0, len(document), row_tokens))
+    pieces = [piece for piece in cuts if len(piece) > 1]
+    if not pieces:
+        raise ValueError("the documents hold no two tokens in a row, so there is nothing to train on")
+    generator = np.random.default_rng(seed)
+    while True:
+        held: list[Sequence[int]] = []
+        used = 0
+        for place in generator.permutation(len(pieces)):
+            piece = pieces[place]
+            if used + len(piece) > row_tokens:
+                yield _row(held)
+                held, used = [], 0
+            held.append(piece)
+            used += len(piece)
+        yield _row(held)
+
+
+def _row(pieces: Sequence[Sequence[int]]) -> DocumentRow:
+    ids = [token for piece in pieces for token in piece]
+    positions = [position for piece in pieces for position in range(len(piece))]
+    labels = [label for piece in pieces for label in (*piece[1:], _NO_LABEL)]
+    return DocumentRow(
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([positions]),
+        labels=torch.tensor(labels),
+        lengths=tuple(len(piece) for piece in pieces),
+    )
+
 
 RECORD_FILE = "midtrain.json"
 _CLIENT = "tidemill-midtrain"
@@ -50,8 +99,6 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class MidtrainProgress:
-    """How far training has come."""
-
     step: int
     steps: int
     loss: float
@@ -89,15 +136,24 @@ def run(
     corpus = read_corpus(kafka, settings)
     _log.info("%d documents to train on", len(corpus.texts))
     result = midtrain(corpus.texts, settings, run.seed, report or _log_progress)
-    end_token = settings.tokenizer.special_tokens[-1]
-    record = _record(corpus, result, settings, run.seed)
+    # What it takes to make the checkpoint again, and how it came out.
+    record = {
+        "seed": run.seed,
+        "settings": settings.model_dump(mode="json"),
+        "until": corpus.until,
+        "documents": len(corpus.texts),
+        "tokens": result.tokens,
+        "first_loss": result.losses[0],
+        "last_loss": result.losses[-1],
+    }
+    template = chat_template_source("", {}, chat.model_copy(update={"template": chat.template or CHATML}))
     save_checkpoint(
         settings.output,
         result.model,
         result.tokenizer,
-        end_token,
-        chat_template_source("", {}, chat.model_copy(update={"template": chat.template or CHATML})),
-        also=lambda directory: _write_record(directory, record),
+        settings.tokenizer.special_tokens[-1],
+        template,
+        files={RECORD_FILE: json.dumps(record, indent=2) + "\n"},
     )
     _log.info("checkpoint written to %s", settings.output)
 
@@ -108,12 +164,24 @@ def read_corpus(kafka: KafkaSettings, settings: MidtrainSettings) -> Corpus:
     Raises LookupError when the topic does not reach the offsets asked for, or holds no document below them.
     """
     with LogReader(kafka, [Topic.DOCUMENTS], client_id=_CLIENT) as reader, RecordProducer(kafka, _CLIENT) as producer:
-        until = _checked_until(settings.until, reader.end_offsets())
+        until, asked = {partition: end for (_, partition), end in reader.end_offsets().items()}, settings.until
+        for partition, offset in asked.items():
+            if offset > until.get(partition, 0):
+                raise LookupError(
+                    f"midtrain.until wants offset {offset} of documents[{partition}], which ends at "
+                    f"{until.get(partition)}"
+                )
+        if asked:
+            until = {partition: asked.get(partition, 0) for partition in until}
         found: dict[str, Document] = {}
         for located in reader.read_to_end():
             if located.offset >= until[located.partition]:
                 continue
-            _take(located, found, producer, Names(kafka.topic_prefix))
+            if isinstance(located.record, Document):
+                found.setdefault(located.record.document_id, located.record)
+            else:
+                reason = located.error or f"a {type(located.record).__name__} record, not a Document"
+                send_dead_letter(producer, Names(kafka.topic_prefix), located, reason, _CLIENT)
     texts = [found[name].text for name in sorted(found) if settings.source in ("", found[name].source)]
     if not texts:
         raise LookupError("the documents topic holds nothing to train on: write some with `tidemill documents`")
@@ -127,8 +195,20 @@ def midtrain(texts: Sequence[str], settings: MidtrainSettings, seed: int, report
     model = build_model(settings.model, tokenizer, settings.tokenizer.special_tokens[-1], seed)
     use_packed_attention(model)
     documents = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-    rows = islice(epochs(documents, _row_limit(settings), seed), settings.steps)
-    losses, tokens = _train(model, rows, settings, report)
+    row_tokens = min(settings.row_tokens, settings.model.max_positions)
+    optimizer = HybridOptimizer(model, settings.betas, settings.momentum, settings.weight_decay)
+    began, losses, tokens = time.monotonic(), [], 0
+    for step, row in enumerate(islice(epochs(documents, row_tokens, seed), settings.steps)):
+        loss = loss_of(model, row)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm, error_if_nonfinite=True)
+        optimizer.step(learning_rate(step, settings))
+        losses.append(loss.item())
+        tokens += row.input_ids.numel()
+        if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
+            recent = losses[-settings.report_every :]
+            mean = sum(recent) / len(recent)
+            report(MidtrainProgress(step + 1, settings.steps, mean, tokens, time.monotonic() - began))
     return Result(model, tokenizer, losses, tokens)
 
 
@@ -145,74 +225,6 @@ def loss_of(model: PreTrainedModel, row: DocumentRow) -> torch.Tensor:
     tree = separate_calls(row.lengths)
     logits = model(input_ids=row.input_ids, position_ids=row.position_ids, tree=tree, use_cache=False).logits
     return cross_entropy(logits[0].float(), row.labels)
-
-
-def _train(
-    model: PreTrainedModel, rows: Iterable[DocumentRow], settings: MidtrainSettings, report: Report
-) -> tuple[list[float], int]:
-    optimizer = HybridOptimizer(model, settings.betas, settings.momentum, settings.weight_decay)
-    began, losses, tokens = time.monotonic(), [], 0
-    for step, row in enumerate(rows):
-        losses.append(_step(model, optimizer, row, learning_rate(step, settings), settings.max_grad_norm))
-        tokens += row.input_ids.numel()
-        if (step + 1) % settings.report_every == 0 or step + 1 == settings.steps:
-            recent = losses[-settings.report_every :]
-            mean = sum(recent) / len(recent)
-            report(MidtrainProgress(step + 1, settings.steps, mean, tokens, time.monotonic() - began))
-    return losses, tokens
-
-
-def _step(
-    model: PreTrainedModel, optimizer: HybridOptimizer, row: DocumentRow, rate: float, max_grad_norm: float
-) -> float:
-    loss = loss_of(model, row)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm, error_if_nonfinite=True)
-    optimizer.step(rate)
-    return loss.item()
-
-
-def _row_limit(settings: MidtrainSettings) -> int:
-    if settings.row_tokens > settings.model.max_positions:
-        return settings.model.max_positions
-    return settings.row_tokens
-
-
-def _checked_until(asked: Mapping[int, int], ends: Mapping[tuple[Topic, int], int]) -> dict[int, int]:
-    now = {partition: end for (_, partition), end in ends.items()}
-    if not asked:
-        return now
-    for partition, offset in asked.items():
-        if offset > now.get(partition, 0):
-            raise LookupError(
-                f"midtrain.until wants offset {offset} of documents[{partition}], which ends at {now.get(partition)}"
-            )
-    return {partition: asked.get(partition, 0) for partition in now}
-
-
-def _take(located: ConsumedRecord, found: dict[str, Document], producer: RecordProducer, names: Names) -> None:
-    if isinstance(located.record, Document):
-        found.setdefault(located.record.document_id, located.record)
-    else:
-        reason = located.error or f"a {type(located.record).__name__} record, not a Document"
-        send_dead_letter(producer, names, located, reason, _CLIENT)
-
-
-def _record(corpus: Corpus, result: Result, settings: MidtrainSettings, seed: int) -> dict[str, object]:
-    """What it takes to make the checkpoint again, and how it came out."""
-    return {
-        "seed": seed,
-        "settings": settings.model_dump(mode="json"),
-        "until": corpus.until,
-        "documents": len(corpus.texts),
-        "tokens": result.tokens,
-        "first_loss": result.losses[0],
-        "last_loss": result.losses[-1],
-    }
-
-
-def _write_record(directory: Path, record: Mapping[str, object]) -> None:
-    (directory / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
 def _log_progress(progress: MidtrainProgress) -> None:

@@ -7,7 +7,7 @@ A token was sampled by an engine at weights s, and is trained from weights t. It
 - log pi_trainer(t) - log pi_trainer(s): what the weights learnt in between (`staleness`).
 
 Tokens of policy lag 0 have the first summand alone. Those of older weights (`lagged`) have both; where the trainer
-scored them at these weights too (`older_weights`), each is known.
+scored them at these weights too (`master.OlderWeights`), each is known.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from tidemill.schemas.records import MismatchSlice, Rollout, WorstToken
-from tidemill.trainer import divergence
 from tidemill.trainer.batch import Trajectory, token_versions
+from tidemill.trainer.corrections import k1, k3
+from tidemill.trainer.master import OlderScores
 from tidemill.trainer.metrics import TokenTrace
-from tidemill.trainer.older_weights import OlderScores
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -112,6 +112,11 @@ def trained_tokens(
     routed = [trace.routed for trace in traces if trace.routed is not None]
     if older is not None:
         scored[: len(older.logprobs)] = older.logprobs
+    places, experts, begin = order.argsort().tolist(), {}, 0
+    for trace in traces:
+        for place, found in zip(*(trace.experts or ((), ())), strict=True):
+            experts[places[begin + int(place)]] = found
+        begin += len(trace.logprobs)
     return TrainedTokens(
         trajectories=trajectories,
         trainer_logprobs=torch.cat([trace.logprobs for trace in traces])[order],
@@ -122,7 +127,7 @@ def trained_tokens(
         older_version=-1 if older is None else older.version,
         older_logprobs=scored[order],
         routed=torch.stack(routed).sum(0) if routed else None,
-        experts=_experts(traces, order),
+        experts=experts,
     )
 
 
@@ -164,22 +169,19 @@ def alarms(slices: Sequence[MismatchSlice]) -> dict[str, float]:
     """The numbers of whole parts that are at or beyond their bounds, as `part/number`."""
     whole = [each for each in slices if each.dimension == WHOLE]
     found = {f"{each.part}/{name}": getattr(each, name) for each in whole for name in ALARMS}
-    return {name: value for name, value in found.items() if value >= _bound(name)}
+    return {name: value for name, value in found.items() if value >= ALARMS[name.split("/")[1]]}
 
 
 def warning(found: Mapping[str, float]) -> str:
     """What to tell of alarms, and what to do."""
-    told = ", ".join(f"{name} is {value:.3g} (alarm from {_bound(name):g} on)" for name, value in found.items())
+    bounds = {name: ALARMS[name.split("/")[1]] for name in found}
+    told = ", ".join(f"{name} is {value:.3g} (alarm from {bounds[name]:g} on)" for name, value in found.items())
     return (
         f"sampler and trainer are far apart: {told}. If `{MismatchPart.ENGINES}` is, they compute different logprobs "
         "from equal weights: compare the model, the precision and the device of replica and trainer. If only "
         f"`{MismatchPart.LAGGED}` is, the weights moved: lower run.max_policy_lag or the learning rate. `tidemill "
         "query mismatch_where` tells on which tokens"
     )
-
-
-def _bound(name: str) -> float:
-    return ALARMS[name.split("/")[1]]
 
 
 class _TokenPlaces:
@@ -210,12 +212,11 @@ class _TokenPlaces:
         ]
 
     def token(self, place: int, tokens: TrainedTokens) -> WorstToken:
-        """One token."""
         trajectory = self.trajectories[self.record[place]]
         is_rollout = isinstance(trajectory, Rollout)
         segment, position = int(self.segment[place]), int(self.position[place])
-        experts = tokens.experts.get(place)
-        asked, own = ("", "") if experts is None else map(_told, experts.tolist())
+        experts: Sequence[Any] = tokens.experts[place].tolist() if place in tokens.experts else ((), ())
+        asked, own = (" ".join(",".join(map(str, layer)) for layer in layers) for layers in experts)
         return WorstToken(
             record_id=trajectory.rollout_id if is_rollout else trajectory.interaction_id,
             environment=_environment(trajectory),
@@ -236,20 +237,6 @@ class _TokenPlaces:
     def _named(self, names: Sequence[str]) -> tuple[Ints, list[str]]:
         values, codes = np.unique(names, return_inverse=True)
         return codes[self.record], values.tolist()
-
-
-def _experts(traces: Sequence[TokenTrace], order: Tensor) -> dict[int, Tensor]:
-    """`TrainedTokens.experts` from the rows, whose tokens are sorted by `order`."""
-    places, found, begin = order.argsort().tolist(), {}, 0
-    for trace in traces:
-        for place, experts in zip(*(trace.experts or ((), ())), strict=True):
-            found[places[begin + int(place)]] = experts
-        begin += len(trace.logprobs)
-    return found
-
-
-def _told(experts: Sequence[Sequence[int]]) -> str:
-    return " ".join(",".join(map(str, layer)) for layer in experts)
 
 
 def _environment(trajectory: Trajectory) -> str:
@@ -290,22 +277,22 @@ def _slices(
         return []
     log_ratio, size = difference.double().numpy(), difference.abs().double().numpy()
     is_beyond = difference.abs() > np.log(2.0)
-    terms = torch.stack([divergence.k1(difference), divergence.k3(difference), is_beyond, cut]).double().numpy()
+    terms = torch.stack([k1(difference), k3(difference), is_beyond, cut]).double().numpy()
     found, by_size = [], np.argsort(size, kind="stable")
     for dimension, codes, values in dimensions:
         order = by_size[np.argsort(codes[by_size], kind="stable")]
         begins = np.flatnonzero(np.diff(codes[order], prepend=-1))
         tokens = np.diff(begins, append=len(order))
         ends = begins + tokens - 1
-        k1, k3, beyond_2, are_cut = np.add.reduceat(terms[:, order], begins, axis=1)
+        k1_sums, k3_sums, beyond_2, are_cut = np.add.reduceat(terms[:, order], begins, axis=1)
         greatest = np.repeat(np.maximum.reduceat(log_ratio[order], begins), tokens)
         weights = np.exp(log_ratio[order] - greatest)
         ess = np.add.reduceat(weights, begins) ** 2 / (tokens * np.add.reduceat(weights**2, begins))
         ordered = size[order]
         columns = {
             "tokens": tokens,
-            "k1": k1 / tokens,
-            "k3": k3 / tokens,
+            "k1": k1_sums / tokens,
+            "k3": k3_sums / tokens,
             "p50": _quantile(ordered, begins, ends, 0.5),
             "p99": _quantile(ordered, begins, ends, 0.99),
             "max": ordered[ends],

@@ -1,7 +1,17 @@
-"""Models and tokenizers: a small Qwen3 built from nothing, any Hugging Face causal model loaded, checkpoints written.
+"""Models and tokenizers: built from nothing, loaded, checked for training, laid over ranks, written as checkpoints.
 
 What holds: a checkpoint directory has `config.json`, `model.safetensors` in bf16 and the tokenizer's files, which is
 what transformers, vLLM and a weight anchor need; it appears whole or not at all.
+
+A packed row computes what whole sequences do for models whose layers see other tokens through softmax attention over
+all earlier tokens and in no other way, and whose logits are the output of their head. Any other model would train
+without an error, and wrongly. So a model is refused by what its configuration says, by what its layers hand to
+attention, and by comparing a small row with the model's own results.
+
+A sharded model (FSDP2) is laid over the ranks of the job layer by layer: each rank holds a run of rows of each weight,
+in float32. Before a layer is computed its weights are gathered, in the type of the computation; its gradients are added
+up over the ranks in float32. One rank needs none of it in float32; in bfloat16 it is sharded over itself alone, for the
+same arithmetic as on many.
 """
 
 from __future__ import annotations
@@ -9,15 +19,36 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.nn.functional import linear, log_softmax
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tidemill.trainer.attention import UntrainableModelError, packed_attention, tree_calls
 from tidemill.trainer.choices import Experts
+from tidemill.trainer.device import backend
 from tidemill.trainer.midtrain_config import ModelShape, TokenizerSettings
+from tidemill.trainer.policy import SCORING, scored
 
 PADDING = "<|pad|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -71,8 +102,13 @@ def load_model(directory: str, experts: Experts | None = None) -> PreTrainedMode
 
     Raises FileNotFoundError when there is none, ValueError for a model without experts where one is named.
     """
-    options = {} if experts is None else {"experts_implementation": experts.value}
-    return AutoModelForCausalLM.from_pretrained(_checkpoint(directory), dtype=torch.float32, **options)
+    path, options = Path(directory), {} if experts is None else {"experts_implementation": experts.value}
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{path} is not a Hugging Face checkpoint (no config.json): name one, or make one with "
+            "`tidemill documents` and `tidemill train --phase midtrain`"
+        )
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
 
 
 def save_checkpoint(
@@ -81,9 +117,9 @@ def save_checkpoint(
     tokenizer: Tokenizer,
     end_token: str,
     chat_template: str,
-    also: Callable[[Path], None] = lambda _directory: None,
+    files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint, weights rounded to bf16; `also` may add files to it before it appears."""
+    """Write a checkpoint, weights rounded to bf16, with some more `files`, text by name."""
     final = Path(directory)
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -93,17 +129,147 @@ def save_checkpoint(
     wrapped.chat_template = chat_template
     wrapped.save_pretrained(partial)
     tokenizer.save(str(partial / TOKENIZER_FILE))
-    also(partial)
+    for name, text in (files or {}).items():
+        (partial / name).write_text(text, "utf-8")
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
 
 
-def _checkpoint(directory: str) -> Path:
-    path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{path} is not a Hugging Face checkpoint (no config.json): name one, or make one with "
-            "`tidemill documents` and `tidemill train --phase midtrain`"
+PACKED_ATTENTION = "tidemill_packed"
+"""Name under which transformers knows packed attention."""
+TOLERANCE = 2e-3
+"""Largest difference of a logprob, in nats, that is put down to rounding in float32."""
+_STATED = {
+    "alibi": "ALiBi, a position bias on the attention scores",
+    "attn_logit_softcapping": "a soft cap on the attention scores",
+    "final_logit_softcapping": "a soft cap on the logits",
+}
+_WAY_OUT = (
+    "The trainer needs softmax attention over all earlier tokens in every layer, and logits that are the output of the "
+    "head. Choose another model, or remove from the checkpoint's config.json what no context of the run reaches, such "
+    "as a window (`sliding_window`, `layer_types`)."
+)
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Make `model` take a `tree` (see `attention.packed_attention`).
+
+    Raises UntrainableModelError, which names what is in the way, for a model that is not right in packed rows.
+    """
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        return
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        problem = _stated_problem(model.config.get_text_config()) or _seen_problem(model)
+    model.train(training)
+    if problem:
+        raise UntrainableModelError(f"{type(model).__name__} cannot be trained: {problem}. {_WAY_OUT}")
+
+
+def _stated_problem(config: PretrainedConfig) -> str:
+    kinds: dict[str, list[str]] = {}
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        kinds.setdefault(kind, []).append(str(layer))
+    kinds.pop("full_attention", None)
+    if kinds:
+        return "; ".join(f"`{kind}` in layers {', '.join(layers)}" for kind, layers in kinds.items())
+    return "; ".join(f"it has {what} (`{name}`)" for name, what in _STATED.items() if getattr(config, name, None))
+
+
+def _seen_problem(model: PreTrainedModel) -> str:
+    """Compare a row with whole sequences: tokens 0-19, tokens 0-11 and 20-29, and tokens 30-38."""
+    paths = [torch.arange(20), torch.cat([torch.arange(12), torch.arange(20, 30)]), torch.arange(30, 39)]
+    parents = torch.arange(-1, 38)
+    parents[20], parents[30] = 11, -1
+    depths = torch.cat([torch.arange(20), torch.arange(12, 22), torch.arange(9)])
+    ids = (7 * torch.arange(39) + 3) % model.config.get_text_config().vocab_size
+
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or model.base_model is model:
+        return "it has no linear head over a base model"
+    whole = [model(input_ids=ids[path][None], use_cache=False).logits[0] for path in paths]
+    states = model.base_model(input_ids=ids[paths[0]][None], use_cache=False).last_hidden_state[0]
+    if _apart(linear(states, head.weight, head.bias), whole[0]) > TOLERANCE:
+        return "its logits are not the output of its head, but scaled or capped"
+
+    layers: list[bool] = []
+
+    def counted(*args: Any, **options: Any) -> tuple[Tensor, None]:  # noqa: ANN401 - passes on what it gets
+        layers.append(options.get("tree") is not None)
+        return packed_attention(*args, **options)
+
+    AttentionInterface.register(PACKED_ATTENTION, counted)
+    try:
+        model.set_attn_implementation(PACKED_ATTENTION)
+        row = model.base_model(
+            input_ids=ids[None], position_ids=depths[None], tree=tree_calls(parents.numpy()), use_cache=False
+        ).last_hidden_state[0]
+    except UntrainableModelError as error:
+        return str(error)
+    except (TypeError, ValueError) as error:
+        return f"its forward pass does not take a packed row ({error})"
+    finally:
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+    expected = model.config.get_text_config().num_hidden_layers
+    if sum(layers) < expected:
+        return (
+            f"{expected - sum(layers)} of its {expected} layers do not use transformers' attention interface with what "
+            "the forward pass is given (recurrent layers, linear attention, or attention of the model's own)"
         )
-    return path
+    logits = linear(row, head.weight, head.bias)
+    apart = max(_apart(logits[path], expected) for path, expected in zip(paths, whole, strict=True))
+    if not apart <= TOLERANCE:
+        return f"logprobs in a packed row are up to {apart:.2g} nats from those of whole sequences"
+    return ""
+
+
+def _apart(logits: Tensor, expected: Tensor) -> float:
+    return float((log_softmax(logits, -1) - log_softmax(expected, -1)).abs().max())
+
+
+class ShardingError(ValueError):
+    """A model cannot be laid over ranks, or its layers cannot be computed twice."""
+
+
+def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The model's layers. Raises ShardingError for a family that does not mark all of them as transformers does."""
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    expected = model.config.get_text_config().num_hidden_layers
+    if len(found) != expected:
+        raise ShardingError(
+            f"{type(model).__name__} marks {len(found)} modules as layers (GradientCheckpointingLayer of transformers) "
+            f"and has {expected}: it can be trained on one process only, with trainer.compute float32 and "
+            "trainer.checkpoint_activations off"
+        )
+    return found
+
+
+def recompute_activations(model: PreTrainedModel) -> None:
+    """Keep only the input of each layer for the backward pass, and compute the layer again there."""
+    for layer in layers_of(model):
+        # Not by transformers' own switch: that needs train mode, which would turn dropout on.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def shard(model: PreTrainedModel, device: torch.device, compute: torch.dtype) -> None:
+    """Lay `model` over all ranks of the job, on `device`; each of them calls this with the same whole weights.
+
+    Afterwards the model is to be called by `policy.sampled_logprobs` and `policy.frozen_logprobs` alone, on every rank
+    as often. Raises ShardingError for a model whose layers cannot be told.
+    """
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend(), store=store, rank=0, world_size=1)
+    layers = layers_of(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    half = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy() if compute is torch.float32 else half
+    for module in (*layers, model):
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        # The loss is divided by the totals of the whole batch already; gloo can add only.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+    setattr(model, SCORING, MethodType(scored, model))
+    register_fsdp_forward_method(model, SCORING)

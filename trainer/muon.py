@@ -36,7 +36,6 @@ class MatrixMomentum:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Apply and clear the gradients."""
         for matrix, momentum in zip(self._matrices, self._momenta, strict=True):
             if matrix.grad is None:
                 continue

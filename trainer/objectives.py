@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.trainer.choices import AdvantageKind, Estimator, ObjectiveName
-from tidemill.trainer.corrections import sequence_lengths, sequence_sum
-from tidemill.trainer.divergence import ESTIMATORS
+from tidemill.trainer.corrections import ESTIMATORS, sequence_lengths, sequence_sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Self
 
 from tidemill.schemas.catalogue import Topic
@@ -30,9 +29,8 @@ from tidemill.schemas.stored_object import ClaimError, ForeignClaimError, claime
 from tidemill.trainer.batch import InvalidRolloutError, check, sampled_versions
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
 from tidemill.trainer.config import OnlineSettings
-from tidemill.trainer.log_input import LogInput, ReferenceLog
+from tidemill.trainer.log_input import CLIENT, LogInput, ReferenceLog
 from tidemill.trainer.online_queue import OnlineQueue, WeightLine
-from tidemill.trainer.rollout_log import CLIENT
 from tidemill.trainer.trainable import TrainableBatch
 
 INTERACTIONS_CLIENT = "tidemill-trainer-interactions"
@@ -68,7 +66,6 @@ class InteractionLog:
         return {place: self._checked(member, read.get(place)) for place, member in places.items()}
 
     def close(self) -> None:
-        """Give the connections back."""
         self._log.close()
 
     def _checked(self, member: OnlineMember, located: ConsumedRecord | None) -> Found:
@@ -96,7 +93,6 @@ class InteractionLog:
 def batch_log(
     kafka: KafkaSettings, producer: RecordProducer, start: str | Mapping[int, int]
 ) -> ReferenceLog[OnlineBatch]:
-    """The `online-batches` topic."""
     return ReferenceLog(kafka, producer, Topic.ONLINE_BATCHES, OnlineBatch, lambda batch: batch.batch_id, start)
 
 
@@ -112,7 +108,7 @@ class OnlineInput:
         vocab_size: int,
         accept_replays: frozenset[str] = frozenset(),
     ) -> None:
-        self._queue, self._line = queue, line
+        self.queue, self.line = queue, line
         self._standing = LogReader(kafka, [Topic.GATE, Topic.USER_REQUESTS], client_id=CLIENT)
         self._batches = batch_log(kafka, producer, queue.progress().next_offsets)
         self._interactions = InteractionLog(kafka, vocab_size, accept_replays)
@@ -126,25 +122,25 @@ class OnlineInput:
         for located in self._standing.read_to_end() if came else self._standing.poll(0.0):
             self._observe(located)
         for read in came:
-            self._queue.read(read.place, read.record, read.replay_id)
+            self.queue.read(read.place, read.record, read.replay_id)
 
     def ready(self, current: int) -> TrainableBatch | None:
         """What is left of the batch to be trained next at version `current`; batches with nothing left are excluded."""
-        while (waiting := self._queue.next(current)) is not None:
+        while (waiting := self.queue.next(current)) is not None:
             if self._found is None or self._found[0] != waiting.place:
                 self._found = waiting.place, self._interactions.fetch(waiting.batch.members)
-            left = self._queue.settle(waiting, self._found[1], current)
+            left = self.queue.settle(waiting, self._found[1], current)
             if isinstance(left, TrainableBatch):
                 return left
-            self._queue.exclude(waiting, left)
+            self.queue.exclude(waiting, left)
         return None
 
     def _observe(self, located: ConsumedRecord) -> None:
         match located.record:
             case GateDecision():
-                self._line.observe(located.record)
+                self.line.observe(located.record)
             case UserRequest():
-                self._queue.observe_request(located.record)
+                self.queue.observe_request(located.record)
             case _:
                 # Not a dead letter: everybody reads these topics from their beginning, again after each start.
                 _log.warning(
@@ -154,40 +150,30 @@ class OnlineInput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._standing.close()
         self._batches.close()
         self._interactions.close()
 
 
-class OnlineFeed:
-    """An online batch, and the simulated groups that join it.
+class StepFeed:
+    """The inputs of steps: simulated groups alone, or an online batch and the simulated groups that join it.
 
-    A step is taken when an online batch can be trained, and waits a while for its groups. Groups that come while there
-    is none wait, and grow stale by the ordinary rule.
+    With `online` a step is taken when an online batch can be trained, and waits a while for its groups. Groups that
+    come while there is none wait, and grow stale by the ordinary rule.
     """
 
     def __init__(
-        self,
-        groups: LogInput,
-        builder: BatchBuilder,
-        online: OnlineInput,
-        queue: OnlineQueue,
-        line: WeightLine,
-        settings: OnlineSettings,
+        self, groups: LogInput, builder: BatchBuilder, online: OnlineInput | None, settings: OnlineSettings
     ) -> None:
-        self._groups, self._builder = groups, builder
-        self._online, self._queue = online, queue
-        self._line = line
-        self._settings = settings
+        self._groups, self._builder, self._online, self._settings = groups, builder, online, settings
         self._since: tuple[StepInput, float] | None = None
 
     def poll(self, timeout_s: float, version: int) -> None:
         """Read on at trainer version `version`, for at most about `timeout_s` where nothing comes."""
-        self._online.poll()
-        self._builder.abandon(self._line.abandoned)
+        if self._online is not None:
+            self._online.poll()
+            self._builder.abandon(self._online.line.abandoned)
         self._groups.poll(timeout_s, version)
 
     def close(self, version: int, now: float) -> StepBatch | None:
@@ -195,6 +181,8 @@ class OnlineFeed:
 
         `now` is any clock in seconds; how long is waited for groups is counted by it.
         """
+        if self._online is None:
+            return self._builder.close(version)
         self._builder.sweep(version)
         left = self._online.ready(version)
         if left is None:
@@ -205,4 +193,4 @@ class OnlineFeed:
         if self._builder.waiting < wanted and now < self._since[1] + self._settings.max_wait_seconds:
             return None
         simulated = self._builder.take(wanted)
-        return StepBatch(simulated.groups, [*simulated.exclusions, *self._queue.take(left)], left)
+        return StepBatch(simulated.groups, [*simulated.exclusions, *self._online.queue.take(left)], left)

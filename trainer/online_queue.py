@@ -25,7 +25,6 @@ from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import BranchDecisions
 from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.records import (
-    SECOND_RECORDS,
     Exclusion,
     GateDecision,
     Interaction,
@@ -38,8 +37,14 @@ from tidemill.schemas.records import (
 )
 from tidemill.trainer.advantages import has_signal
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.endings import DecidedStep, Endings, TopicProgress, place_of_exclusion
-from tidemill.trainer.trainable import TrainableBatch, exclusion, other_sampling
+from tidemill.trainer.trainable import (
+    DecidedStep,
+    Endings,
+    TopicProgress,
+    TrainableBatch,
+    exclusion,
+    other_sampling,
+)
 
 
 class RejectedLineError(RuntimeError):
@@ -134,24 +139,11 @@ class OnlineQueue:
         progress: TopicProgress | None = None,
         incarnation: str | None = None,
     ) -> None:
-        self._rules = rules
-        self._incarnation = incarnation
-        self._line = line
-        self._endings = Endings(progress or TopicProgress(), rules.remembered)
+        self._rules, self._incarnation, self._line = rules, incarnation, line
+        self._endings = Endings(Topic.ONLINE_BATCHES, progress or TopicProgress(), rules.remembered)
+        self.observe_step = self._endings.observe_step
         self._erased: dict[str, int] = {}
         self._waiting: list[WaitingBatch] = []
-        self._excluded: list[StepExclusion] = []
-
-    def observe_step(self, step: DecidedStep) -> None:
-        """Take over the decisions of a recorded step, or of one that is to be taken: its online batch and excluded ones
-        have ended."""
-        for place in step.inputs:
-            if place.topic == Topic.ONLINE_BATCHES:
-                self._endings.end(place, remember=True)
-        for entry in step.exclusions:
-            if entry.topic == Topic.ONLINE_BATCHES:
-                self._endings.end(place_of_exclusion(entry), remember=entry.reason not in SECOND_RECORDS)
-        self._endings.settle()
 
     def observe_request(self, request: UserRequest) -> None:
         """Take a user's demand in: nothing that was served before it is trained from now on, if it is to erase."""
@@ -169,9 +161,8 @@ class OnlineQueue:
         own = (batch.run_id, batch.branch) == (self._rules.run_id, self._rules.branch)
         if not self._endings.read(place) or not own:
             return
-        known = self._endings.remembers(batch.batch_id) or any(
-            w.batch.batch_id == batch.batch_id for w in self._waiting
-        )
+        waits = any(waiting.batch.batch_id == batch.batch_id for waiting in self._waiting)
+        known = waits or self._endings.remembers(batch.batch_id)
         self._waiting.append(WaitingBatch(place, batch))
         if replay_id and replay_id not in self._rules.accept_replays:
             self.exclude(self._waiting[-1], Exclusion.REPLAYED)
@@ -186,11 +177,13 @@ class OnlineQueue:
         made = [waiting for waiting in self._waiting if waiting.batch.version <= self._line.newest]
         for waiting in made:
             reason = self._version_problem(waiting.batch.version, current, self._rules.max_policy_lag)
-            if reason is None and self._is_below_floor(waiting.batch):
+            admitted = not self._rules.require_admission or self._line.is_admitted(waiting.batch.version)
+            if reason is None and not admitted:
                 reason = Exclusion.BELOW_FLOOR
             if reason is not None:
                 self.exclude(waiting, reason)
-        return min((waiting for waiting in made if waiting in self._waiting), key=_age, default=None)
+        left = (waiting for waiting in made if waiting in self._waiting)
+        return min(left, key=lambda one: (one.batch.closed_at, one.place.partition, one.place.offset), default=None)
 
     def settle(
         self, waiting: WaitingBatch, found: Mapping[Position, Interaction | Exclusion], current: int
@@ -218,30 +211,30 @@ class OnlineQueue:
             interactions=tuple(interaction for _, interaction in pairs),
             excluded=tuple(problems.values()),
         )
-        return self._whole_problem(left) or left
+        if sum(not member.correction for member in left.members) < self._rules.min_members:
+            reasons = Counter(excluded.reason for excluded in left.excluded)
+            alone = len(reasons) == 1 and not left.members
+            return Exclusion(next(iter(reasons))) if alone else Exclusion.TOO_FEW
+        if self._rules.skip_no_signal and not has_signal(self._rules.baseline, left):
+            return Exclusion.NO_SIGNAL
+        return left
 
     def exclude(self, waiting: WaitingBatch, reason: Exclusion) -> None:
         """End a batch untrained."""
-        place, members = waiting.place, waiting.batch.members
         self._waiting.remove(waiting)
-        self._excluded.append(
-            StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, len(members))
-        )
-        self._endings.end(place, remember=reason not in SECOND_RECORDS)
+        self._endings.exclude(waiting.place, reason, len(waiting.batch.members))
 
     def take(self, chosen: TrainableBatch) -> list[StepExclusion]:
         """A batch is being trained: what has ended untrained since the one before, its own interactions included."""
         self._waiting = [waiting for waiting in self._waiting if waiting.place != chosen.place]
-        self._endings.end(chosen.place, remember=True)
+        self._endings.end(chosen.place)
         self._endings.settle()
-        excluded, self._excluded = self._excluded, []
+        excluded, self._endings.excluded = self._endings.excluded, []
         return [*excluded, *chosen.excluded]
 
     def progress(self) -> TopicProgress:
         """Where to go on, as of the batch taken last: exclusions since then are decided again."""
-        firsts = [place_of_exclusion(e) for e in self._excluded if e.reason not in SECOND_RECORDS]
-        seconds = [place_of_exclusion(e) for e in self._excluded if e.reason in SECOND_RECORDS]
-        return self._endings.progress([*(waiting.place for waiting in self._waiting), *firsts], seconds)
+        return self._endings.progress(waiting.place for waiting in self._waiting)
 
     def _version_problem(self, version: int, current: int, bound: int) -> Exclusion | None:
         if version in self._line.abandoned:
@@ -251,9 +244,6 @@ class OnlineQueue:
         lag = self._line.lag(version, current)
         return Exclusion.STALE if lag is None or lag > bound else None
 
-    def _is_below_floor(self, batch: OnlineBatch) -> bool:
-        return self._rules.require_admission and not self._line.is_admitted(batch.version)
-
     def _problem(
         self, member: OnlineMember, found: Interaction | Exclusion, batch: OnlineBatch, current: int
     ) -> Exclusion | None:
@@ -261,7 +251,10 @@ class OnlineQueue:
             return Exclusion.ERASED
         if isinstance(found, Exclusion):
             return found
-        if not _agree(member, found, batch):
+        # The batch and the interaction have to say the same, and the user has to have agreed to training on it.
+        own = (found.run_id, found.branch, found.user_id) == (batch.run_id, batch.branch, member.user_id)
+        on_policy = member.correction or found.version_min == found.version_max == batch.version
+        if not own or not on_policy or not found.consent or not math.isfinite(member.reward):
             return Exclusion.INVALID_INTERACTION
         if self._incarnation is not None and found.incarnation not in ("", self._incarnation):
             return Exclusion.UNDEFINED_LAG
@@ -280,15 +273,6 @@ class OnlineQueue:
         # What is gone cannot say when it was served; of an erased user, that is why it is gone.
         return found.served_at <= erased_at if isinstance(found, Interaction) else True
 
-    def _whole_problem(self, left: TrainableBatch) -> Exclusion | None:
-        if sum(not member.correction for member in left.members) < self._rules.min_members:
-            reasons = Counter(excluded.reason for excluded in left.excluded)
-            alone = len(reasons) == 1 and not left.members
-            return Exclusion(next(iter(reasons))) if alone else Exclusion.TOO_FEW
-        if self._rules.skip_no_signal and not has_signal(self._rules.baseline, left):
-            return Exclusion.NO_SIGNAL
-        return None
-
 
 def repeated(batch: OnlineBatch, step: DecidedStep) -> list[OnlineMember]:
     """The members of a batch that a decided step trains: all but those that it excluded."""
@@ -304,14 +288,3 @@ def _distinct(members: list[OnlineMember]) -> Iterator[OnlineMember]:
             yield member
         if not member.correction:
             seen.add(member.interaction_id)
-
-
-def _agree(member: OnlineMember, found: Interaction, batch: OnlineBatch) -> bool:
-    """Whether the batch and the interaction say the same, and the user agreed to training on it."""
-    own = (found.run_id, found.branch, found.user_id) == (batch.run_id, batch.branch, member.user_id)
-    on_policy = member.correction or found.version_min == found.version_max == batch.version
-    return own and on_policy and found.consent and math.isfinite(member.reward)
-
-
-def _age(waiting: WaitingBatch) -> tuple[int, int, int]:
-    return waiting.batch.closed_at, waiting.place.partition, waiting.place.offset

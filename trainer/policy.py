@@ -45,7 +45,16 @@ def frozen_logprobs(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 def scored(model: PreTrainedModel, row: PackedRow, wanted: bool) -> tuple[Tensor, Tensor]:
     """Logprobs (f4[T]) of the sampled tokens, and entropies (f4[P]) where they are `wanted`."""
-    return SampledLogprobs.apply(*_head_inputs(model, row), wanted)  # type: ignore[no-any-return,no-untyped-call]
+    if (replay := getattr(model, REPLAY, None)) is not None:
+        replay.lay(row)
+    states = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree, use_cache=False
+    ).last_hidden_state
+    head, hidden = model.get_output_embeddings(), states[0].index_select(0, row.predicting)
+    made: tuple[Tensor, Tensor] = SampledLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, row.predictors, row.targets, wanted
+    )
+    return made
 
 
 def keeps_scores(predicting: int, vocabulary: int) -> bool:
@@ -102,16 +111,6 @@ class SampledLogprobs(torch.autograd.Function):
 def _scoring(model: PreTrainedModel) -> Callable[[PackedRow, bool], tuple[Tensor, Tensor]]:
     """`scored` with `model`: the one that gathers the weights around the call, where the model is sharded."""
     return getattr(model, SCORING, None) or partial(scored, model)
-
-
-def _head_inputs(model: PreTrainedModel, row: PackedRow) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    if (replay := getattr(model, REPLAY, None)) is not None:
-        replay.lay(row)
-    states = model.base_model(
-        input_ids=row.input_ids, position_ids=row.position_ids, tree=row.tree, use_cache=False
-    ).last_hidden_state
-    head = model.get_output_embeddings()
-    return states[0].index_select(0, row.predicting), head.weight, head.bias, row.predictors, row.targets
 
 
 def _chunks(hidden: Tensor, weight: Tensor, predictors: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -8,7 +8,6 @@ that was begun and has no record is taken on the inputs of its plan, and gives t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.kernels.weights.publish import WeightPublisher
@@ -17,11 +16,11 @@ from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
 from tidemill.trainer.advantages import GroupTooSmallError
 from tidemill.trainer.batch import InvalidRolloutError
-from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
+from tidemill.trainer.batch_builder import BatchBuilder, StepRules
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.choices import AdvantageKind, CorrectionKind
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_history, read_steps, way_back
 from tidemill.trainer.objectives import OBJECTIVES
 from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WeightLine
 from tidemill.trainer.session import Session
@@ -31,73 +30,15 @@ from tidemill.trainer.trained_weights import TrainedWeights
 _log = logging.getLogger(__name__)
 
 
-class Rewinder:
-    """Takes a session back to an older version: its weights with the optimizer's moments of then.
-
-    They come from the nearest checkpoint on the version's line, or from the model that the run started with; the steps
-    after it are made again from their recorded inputs and checked. Nothing is published by it: the version is in the
-    log.
-    """
-
-    def __init__(
-        self,
-        kafka: KafkaSettings,
-        run: RunSettings,
-        settings: TrainerSettings,
-        producer: RecordProducer,
-        checkpoints: CheckpointStore,
-        session: Session,
-    ) -> None:
-        self._kafka, self._run, self._settings = kafka, run, settings
-        self._producer = producer
-        self._checkpoints = checkpoints
-        self._session = session
-
-    def go_back(self, version: int, step: int) -> None:
-        """Train on from `version` with the step after `step`.
-
-        Raises CheckpointError for a checkpoint that is not what the log recorded, NotRepeatableError or LookupError
-        when the steps after the nearest checkpoint cannot be made again.
-        """
-        steps = {record.version: record for record in read_steps(self._kafka, self._run.run_id)}
-        begin, path = way_back(version, steps, set(self._checkpoints.steps()))
-        _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
-        self._load(begin, steps)
-        if path:
-            with _recorded_inputs(self._kafka, self._producer, self._settings, self._session) as inputs:
-                for record in path:
-                    self._session.make_again(record, inputs.of(record))
-        self._session.continue_from_here(step)
-
-    def _load(self, version: int, steps: dict[int, TrainStep]) -> None:
-        self._session.go_back(version)
-        if version:
-            _require_recorded(self._session, steps[version])
-
-
-def _recorded_inputs(
-    kafka: KafkaSettings, producer: RecordProducer, settings: TrainerSettings, session: Session
-) -> RecordedInputs:
-    """The recorded inputs of the session's steps."""
-    return RecordedInputs(kafka, producer, settings.read_ahead_bytes, session.vocab_size, session.routed)
-
-
-def way_back(version: int, steps: dict[int, TrainStep], saved: set[int]) -> tuple[int, list[TrainStep]]:
-    """The nearest version on the line of `version` that is in `saved`, else 0, and the steps from it on, in order.
-
-    `steps` are by the version that each made.
-    """
-    path: list[TrainStep] = []
-    while version and version not in saved:
-        path.append(steps[version])
-        version = steps[version].parent_version
-    return version, path[::-1]
-
-
 @dataclass(frozen=True, slots=True)
 class OpenRun:
     """A run after its last recorded step, everything up to it published."""
 
+    kafka: KafkaSettings
+    run_id: str
+    settings: TrainerSettings
+    producer: RecordProducer
+    checkpoints: CheckpointStore
     session: Session
     builder: BatchBuilder
     """Goes on with the groups that have not ended."""
@@ -105,13 +46,71 @@ class OpenRun:
     """Goes on with the online batches that have not ended."""
     line: WeightLine
     """The versions that were made; the gate's decisions are yet to be read."""
-    rewinder: Rewinder
     begun: StepPlan | None
     """The next step, where it was begun."""
 
     def made(self, record: TrainStep) -> None:
         """Take in that a step was taken."""
         self.line.made(record.version, record.parent_version, int(record.metrics.get(DECISIONS, 0)))
+
+    def recorded_inputs(self) -> RecordedInputs:
+        """The inputs of steps that were recorded or planned; a context manager."""
+        limit, session = self.settings.read_ahead_bytes, self.session
+        return RecordedInputs(self.kafka, self.producer, limit, session.vocab_size, session.routed)
+
+    def go_back(self, version: int, step: int) -> None:
+        """Train on from `version`, its weights with the optimizer's moments of then, with the step after `step`.
+
+        They come from the nearest checkpoint on the version's line, or from the model that the run started with; the
+        steps after it are made again from their recorded inputs and checked. Nothing is published by it: the version is
+        in the log.
+
+        Raises CheckpointError for a checkpoint that is not what the log recorded, NotRepeatableError or LookupError
+        when the steps after the nearest checkpoint cannot be made again.
+        """
+        steps = {record.version: record for record in read_steps(self.kafka, self.run_id)}
+        begin, path = way_back(version, steps, set(self.checkpoints.steps()))
+        _log.info("going back to version %d: from the weights of version %d over %d steps", version, begin, len(path))
+        self.session.go_back(begin)
+        if begin:
+            _require_recorded(self.session, steps[begin])
+        if path:
+            with self.recorded_inputs() as inputs:
+                for record in path:
+                    self.session.make_again(record, inputs.of(record))
+        self.session.continue_from_here(step)
+
+    def take_begun(self, plan: StepPlan) -> TrainStep | None:
+        """Take the step that was begun, before anything of the run is read on; None when it has to be begun anew.
+
+        That is so, and a newer plan in the log says it, when its parent was given up by the gate, its inputs can no
+        longer be read, a user demanded since that something of them be deleted, or the settings of the arithmetic are
+        others now. Its groups have not ended then, and are decided again.
+
+        What the gate decided and users demanded is known by now. Raises what `Session.take` and `go_back` do.
+        """
+        session, outdated, batch = self.session, "", None
+        if plan.config_hash != session.config_hash:
+            outdated = f"it was planned {session.difference(plan.config_hash)}"
+        elif plan.parent_version in self.line.abandoned:
+            outdated = f"the gate gave up version {plan.parent_version}, from which it starts"
+        else:
+            try:
+                with self.recorded_inputs() as inputs:
+                    batch = inputs.of(plan)
+            except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
+                outdated = f"its inputs can no longer be read ({error})"
+        if batch is not None and batch.online is not None and self.queue.erased(batch.online):
+            outdated = "a user demanded that something of its inputs be deleted"
+        if outdated or batch is None:
+            _log.warning("step %d was begun, and is planned again: %s", plan.step, outdated)
+            return None
+        if session.place.version != plan.parent_version:
+            self.go_back(plan.parent_version, plan.step - 1)
+        _log.info("step %d was begun by trainer %s and is taken on the same inputs", plan.step, plan.trainer)
+        self.builder.observe_step(plan)
+        self.queue.observe_step(plan)
+        return session.take(plan, batch)
 
 
 def rules_of(run: RunSettings, settings: TrainerSettings) -> StepRules:
@@ -182,16 +181,28 @@ def open_session(
     session.publish_start()
     line = WeightLine(run.run_id, run.branch)
     opened = OpenRun(
+        kafka=kafka,
+        run_id=run.run_id,
+        settings=settings,
+        producer=producer,
+        checkpoints=checkpoints,
         session=session,
         builder=BatchBuilder(rules, saved.progress if saved else None, publisher.incarnation),
         queue=OnlineQueue(online_rules, line, saved.online if saved else None, publisher.incarnation),
         line=line,
-        rewinder=Rewinder(kafka, run, settings, producer, checkpoints, session),
         begun=history.begun,
     )
     for record in history.steps:
         opened.made(record)
-    _repeat(kafka, settings, producer, opened, history.steps[session.place.step :])
+    missing = history.steps[session.place.step :]
+    if missing:
+        with opened.recorded_inputs() as inputs:
+            for record in missing:
+                if session.place.version != record.parent_version:
+                    opened.go_back(record.parent_version, record.step - 1)
+                session.repeat(record, inputs.of(record))
+                opened.builder.observe_step(record)
+                opened.queue.observe_step(record)
     return opened
 
 
@@ -210,70 +221,3 @@ def _require_recorded(session: Session, record: TrainStep) -> None:
             "then: it cannot change during a run. If it has not changed, the checkpoint is damaged"
         )
     raise TrainerCheckpointError(f"{found}: it is damaged or of another run; delete it, and an older one is used")
-
-
-def _repeat(
-    kafka: KafkaSettings,
-    settings: TrainerSettings,
-    producer: RecordProducer,
-    opened: OpenRun,
-    steps: Sequence[TrainStep],
-) -> None:
-    if not steps:
-        return
-    session = opened.session
-    with _recorded_inputs(kafka, producer, settings, session) as inputs:
-        for record in steps:
-            if session.place.version != record.parent_version:
-                opened.rewinder.go_back(record.parent_version, record.step - 1)
-            session.repeat(record, inputs.of(record))
-            opened.builder.observe_step(record)
-            opened.queue.observe_step(record)
-
-
-class OutdatedPlanError(RuntimeError):
-    """A step that was begun cannot be taken as planned; the message says why."""
-
-
-def take_begun(
-    plan: StepPlan, opened: OpenRun, kafka: KafkaSettings, settings: TrainerSettings, producer: RecordProducer
-) -> TrainStep | None:
-    """Take the step that was begun, before anything of the run is read on; None when it has to be begun anew.
-
-    That is so, and a newer plan in the log says it, when its parent was given up by the gate, its inputs can no longer
-    be read, a user demanded since that something of them be deleted, or the settings of the arithmetic are others now.
-    Its groups have not ended then, and are decided again.
-
-    What the gate decided and users demanded is known to `opened`. Raises what `Session.take` and `Rewinder.go_back` do.
-    """
-    try:
-        batch = _inputs(plan, opened, kafka, settings, producer)
-    except OutdatedPlanError as error:
-        _log.warning("step %d was begun, and is planned again: %s", plan.step, error)
-        return None
-    session = opened.session
-    if session.place.version != plan.parent_version:
-        opened.rewinder.go_back(plan.parent_version, plan.step - 1)
-    _log.info("step %d was begun by trainer %s and is taken on the same inputs", plan.step, plan.trainer)
-    opened.builder.observe_step(plan)
-    opened.queue.observe_step(plan)
-    return session.take(plan, batch)
-
-
-def _inputs(
-    plan: StepPlan, opened: OpenRun, kafka: KafkaSettings, settings: TrainerSettings, producer: RecordProducer
-) -> StepBatch:
-    """The planned inputs. Raises OutdatedPlanError."""
-    session = opened.session
-    if plan.config_hash != session.config_hash:
-        raise OutdatedPlanError(f"it was planned {session.difference(plan.config_hash)}")
-    if plan.parent_version in opened.line.abandoned:
-        raise OutdatedPlanError(f"the gate gave up version {plan.parent_version}, from which it starts")
-    try:
-        with _recorded_inputs(kafka, producer, settings, session) as inputs:
-            batch = inputs.of(plan)
-    except (LookupError, InvalidRolloutError, NotRepeatableError) as error:
-        raise OutdatedPlanError(f"its inputs can no longer be read ({error})") from error
-    if batch.online is not None and opened.queue.erased(batch.online):
-        raise OutdatedPlanError("a user demanded that something of its inputs be deleted")
-    return batch

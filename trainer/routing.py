@@ -20,9 +20,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tidemill.trainer.attention import UntrainableModelError
-from tidemill.trainer.batch import PackedRow
+from tidemill.trainer.batch import PackedRow, RoutedShape
 from tidemill.trainer.choices import Routing
-from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.policy import REPLAY
 
 Scores = Callable[[Any, Tensor, Tensor], Tensor]
@@ -60,8 +59,13 @@ class RoutingReplay:
         self._routing, self._plausible = routing, plausible
         self._ids: Tensor | None = None
         routers = _routers(model)
-        self.shape = _shape(model, routers)
+        sizes = {(len(router.weight), int(router.top_k)) for _, router in routers}
+        if len(sizes) != 1:
+            raise UntrainableModelError(f"trainer.routing: the layers differ in (experts, top_k): {sorted(sizes)}")
         self._layers = [layer for layer, _ in routers]
+        self.shape = RoutedShape(
+            int(model.config.get_text_config().num_hidden_layers), tuple(self._layers), *sizes.pop()
+        )
         self._seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         """Of each layer with experts: bool[L], the tokens that its router itself sends elsewhere than the ids say; how
         many had ids replaced, i8[]; and i2[L, top_k], what it itself chose."""
@@ -148,15 +152,6 @@ def _routers(model: PreTrainedModel) -> list[tuple[int, Any]]:
             "set trainer.routing to off"
         )
     return found
-
-
-def _shape(model: PreTrainedModel, routers: list[tuple[int, Any]]) -> RoutedShape:
-    sizes = {(len(router.weight), int(router.top_k)) for _, router in routers}
-    if len(sizes) != 1:
-        raise UntrainableModelError(f"trainer.routing: the layers differ in (experts, top_k): {sorted(sizes)}")
-    ((experts, top_k),) = sizes
-    layers = int(model.config.get_text_config().num_hidden_layers)
-    return RoutedShape(layers, tuple(layer for layer, _ in routers), experts, top_k)
 
 
 def _require_same_scores(router: Any) -> None:  # noqa: ANN401 - transformers' routers have no common type

@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
@@ -23,14 +22,13 @@ from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.records import TrainStep
 from tidemill.schemas.shutdown import stop_on_signals
-from tidemill.trainer.batch_builder import BatchBuilder, StepBatch
+from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.job import open_job
-from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.online_input import OnlineFeed, OnlineInput
-from tidemill.trainer.resume import OpenRun, open_session, take_begun
-from tidemill.trainer.rollout_log import CLIENT
+from tidemill.trainer.log_input import CLIENT, LogInput
+from tidemill.trainer.online_input import OnlineInput, StepFeed
+from tidemill.trainer.resume import OpenRun, open_session
 from tidemill.trainer.trained_weights import PUBLISH_LOOP_SECONDS, TrainedWeights, make_learner
 
 _log = logging.getLogger(__name__)
@@ -100,17 +98,17 @@ def run(
         limit = trainer.read_ahead_bytes
         source = LogInput(kafka, opened.builder, producer, limit_bytes=limit, vocab_size=vocab_size, routed=routed)
         stack.enter_context(source)
-        feed: Feed = GroupFeed(source, opened.builder)
+        online = None
         if trainer.online.enabled:
             replays = frozenset(trainer.accept_replays)
             online = OnlineInput(kafka, opened.queue, opened.line, producer, vocab_size, replays)
             stack.enter_context(online)
-            feed = OnlineFeed(source, opened.builder, online, opened.queue, opened.line, trainer.online)
+        feed = StepFeed(source, opened.builder, online, trainer.online)
         liveness = stack.enter_context(Liveness("the trainer", kafka.stall_timeout_s))
         loop = _Loop(opened, feed, checkpoints, trainer, stop, liveness)
         liveness.beat("the step that was begun before", trainer.step_timeout_s)
         if opened.begun is not None and opened.begun.step <= run.max_steps and not stop.is_set():
-            loop.took(take_begun(opened.begun, opened, kafka, trainer, producer))
+            loop.took(opened.take_begun(opened.begun))
         loop.run(run.max_steps)
         opened.session.wait_published()
         weights.let_go()
@@ -122,39 +120,11 @@ def commit_name(kafka: KafkaSettings, run: RunSettings) -> str:
     return f"{kafka.topic_prefix}{CLIENT}.{run.run_id}"
 
 
-class Feed(Protocol):
-    """Where the inputs of steps come from."""
-
-    def poll(self, timeout_s: float, version: int) -> None:
-        """Read on at trainer version `version`."""
-
-    def close(self, version: int, now: float) -> StepBatch | None:
-        """The inputs of the next step at trainer version `version` and time `now` in seconds; None while there are
-        none."""
-
-
-class GroupFeed:
-    """Steps on simulated groups alone."""
-
-    def __init__(self, source: LogInput, builder: BatchBuilder) -> None:
-        self._source, self._builder = source, builder
-
-    def poll(self, timeout_s: float, version: int) -> None:
-        """Read on at trainer version `version`."""
-        self._source.poll(timeout_s, version)
-
-    def close(self, version: int, now: float) -> StepBatch | None:
-        """The next batch, once enough groups wait."""
-        return self._builder.close(version)
-
-
 class _Loop:
-    """Batches, steps and checkpoints, in turn."""
-
     def __init__(
         self,
         opened: OpenRun,
-        feed: Feed,
+        feed: StepFeed,
         checkpoints: CheckpointStore,
         settings: TrainerSettings,
         stop: threading.Event,
@@ -163,10 +133,7 @@ class _Loop:
         self._liveness = liveness
         self._opened = opened
         self._session = opened.session
-        self._feed = feed
-        self._checkpoints = checkpoints
-        self._settings = settings
-        self._stop = stop
+        self._feed, self._checkpoints, self._settings, self._stop = feed, checkpoints, settings, stop
         self._not_before = time.monotonic()
 
     def run(self, max_steps: int) -> None:
@@ -195,7 +162,12 @@ class _Loop:
                 self._beat("reading on for the next batch")
             self._feed.poll(POLL_S, self._session.place.version)
             if self._settings.online.enabled:
-                self._follow_gate()
+                start, place = self._opened.line.start(), self._session.place
+                if start != place.version:
+                    _log.warning(
+                        "version %d was given up by the gate: training continues from version %d", place.version, start
+                    )
+                    self._opened.go_back(start, place.step)
             now = time.monotonic()
             if now >= self._not_before and (batch := self._feed.close(self._session.place.version, now)) is not None:
                 return batch
@@ -203,14 +175,6 @@ class _Loop:
 
     def _beat(self, activity: str) -> None:
         self._liveness.beat(activity, self._settings.step_timeout_s)
-
-    def _follow_gate(self) -> None:
-        start, place = self._opened.line.start(), self._session.place
-        if start != place.version:
-            _log.warning(
-                "version %d was given up by the gate: training continues from version %d", place.version, start
-            )
-            self._opened.rewinder.go_back(start, place.step)
 
     def _checkpoint(self) -> None:
         self._beat("a checkpoint")

@@ -7,7 +7,7 @@ Face checkpoint. A view is a snapshot: later optimizer steps do not reach into i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +17,6 @@ from torch.distributed.tensor import DTensor
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.trainer.choices import ServingFormat
-
-__all__ = [
-    "SERVING_DTYPE",
-    "ServingView",
-    "bf16_bits",
-    "fingerprint_of",
-    "hold_in_format",
-    "quantised_weights",
-    "serving_view",
-    "tensor_infos",
-    "total_fingerprint",
-]
 
 SERVING_DTYPE = "bfloat16"
 
@@ -41,14 +29,17 @@ def serving_view(model: torch.nn.Module) -> dict[str, npt.NDArray[np.uint16]]:
 
     Raises TypeError for a weight that is no floating-point tensor.
     """
-    view: dict[str, npt.NDArray[np.uint16]] = {}
+    return {name: bf16_bits(name, tensor) for name, tensor in named_weights(model)}
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of `model`, each once, by the first of its names, in state-dict order."""
     seen: set[int] = set()
     # keep_vars: tied names then hold the same object, not two views of it.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            view[name] = bf16_bits(name, tensor)
-    return view
+            yield name, tensor
 
 
 def quantised_weights(model: torch.nn.Module) -> frozenset[str]:

@@ -27,14 +27,14 @@ from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.log.producer import AckedWriter, RecordProducer
 from tidemill.schemas.records import StepPlan, TrainStep
+from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointState
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.endings import TopicProgress
-from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.history import NotRepeatableError
 from tidemill.trainer.mismatch import TrainedTokens, alarms, warning
-from tidemill.trainer.step_records import TakenStep, mismatch_record, plan_of, record_of, staleness_records
+from tidemill.trainer.step_records import mismatch_record, plan_of, record_of, staleness_records
+from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights
 
 _log = logging.getLogger(__name__)
@@ -71,12 +71,8 @@ class Session:
         steps: AckedWriter,
         step: int,
     ) -> None:
-        self._run = run
-        self._settings = settings
-        self._weights = weights
-        self._producer = producer
-        self._steps = steps
-        self._publisher = publisher
+        self._run, self._settings, self._weights, self._producer = run, settings, weights, producer
+        self._steps, self._publisher = steps, publisher
         self.config_hash = settings.arithmetic_hash(weights.machine)
         self._trainer = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self._incarnation = ""
@@ -159,9 +155,16 @@ class Session:
         waited = time.monotonic() - trained
         self.place = self._snapshot(plan.step)
         seconds = time.monotonic() - clock - waited
-        costs = self._weights.publish_costs
-        taken = TakenStep(outcome, self.place.fingerprint, before.fingerprint, started, seconds, costs)
-        record = record_of(plan, batch, self._settings.objective, taken)
+        record = record_of(
+            plan,
+            batch,
+            outcome,
+            objective=self._settings.objective,
+            fingerprint=self.place.fingerprint,
+            parent_fingerprint=before.fingerprint,
+            started_at=started,
+            metrics={**self._weights.publish_costs, "seconds": seconds},
+        )
         self._steps.send_acked(Topic.STEPS, [(self._run.run_id, record)])
         self._finish(record, batch, outcome.trained)
         return record
@@ -176,7 +179,12 @@ class Session:
 
     def make_again(self, record: TrainStep, batch: StepBatch) -> TrainedTokens | None:
         """Like `repeat`, and publish nothing; the tokens that were trained."""
-        self._require_same_settings(record)
+        if record.config_hash != self.config_hash:
+            raise NotRepeatableError(
+                f"step {record.step} is in the log, has no checkpoint, and was trained "
+                f"{self.difference(record.config_hash)}: start once with the original settings, device and number of "
+                "ranks, and change them after the next checkpoint"
+            )
         if self.place.version != record.parent_version:
             raise ValueError(
                 f"step {record.step} starts from version {record.parent_version}, not {self.place.version}"
@@ -249,11 +257,3 @@ class Session:
             parent=record.parent_version,
             trained_at=record.finished_at,
         )
-
-    def _require_same_settings(self, record: TrainStep) -> None:
-        if record.config_hash != self.config_hash:
-            raise NotRepeatableError(
-                f"step {record.step} is in the log, has no checkpoint, and was trained "
-                f"{self.difference(record.config_hash)}: start once with the original settings, device and number of "
-                "ranks, and change them after the next checkpoint"
-            )

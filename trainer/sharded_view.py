@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tidemill.kernels.weights.tensor_parts import TensorPart
-from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_bits
+from tidemill.trainer.serving_view import SERVING_DTYPE, bf16_bits, named_weights
 
 
 class PlacementError(ValueError):
@@ -33,18 +33,13 @@ def local_parts(model: torch.nn.Module, *, first: bool) -> dict[str, TensorPart]
     that is no floating-point tensor. Ranks whose rows of a weight do not follow each other are refused by the publisher
     (CoverageError).
     """
-    parts: dict[str, TensorPart] = {}
-    seen: set[int] = set()
-    # keep_vars: tied names then hold the same object, not two views of it.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            parts[name] = _sharded_part(name, tensor) if isinstance(tensor, DTensor) else _whole(name, tensor, first)
+    parts = {}
+    for name, tensor in named_weights(model):
+        if isinstance(tensor, DTensor):
+            parts[name] = _sharded_part(name, tensor)
+        else:
+            parts[name] = _part(name, tensor, 0, tensor if first else tensor.reshape(-1)[:0])
     return parts
-
-
-def _whole(name: str, tensor: torch.Tensor, held: bool) -> TensorPart:
-    return _part(name, tensor, 0, tensor if held else tensor.reshape(-1)[:0])
 
 
 def _sharded_part(name: str, tensor: DTensor) -> TensorPart:

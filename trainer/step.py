@@ -26,9 +26,9 @@ from tidemill.kernels.weights.ranks import Ranks, SingleRank
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import LagCount
 from tidemill.trainer import metrics
-from tidemill.trainer.advantages import ADVANTAGES, batch_advantages, penalise
-from tidemill.trainer.batch import PackedRow, Trajectory, pack
-from tidemill.trainer.choices import AdvantageKind, Forward, Routing
+from tidemill.trainer.advantages import ADVANTAGES, Rewards, batch_advantages, penalise
+from tidemill.trainer.batch import InvalidRoutingError, PackedRow, Trajectory, pack
+from tidemill.trainer.choices import AdvantageKind, Forward, Routing, StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.corrections import RatioBounds, bounded, correction_weights, sequence_sum
 from tidemill.trainer.device import (
@@ -41,10 +41,9 @@ from tidemill.trainer.device import (
     keep_freed_memory,
     make_deterministic,
 )
-from tidemill.trainer.expert_ids import InvalidRoutingError
-from tidemill.trainer.machine import StepMachine
-from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.master import MasterWeights, OlderWeights
 from tidemill.trainer.mismatch import TrainedTokens, farthest, trained_tokens
+from tidemill.trainer.model import recompute_activations, shard, use_packed_attention
 from tidemill.trainer.model_size import ModelSize, UnknownModelError, size_of
 from tidemill.trainer.objectives import (
     OBJECTIVES,
@@ -58,19 +57,16 @@ from tidemill.trainer.objectives import (
     loss,
     policy_gradient,
 )
-from tidemill.trainer.older_weights import OlderScores, OlderWeights
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.routing import RoutingReplay
 from tidemill.trainer.serving_view import hold_in_format
-from tidemill.trainer.sharding import recompute_activations, shard
 from tidemill.trainer.trainable import TrainableBatch, TrainableGroup
 
 _log = logging.getLogger(__name__)
 
 ONLINE = Recipe(AdvantageKind.RAW, policy_gradient, constant_mean)
 """REINFORCE with a correction weight, a token weighing the same in a short and in a long answer; its advantages come
-from `online.baselines`."""
+from `advantages.batch_advantages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,11 @@ class Learner:
         if settings.kl.coefficient and reference is None:
             raise ValueError("kl.coefficient is above 0, so a reference model is needed")
         self._settings = settings
-        self._size = _size(model)
+        try:
+            self._size: ModelSize | None = size_of(model)
+        except UnknownModelError as error:
+            _log.warning("FLOPs are not counted: %s", error)
+            self._size = None
         self._recipe = OBJECTIVES[settings.objective]
         self._ranks = ranks or SingleRank()
         compute = compute_dtype(settings, self._device)
@@ -198,30 +198,25 @@ class Learner:
         seen = [self._update(parts, learning_rate) for parts in updates]
         sampled: list[Trajectory] = [*(online.interactions if online else ()), *_rollouts(groups)]
         lag = metrics.lag_counts(sampled, version)
-        first = updates[0][0]
+        first, found, trained = updates[0][0], {}, None
         older = self._older.score(first.packed, first.rows[0].row, sampled)
+        if self._ranks.is_first:
+            found = self._metrics(groups, online, lag, updates, seen)
+            # The tokens of all parts, in the order of `sampled`, which is that of the parts.
+            sequences, start = [], 0
+            for part in (part for parts in updates for part in parts):
+                sequences += [row.sequence + start for row in part.packed]
+                start += part.totals.sequences
+            values = torch.cat([part.advantages for parts in updates for part in parts])
+            trained = trained_tokens(sampled, sequences, _traces(seen), values, older)
         return StepOutcome(
-            metrics=self._metrics(groups, online, lag, updates, seen) if self._ranks.is_first else {},
+            metrics=found,
             lag=lag,
             learning_rate=learning_rate,
             rollouts=len(sampled),
             tokens=sum(part.totals.tokens for parts in updates for part in parts),
-            trained=self._trained(sampled, updates, seen, older) if self._ranks.is_first else None,
+            trained=trained,
         )
-
-    @staticmethod
-    def _trained(
-        sampled: Sequence[Trajectory],
-        updates: Sequence[Sequence[_Part]],
-        seen: Sequence[tuple[list[_Trained], float]],
-        older: OlderScores | None,
-    ) -> TrainedTokens:
-        """The tokens of all parts, in the order of `sampled`, which is that of the parts."""
-        parts, sequences, start = [part for parts in updates for part in parts], [], 0
-        for part in parts:
-            sequences += [row.sequence + start for row in part.packed]
-            start += part.totals.sequences
-        return trained_tokens(sampled, sequences, _traces(seen), torch.cat([part.advantages for part in parts]), older)
 
     def _metrics(
         self,
@@ -231,25 +226,42 @@ class Learner:
         updates: Sequence[Sequence[_Part]],
         seen: Sequence[tuple[list[_Trained], float]],
     ) -> dict[str, float]:
-        traces = _traces(seen)
-        return {
+        traces, parts = _traces(seen), [part for parts in updates for part in parts]
+        found = {
             "loss": float(np.mean([sum(part.loss for part in trained) for trained, _ in seen])),
             "grad_norm": float(np.mean([norm for _, norm in seen])),
-            **metrics.token_metrics(traces),
-            **metrics.mismatch_metrics(traces),
+            **metrics.trace_metrics(traces),
             **metrics.reward_metrics(groups),
             **metrics.lag_metrics(lag),
-            **metrics.routing_metrics(traces),
-            **metrics.reference_metrics(traces),
-            **metrics.packing_metrics([row for parts in updates for part in parts for row in part.packed]),
-            **self._flops([part for parts in updates for part in parts]),
-            **_part_metrics(online, groups, updates[0], seen[0][0]),
+            **metrics.optional_metrics(traces),
+            **metrics.packing_metrics([row for part in parts for row in part.packed]),
         }
+        if self._size is not None:
+            # Of the rows of all ranks, each counted once.
+            frozen = [(part.rows[0].old is not None) + (part.rows[0].reference is not None) for part in parts]
+            rows = [(row, passes) for part, passes in zip(parts, frozen, strict=True) for row in part.packed]
+            found |= metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
+        if online is not None:
+            users, *simulated = seen[0][0]
+            found |= metrics.online_metrics(online, parts[0].advantages, users.traces)
+            found |= {"online/loss": users.loss, "online/tokens": float(parts[0].totals.tokens)}
+            for one in simulated:
+                found |= metrics.simulated_metrics(groups, one.traces)
+                found |= {"simulated/loss": one.loss, "simulated/tokens": float(parts[1].totals.tokens)}
+        return found
 
     def _simulated(self, groups: Sequence[TrainableGroup], weight: float) -> _Part:
-        rollouts = _rollouts(groups)
+        kl, rollouts = self._settings.kl, _rollouts(groups)
         packed, rows = self._rows(rollouts, [ids for group in groups for ids in group.expert_ids])
-        return self._part(packed, rows, self._advantages(groups, rows), len(rollouts), self._recipe, weight)
+        divergence = self._divergence(rows, len(rollouts))
+        values, start = [], 0
+        for group in groups:
+            rewards = group.rewards()
+            if kl.coefficient and not kl.in_loss:
+                rewards = penalise(rewards, divergence[start : start + len(rewards)], kl.coefficient)
+            values.append(ADVANTAGES[self._recipe.advantage](rewards))
+            start += len(rewards)
+        return self._part(packed, rows, np.concatenate(values), self._recipe, weight)
 
     def _online(self, batch: TrainableBatch) -> _Part:
         kl = self._settings.kl
@@ -257,13 +269,13 @@ class Learner:
         coefficient = 0.0 if kl.in_loss else kl.coefficient
         divergence = self._divergence(rows, len(batch.interactions))
         values = batch_advantages(self._settings.online.baseline, batch, divergence, coefficient)
-        return self._part(packed, rows, torch.from_numpy(values).float(), len(batch.interactions), ONLINE, 1.0)
+        return self._part(packed, rows, values, ONLINE, 1.0)
 
     def _rows(
         self, sampled: Sequence[Trajectory], expert_ids: Sequence[ExpertIds] = ()
     ) -> tuple[Sequence[PackedRow], list[_Anchored]]:
         """The rows of all ranks, and this rank's."""
-        settings, vocab_size = self._settings, self.model.config.vocab_size
+        settings, kl, vocab_size = self._settings, self._settings.kl, self.model.config.vocab_size
         if self.replay is not None and len(expert_ids) != len(sampled):
             raise InvalidRoutingError(f"{len(sampled)} rollouts have the expert ids of {len(expert_ids)}")
         packed = pack(
@@ -274,106 +286,64 @@ class Learner:
             routing=settings.routing,
             expert_ids=expert_ids,
         )
-        return packed, [self._anchor(row, counts) for row, counts in deal_rows(packed, self._ranks)]
+        needs_old = settings.minibatches > 1 or (kl.coefficient > 0 and not kl.in_loss)
+        rows = []
+        for dealt, counts in deal_rows(packed, self._ranks):
+            row = dealt.to(self._device)
+            old = frozen_logprobs(self.model, row) if needs_old else None
+            reference = frozen_logprobs(self._reference, row) if kl.coefficient and self._reference else None
+            rows.append(_Anchored(row, counts, old, reference))
+        return packed, rows
 
     def _part(
-        self,
-        packed: Sequence[PackedRow],
-        rows: list[_Anchored],
-        advantages: Tensor,
-        n: int,
-        recipe: Recipe,
-        weight: float,
+        self, packed: Sequence[PackedRow], rows: list[_Anchored], advantages: Rewards, recipe: Recipe, weight: float
     ) -> _Part:
-        totals = Totals(n, sum(len(row.targets) for row in packed))
-        return _Part(packed, rows, advantages, totals, recipe, objective_options(self._settings, recipe), weight)
-
-    def _anchor(self, packed: PackedRow, counts: bool) -> _Anchored:
-        settings, row = self._settings, packed.to(self._device)
-        in_reward = settings.kl.coefficient > 0 and not settings.kl.in_loss
-        needs_old = settings.minibatches > 1 or in_reward
-        old = frozen_logprobs(self.model, row) if needs_old else None
-        reference = frozen_logprobs(self._reference, row) if settings.kl.coefficient and self._reference else None
-        return _Anchored(row, counts, old, reference)
-
-    def _advantages(self, groups: Sequence[TrainableGroup], rows: Sequence[_Anchored]) -> Tensor:
-        kl = self._settings.kl
-        divergence = self._divergence(rows, len(_rollouts(groups)))
-        advantage, parts, start = ADVANTAGES[self._recipe.advantage], [], 0
-        for group in groups:
-            rewards = group.rewards()
-            if kl.coefficient and not kl.in_loss:
-                rewards = penalise(rewards, divergence[start : start + len(rewards)], kl.coefficient)
-            parts.append(advantage(rewards))
-            start += len(rewards)
-        return torch.from_numpy(np.concatenate(parts)).float()
+        totals, values = Totals(len(advantages), sum(len(row.targets) for row in packed)), torch.from_numpy(advantages)
+        return _Part(packed, rows, values.float(), totals, recipe, objective_options(self._settings, recipe), weight)
 
     def _update(self, parts: Sequence[_Part], learning_rate: float) -> tuple[list[_Trained], float]:
+        """Add up the gradients of all parts, and apply them; what was seen of their rows, and the gradient norm."""
         trained = []
         for part in parts:
-            rows = self._train_rows(part)
+            seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
+            own = [one for counts, one in seen if counts]
+            hands = self._ranks.gather(lambda own=own: own)  # type: ignore[misc]
+            rows = [one for dealt in zip_longest(*hands) for one in dealt if one is not None]
             trained.append(_Trained(sum(value for value, _ in rows), [trace for _, trace in rows]))
         return trained, self.masters.update(learning_rate)
 
-    def _train_rows(self, part: _Part) -> list[tuple[float, metrics.TokenTrace]]:
-        """Add up the gradients of a part; what was seen of its rows, in their order: of all ranks, on the first one."""
-        seen = [(row.counts, self._accumulate(row, part)) for row in part.rows]
-        hands = self._ranks.gather(lambda: [one for counts, one in seen if counts])
-        return [one for dealt in zip_longest(*hands) for one in dealt if one is not None]
-
     def _accumulate(self, anchored: _Anchored, part: _Part) -> tuple[float, metrics.TokenTrace]:
-        row, reference = anchored.row, anchored.reference
+        row, reference, correction = anchored.row, anchored.reference, self._settings.correction
         logprobs, entropy = sampled_logprobs(self.model, row)
-        tokens = self._tokens(anchored, logprobs, part)
+        old, sampler = logprobs.detach() if anchored.old is None else anchored.old, row.sampler_logprobs
+        advantages, n = part.advantages.to(self._device)[row.sequence], part.totals.sequences
+        bounds = RatioBounds(correction.low, correction.high)
+        weights = correction_weights(correction.kind, old, sampler, row.sequence, n, bounds)
+        tokens = Tokens(logprobs, old, sampler, advantages, weights, row.sequence, reference)
+        if part.recipe.surrogate is decoupled:
+            cut = (old - sampler).exp() >= part.options.behaviour_cap
+        else:
+            cut = bounded(correction.kind, weights, bounds)
         routed, experts = None, None
         if self.replay is not None:
-            routed, looked = self.replay.seen(), farthest(tokens.old_logprobs - tokens.sampler_logprobs)
+            routed, looked = self.replay.seen(), farthest(old - sampler)
             chosen = self.replay.experts(row.predicting[row.predictors[looked]])
             experts = None if chosen is None else (looked.cpu(), chosen)
         value = part.weight * loss(part.recipe, tokens, part.totals, part.options)
         (value if anchored.counts else 0.0 * value).backward()  # type: ignore[no-untyped-call]
         return float(value.detach()), metrics.TokenTrace(
-            logprobs=tokens.old_logprobs.cpu(),
-            sampler_logprobs=row.sampler_logprobs.cpu(),
-            weights=tokens.weights.cpu(),
+            logprobs=old.cpu(),
+            sampler_logprobs=sampler.cpu(),
+            weights=weights.cpu(),
             entropy=entropy.cpu(),
             clipped=clip_fraction(tokens, part.options).cpu(),
-            cut=self._cut(tokens, part).cpu(),
+            cut=cut.cpu(),
             reference_logprobs=None if anchored.old is None or reference is None else reference.cpu(),
             routed=routed,
             experts=experts,
         )
 
-    def _tokens(self, anchored: _Anchored, logprobs: Tensor, part: _Part) -> Tokens:
-        row, correction = anchored.row, self._settings.correction
-        old = anchored.old if anchored.old is not None else logprobs.detach()
-        bounds = RatioBounds(correction.low, correction.high)
-        n = part.totals.sequences
-        return Tokens(
-            logprobs=logprobs,
-            old_logprobs=old,
-            sampler_logprobs=row.sampler_logprobs,
-            advantages=part.advantages.to(self._device)[row.sequence],
-            weights=correction_weights(correction.kind, old, row.sampler_logprobs, row.sequence, n, bounds),
-            sequence=row.sequence,
-            reference_logprobs=anchored.reference,
-        )
-
-    def _cut(self, tokens: Tokens, part: _Part) -> Tensor:
-        if part.recipe.surrogate is decoupled:
-            return (tokens.old_logprobs - tokens.sampler_logprobs).exp() >= part.options.behaviour_cap
-        correction = self._settings.correction
-        return bounded(correction.kind, tokens.weights, RatioBounds(correction.low, correction.high))
-
-    def _flops(self, parts: Sequence[_Part]) -> dict[str, float]:
-        """Of the rows of all ranks, each counted once."""
-        if self._size is None:
-            return {}
-        frozen = [(part.rows[0].old is not None) + (part.rows[0].reference is not None) for part in parts]
-        rows = [(row, passes) for part, passes in zip(parts, frozen, strict=True) for row in part.packed]
-        return metrics.flop_metrics(self._size, rows, layers_twice=self._settings.checkpoint_activations)
-
-    def _divergence(self, rows: Sequence[_Anchored], n: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    def _divergence(self, rows: Sequence[_Anchored], n: int) -> Rewards:
         """f8[n]: log pi_old - log pi_ref summed over each rollout's sampled tokens; 0 without a reference."""
         total = torch.zeros(n, dtype=torch.float64)
         for anchored in rows:
@@ -383,14 +353,6 @@ class Learner:
         # The tokens of a rollout are in one row, so on one rank: the others add zeros.
         totals = self._ranks.gather(lambda: total.numpy())
         return self._ranks.from_first(lambda: np.sum(totals, axis=0))
-
-
-def _size(model: PreTrainedModel) -> ModelSize | None:
-    try:
-        return size_of(model)
-    except UnknownModelError as error:
-        _log.warning("FLOPs are not counted: %s", error)
-        return None
 
 
 def objective_options(settings: TrainerSettings, recipe: Recipe) -> Options:
@@ -427,20 +389,4 @@ def _rollouts(groups: Sequence[TrainableGroup]) -> list[Trajectory]:
 
 
 def _traces(seen: Sequence[tuple[list[_Trained], float]]) -> list[metrics.TokenTrace]:
-    """Of the rows of all parts of a step, in order."""
     return [trace for trained, _ in seen for part in trained for trace in part.traces]
-
-
-def _part_metrics(
-    online: TrainableBatch | None, groups: Sequence[TrainableGroup], parts: Sequence[_Part], seen: Sequence[_Trained]
-) -> dict[str, float]:
-    """What each part of a mixed step was; nothing for a step without an online batch."""
-    if online is None:
-        return {}
-    tokens = [part.totals.tokens for part in parts]
-    found = metrics.online_metrics(online, parts[0].advantages, seen[0].traces)
-    found |= {"online/loss": seen[0].loss, "online/tokens": float(tokens[0])}
-    if groups:
-        found |= metrics.simulated_metrics(groups, seen[1].traces)
-        found |= {"simulated/loss": seen[1].loss, "simulated/tokens": float(tokens[1])}
-    return found

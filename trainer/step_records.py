@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 
 from tidemill.schemas.clock import now_us
@@ -22,21 +21,6 @@ from tidemill.trainer.step import StepOutcome
 STAGE = "train"
 DECISIONS = "online/decisions"
 """Metric of a step in online mode: how many decisions of the gate were known when it was begun."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakenStep:
-    """How a step went."""
-
-    outcome: StepOutcome
-    fingerprint: str
-    """Of the weights that it made, hexadecimal."""
-    parent_fingerprint: str
-    started_at: int
-    seconds: float
-    """Without those in which it waited for the version before."""
-    publish_costs: Mapping[str, float]
-    """Metrics of the publication of that version."""
 
 
 def step_seed(run_seed: int, step: int) -> int:
@@ -77,8 +61,27 @@ def plan_of(
     )
 
 
-def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken: TakenStep) -> TrainStep:
-    """The record of a step that was taken as planned; `objective` is that of its simulated groups."""
+def record_of(
+    plan: StepPlan,
+    batch: StepBatch,
+    outcome: StepOutcome,
+    *,
+    objective: ObjectiveName,
+    fingerprint: str,
+    parent_fingerprint: str,
+    started_at: int,
+    metrics: Mapping[str, float],
+) -> TrainStep:
+    """The record of a step that was taken as planned.
+
+    Args:
+        objective: of its simulated groups.
+        fingerprint: of the weights that it made, hexadecimal; `parent_fingerprint`: of those that it started from.
+        metrics: more than it reports of itself.
+    """
+    objectives = [ObjectiveName.REINFORCE.value] if batch.online else []
+    if batch.groups or not batch.online:
+        objectives.append(objective.value)
     return TrainStep(
         run_id=plan.run_id,
         step=plan.step,
@@ -89,15 +92,15 @@ def record_of(plan: StepPlan, batch: StepBatch, objective: ObjectiveName, taken:
         exclusions=plan.exclusions,
         seed=plan.seed,
         config_hash=plan.config_hash,
-        objective="+".join(_objectives(batch, objective)),
-        learning_rate=taken.outcome.learning_rate,
-        metrics={**taken.outcome.metrics, **plan.metrics, **taken.publish_costs, "seconds": taken.seconds},
-        lag=taken.outcome.lag,
-        rollouts=taken.outcome.rollouts,
-        tokens=taken.outcome.tokens,
-        fingerprint=taken.fingerprint,
-        parent_fingerprint=taken.parent_fingerprint,
-        started_at=taken.started_at,
+        objective="+".join(objectives),
+        learning_rate=outcome.learning_rate,
+        metrics={**outcome.metrics, **plan.metrics, **metrics},
+        lag=outcome.lag,
+        rollouts=outcome.rollouts,
+        tokens=outcome.tokens,
+        fingerprint=fingerprint,
+        parent_fingerprint=parent_fingerprint,
+        started_at=started_at,
         finished_at=now_us(),
         incarnation=plan.incarnation,
     )
@@ -141,11 +144,6 @@ def mismatch_record(record: TrainStep, trained: TrainedTokens) -> Mismatch:
         at=record.finished_at,
         incarnation=record.incarnation,
     )
-
-
-def _objectives(batch: StepBatch, simulated: ObjectiveName) -> list[str]:
-    online = [ObjectiveName.REINFORCE.value] if batch.online else []
-    return online + ([simulated.value] if batch.groups or not online else [])
 
 
 def _source(trajectory: Trajectory) -> tuple[str, str]:

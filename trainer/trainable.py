@@ -1,11 +1,14 @@
-"""What one step can be trained on: a group with its rollouts, an online batch with the interactions that are left.
+"""The inputs of steps: what one step can be trained on, and the records of a topic that have ended. Pure.
 
-Each has its record and its place in the log.
+A step is trained on groups with their rollouts, and on an online batch with the interactions that are left. Each has
+its record and its place in the log. Every record ends exactly once, across stops: a record has ended when a step
+trained it or excluded it. Records are told apart by their place; those that say the same again are known by their id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +17,8 @@ import numpy.typing as npt
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.expert_ids import ExpertIds
 from tidemill.schemas.records import (
+    SECOND_RECORDS,
+    Exclusion,
     Group,
     GroupMember,
     Interaction,
@@ -23,7 +28,104 @@ from tidemill.schemas.records import (
     RolloutStatus,
     StepExclusion,
     StepInput,
+    StepPlan,
+    TrainStep,
 )
+
+DecidedStep = TrainStep | StepPlan
+"""A step whose inputs and exclusions are decided, taken or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopicProgress:
+    """How far a topic is used up; kept in the checkpoint."""
+
+    next_offsets: Mapping[int, int] = field(default_factory=dict)
+    """By partition: every record before this offset has ended or is not this run's."""
+    ended_above: Mapping[int, list[int]] = field(default_factory=dict)
+    """By partition: offsets at or above `next_offsets` of records that have ended."""
+    remembered: list[str] = field(default_factory=list)
+    """Ids of records that have ended, oldest first."""
+
+
+class Endings:
+    """The ended records of one topic; at most `limit` of their ids are remembered from step to step."""
+
+    def __init__(self, topic: Topic, progress: TopicProgress, limit: int) -> None:
+        self._topic, self._limit = topic, limit
+        self.excluded: list[StepExclusion] = []
+        """What ended untrained, and no step has named yet."""
+        self._read = dict(progress.next_offsets)
+        self._ended = {partition: set(offsets) for partition, offsets in progress.ended_above.items()}
+        self._remembered = OrderedDict.fromkeys(progress.remembered)
+
+    def read(self, place: StepInput) -> bool:
+        """Note that a record was read: True when it has not ended."""
+        self._read[place.partition] = max(self._read.get(place.partition, 0), place.offset + 1)
+        return place.offset not in self._ended.get(place.partition, ())
+
+    def observe_step(self, step: DecidedStep) -> None:
+        """Take over the decisions of a recorded step, or of one that is to be taken: its inputs and exclusions have
+        ended."""
+        for place in step.inputs:
+            if place.topic == self._topic:
+                self.end(place)
+        for exclusion in step.exclusions:
+            if exclusion.topic == self._topic:
+                self.end(place_of_exclusion(exclusion), exclusion.reason)
+        self.settle()
+
+    def exclude(self, place: StepInput, reason: Exclusion, rollouts: int) -> None:
+        """End a record untrained, which refers to so many `rollouts`."""
+        self.excluded.append(
+            StepExclusion(place.group_id, place.topic, place.partition, place.offset, reason.value, rollouts)
+        )
+        self.end(place, reason.value)
+
+    def end(self, place: StepInput, reason: str = "") -> None:
+        """A record ends, excluded for a `reason` or trained.
+
+        Its id is remembered, so that one that says the same is known, if only until `settle`; unless it only said again
+        what another record had said.
+        """
+        self._ended.setdefault(place.partition, set()).add(place.offset)
+        if reason not in SECOND_RECORDS:
+            self._remembered[place.group_id] = None
+            # The last said counts, so that steps read again from the log leave the same ids behind.
+            self._remembered.move_to_end(place.group_id)
+
+    def settle(self) -> None:
+        """All endings of a step are in: forget the oldest ids beyond the limit."""
+        while len(self._remembered) > self._limit:
+            self._remembered.popitem(last=False)
+
+    def remembers(self, record_id: str) -> bool:
+        """Whether a record of this id has ended."""
+        return record_id in self._remembered
+
+    def progress(self, waiting: Iterable[StepInput]) -> TopicProgress:
+        """Where to go on, when the records at `waiting` and the excluded ones are to be decided again."""
+        following, undecided = dict(self._read), list(waiting)
+        # The ids of those that only said again what another record had said stay remembered.
+        forgotten = {entry.group_id for entry in self.excluded if entry.reason not in SECOND_RECORDS}
+        forgotten |= {place.group_id for place in undecided}
+        undecided += map(place_of_exclusion, self.excluded)
+        again = {(place.partition, place.offset) for place in undecided}
+        for partition, offset in again:
+            following[partition] = min(following[partition], offset)
+        return TopicProgress(
+            next_offsets=following,
+            ended_above={
+                p: sorted(at for at in offsets if at >= following.get(p, 0) and (p, at) not in again)
+                for p, offsets in self._ended.items()
+            },
+            remembered=[record_id for record_id in self._remembered if record_id not in forgotten],
+        )
+
+
+def place_of_exclusion(exclusion: StepExclusion) -> StepInput:
+    """Where the excluded record lies."""
+    return StepInput(exclusion.group_id, exclusion.topic, exclusion.partition, exclusion.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +192,6 @@ class TrainableBatch:
         return np.array([member.correction for member in self.members], np.bool_)
 
     def arms(self) -> list[str]:
-        """The experiment arm of each member."""
         return [member.arm for member in self.members]
 
 

@@ -15,10 +15,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.publish import WeightPublisher
 from tidemill.kernels.weights.tensor_parts import Parts, RankReport, merged_tensors, part_info
+from tidemill.trainer.batch import RoutedShape
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.choices import ServingFormat
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.expert_ids import RoutedShape
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.model import load_model
 from tidemill.trainer.serving_view import ServingView, serving_view
@@ -113,7 +113,6 @@ class TrainedWeights:
         seed: int,
         online: TrainableBatch | None,
     ) -> StepOutcome:
-        """As `Learner.train`."""
         return self._learner.train(groups, step, version, seed, online)
 
     @_on_every_rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.kernels.coder import BLOCK_ELEMENTS
+from tidemill.kernels.block import BLOCK_ELEMENTS
 from tidemill.kernels.encoder import SHARED_SHARE
 from tidemill.kernels.weights.delta_shard import CHUNK_BYTES, CHUNKS_IN_FLIGHT, MEMORY_BYTES
 from tidemill.trainer.model_size import ModelSize

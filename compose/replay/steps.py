@@ -110,8 +110,7 @@ def staleness(
     """
     settings = with_reachable_log(settings_of({}))
     from tidemill.trainer.history import read_steps
-    from tidemill.trainer.replay.reading import read_groups
-    from tidemill.trainer.replay.staleness import Moved, judge, places_of
+    from tidemill.trainer.replay.staleness import Moved, judge, places_of, read_groups
 
     with working("judging"):
         recorded = read_steps(settings.kafka, settings.run.run_id)

@@ -3,8 +3,12 @@
 An anchor holds the base model's configuration and tokenizer and the version's weights in their own element types, so
 that any engine can load it as it stands. Its marker, `anchor.json`, is written last and lists every other file with
 size and digest: a directory without a marker is an anchor that was never finished, and a file that does not fit it is
-refused by everyone who reads it. Weights are streamed into the store, so that writing an anchor takes no memory beside
-the weights. A local anchor is read where it lies, one of a remote store only after it was copied.
+refused by everyone who reads it. A local anchor is read where it lies, one of a remote store only after it was copied.
+
+Several ranks write it together: each writes files of its own, with the tensors that were dealt to it. A tensor is
+gathered where it is written, one at a time, and goes to the store as it comes: a rank holds its own parts of the
+weights and one whole tensor; a process alone holds nothing beside its weights. The first rank begins the directory,
+writes the index and, last, the marker. The bytes of one rank are those of one process.
 """
 
 from __future__ import annotations
@@ -16,14 +20,28 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import xxhash
 
+from tidemill.kernels.fingerprint import Bits
 from tidemill.kernels.weights.bits import Weight
-from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
+from tidemill.kernels.weights.checkpoint import (
+    INDEX,
+    WeightFilesError,
+    data_pieces,
+    file_header,
+    file_names,
+    file_order,
+    index_of,
+    map_checkpoint,
+    split_files,
+)
+from tidemill.kernels.weights.ranks import Ranks, SingleRank
+from tidemill.kernels.weights.tensor_parts import Parts, Span, TensorLike, as_part, deal, exchange, spans_of_all
 from tidemill.schemas.records import Anchor
 from tidemill.schemas.stored_object import StoreUnavailableError, put_object
 
@@ -75,15 +93,22 @@ def begin_anchor(uri: str, base_model: Path, dtype: str | None = "bfloat16") -> 
 
     Raises AnchorError when `base_model` has no readable configuration, before anything is removed.
     """
-    with tempfile.TemporaryDirectory(prefix="tidemill-anchor-") as scratch:
-        _stage(Path(scratch), base_model, dtype)
-        filesystem, path = fsspec.core.url_to_fs(uri)
-        if filesystem.exists(f"{path}/{MARKER}"):
-            filesystem.rm_file(f"{path}/{MARKER}")
-        # Weights of an unfinished anchor may be split over other files than the ones that come now.
-        if filesystem.exists(path):
-            filesystem.rm(path, recursive=True)
-        return [put_file(uri, file.name, [file.read_bytes()]) for file in sorted(Path(scratch).iterdir())]
+    try:
+        config = json.loads((base_model / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise AnchorError(f"{base_model} is no Hugging Face model directory: {error}") from error
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+    taken_over = {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode()}
+    taken_over |= {source.name: source.read_bytes() for pattern in COPIED for source in base_model.glob(pattern)}
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    if filesystem.exists(f"{path}/{MARKER}"):
+        filesystem.rm_file(f"{path}/{MARKER}")
+    # Weights of an unfinished anchor may be split over other files than the ones that come now.
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
+    return [put_file(uri, name, [content]) for name, content in sorted(taken_over.items())]
 
 
 def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequence[bytes]) -> AnchorFile:
@@ -95,7 +120,9 @@ def put_file(uri: str, name: str, pieces: Iterator[bytes | memoryview] | Sequenc
 def finish_anchor(uri: str, files: Sequence[AnchorFile]) -> Anchor:
     """Write the marker that makes an anchor of the files at `uri`."""
     filesystem, path = fsspec.core.url_to_fs(uri)
-    filesystem.pipe_file(f"{path}/{MARKER}", _marker(files))
+    listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
+    marker = json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
+    filesystem.pipe_file(f"{path}/{MARKER}", marker)
     return Anchor(uri=filesystem.unstrip_protocol(path), n_bytes=sum(file.n_bytes for file in files))
 
 
@@ -156,10 +183,14 @@ def _checked(uri: str, file: AnchorFile, directory: Path) -> Path:
         try:
             if not _is_local(filesystem):
                 filesystem.get_file(f"{path}/{file.name}", str(local))
-            found = _listed(local)
+            state, n_bytes = xxhash.xxh3_128(), 0
+            with local.open("rb") as opened:
+                while piece := opened.read(READ_BYTES):
+                    state.update(piece)
+                    n_bytes += len(piece)
         except FileNotFoundError as error:
             raise AnchorError(f"anchor {uri} has lost its file {file.name}") from error
-    if found != file:
+    if AnchorFile(file.name, n_bytes, state.hexdigest()) != file:
         raise AnchorError(f"{file.name} of anchor {uri} was changed after it was written")
     return local
 
@@ -179,39 +210,6 @@ def _anchor_errors(uri: str) -> Iterator[None]:
 def _is_local(filesystem: Any) -> bool:  # noqa: ANN401 - fsspec ships no types
     protocol = filesystem.protocol
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
-
-
-def _stage(staged: Path, base_model: Path, dtype: str | None) -> None:
-    (staged / CONFIG).write_text(_config(base_model, dtype))
-    for pattern in COPIED:
-        for source in base_model.glob(pattern):
-            shutil.copyfile(source, staged / source.name)
-
-
-def _config(base_model: Path, dtype: str | None) -> str:
-    """The base model's configuration, telling of the weights that lie beside it."""
-    try:
-        config = json.loads((base_model / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise AnchorError(f"{base_model} is no Hugging Face model directory: {error}") from error
-    if dtype is not None:
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtype
-    return json.dumps(config, indent=2, sort_keys=True)
-
-
-def _listed(file: Path) -> AnchorFile:
-    state, n_bytes = xxhash.xxh3_128(), 0
-    with file.open("rb") as opened:
-        while piece := opened.read(READ_BYTES):
-            state.update(piece)
-            n_bytes += len(piece)
-    return AnchorFile(file.name, n_bytes, state.hexdigest())
-
-
-def _marker(files: Sequence[AnchorFile]) -> bytes:
-    listed = {file.name: {"n_bytes": file.n_bytes, "digest": file.digest} for file in files}
-    return json.dumps({"format": MARKER_FORMAT, "files": listed}, indent=2).encode()
 
 
 def _read_marker(uri: str) -> list[AnchorFile]:
@@ -234,3 +232,90 @@ def _read_marker(uri: str) -> list[AnchorFile]:
     if marker.get("format") != MARKER_FORMAT or any(file.name != Path(file.name).name for file in files):
         raise AnchorError(f"the marker of anchor {uri} is not of format {MARKER_FORMAT}")
     return files
+
+
+FILE_BYTES = 5 << 30
+"""Weights in one file of an anchor, as Hugging Face splits checkpoints."""
+
+
+def write_anchor(
+    uri: str,
+    base_model: Path,
+    tensors: Mapping[str, TensorLike],
+    file_bytes: int = FILE_BYTES,
+    ranks: Ranks | None = None,
+) -> Anchor:
+    """Write a version as a checkpoint directory at `uri`; an unfinished or older one there is replaced.
+
+    Args:
+        base_model: directory whose configuration and tokenizer the anchor takes over; the first rank reads it.
+        tensors: every tensor of the version, by checkpoint name: whole, or this rank's parts, which are on all ranks
+            together the whole of each.
+        file_bytes: above this a rank's weights are split over several files.
+        ranks: that write it together, each calling this; without them, this process alone.
+
+    Raises AnchorError when `base_model` has no readable configuration, StoreUnavailableError when the store fails;
+    on every rank what one of them fails with, and RanksLostError.
+    """
+    ranks = ranks or SingleRank()
+    parts = {name: as_part(name, value) for name, value in tensors.items()}
+    whole = {name: part.outline() for name, part in parts.items()}
+    files = _files_of_ranks(whole, file_bytes, ranks.size)
+    taken_over = ranks.from_first(lambda: begin_anchor(uri, base_model, compute_type(whole)))
+    spans = spans_of_all({name: (part.start, part.bits.size) for name, part in parts.items()}, ranks)
+
+    def write_own() -> list[AnchorFile]:
+        wholes = _wholes(parts, files, spans, ranks)
+        try:
+            return [
+                put_file(uri, file, _pieces({name: whole[name] for name in names}, wholes))
+                for file, names in files[ranks.rank].items()
+            ]
+        finally:
+            # The other ranks need this one's parts, even when its own files fail.
+            for _ in wholes:
+                pass
+
+    written = ranks.gather(write_own)
+
+    def finish() -> Anchor:
+        split_over = {file: names for of_rank in files for file, names in of_rank.items()}
+        index = [put_file(uri, INDEX, [index_of(whole, split_over)])] if len(split_over) > 1 else []
+        return finish_anchor(uri, [*taken_over, *chain.from_iterable(written), *index])
+
+    return ranks.from_first(finish)
+
+
+FilesOfRanks = Sequence[Mapping[str, Sequence[str]]]
+"""By rank: the files that it writes, and the tensors of each in order; the same on every rank."""
+
+
+def _files_of_ranks(whole: Mapping[str, Weight], file_bytes: int, n_ranks: int) -> FilesOfRanks:
+    sizes = {name: weight.bits.nbytes for name, weight in whole.items()}
+    writers = deal(sizes, n_ranks)
+    groups = [
+        split_files({name: n for name, n in sizes.items() if writers[name] == rank}, file_bytes)
+        for rank in range(n_ranks)
+    ]
+    files = iter(file_names(sum(map(len, groups))))
+    return [{next(files): file_order({name: whole[name] for name in group}) for group in own} for own in groups]
+
+
+def _pieces(outlines: Mapping[str, Weight], wholes: Iterator[Bits]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file with the next of the tensors."""
+    yield file_header(outlines)
+    for bits in islice(wholes, len(outlines)):
+        yield from data_pieces(bits)
+
+
+def _wholes(parts: Parts, files: FilesOfRanks, spans: Mapping[str, Sequence[Span]], ranks: Ranks) -> Iterator[Bits]:
+    """The tensors of this rank's files, whole; as they are taken, its parts of the other ranks' tensors are sent."""
+    # Each rank's in its order, the ranks in turn.
+    for turn in zip_longest(*(chain.from_iterable(of_rank.values()) for of_rank in files)):
+        for writer, name in enumerate(turn):
+            if name is None:
+                continue
+            wanted = [(0, parts[name].total if rank == writer else 0) for rank in range(ranks.size)]
+            made = exchange(parts[name], spans[name], wanted, ranks)
+            if writer == ranks.rank:
+                yield made.bits

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.elements import BY_NAME, flat_row
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
 from tidemill.schemas.records import TensorInfo
 
@@ -40,7 +40,6 @@ class TensorSpec:
 
     @property
     def n_elements(self) -> int:
-        """Number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -54,43 +53,33 @@ def as_weight(name: str, value: WeightLike) -> Weight:
     Raises TypeError for a type that a version cannot carry; the message says what can be done.
     """
     if isinstance(value, torch.Tensor):
-        return _of_tensor(name, value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in BY_NAME:
+            raise TypeError(f"{name} is {value.dtype}; a version can carry {', '.join(BY_NAME)}")
+        # numpy knows none of the small float types: it sees patterns of the same width.
+        bits: Bits = flat_row(value.detach().to("cpu").contiguous()).numpy()
+        return Weight(dtype, bits.reshape(value.shape))
     if isinstance(value, Weight):
-        _check_width(name, value)
+        if value.dtype not in BY_NAME:
+            raise TypeError(f"{name} is {value.dtype!r}; a version can carry {', '.join(BY_NAME)}")
+        if value.bits.dtype != BY_NAME[value.dtype].bits:
+            expected = BY_NAME[value.dtype].bits
+            raise TypeError(f"{name}: {value.dtype} has patterns of {expected}, not {value.bits.dtype}")
         return value
     if value.dtype not in PLAIN:
         raise TypeError(f'{name}: an array of {value.dtype} does not say what it holds: give Weight("int8", bits)')
     return Weight(PLAIN[value.dtype], value)
 
 
-def tensor_info(name: str, weight: Weight, value: Fingerprint | None = None) -> TensorInfo:
-    """What a manifest says of a tensor, whose fingerprint is computed unless it is given."""
-    found = value or fingerprint(weight.bits, TensorKey.of(name))
-    return TensorInfo(name, weight.dtype, list(weight.bits.shape), found.hex())
-
-
 def tensor_infos(weights: Mapping[str, WeightLike]) -> list[TensorInfo]:
     """Name, type, shape and fingerprint of each weight, in their order. Raises like `as_weight`."""
-    return [tensor_info(name, as_weight(name, value)) for name, value in weights.items()]
+    found = []
+    for name, value in weights.items():
+        dtype, bits = as_weight(name, value)
+        found.append(TensorInfo(name, dtype, list(bits.shape), fingerprint(bits, TensorKey.of(name)).hex()))
+    return found
 
 
 def total_fingerprint(tensors: Iterable[TensorInfo]) -> Fingerprint:
     """Fingerprint of a whole version: the sum of its tensors' fingerprints."""
     return sum((Fingerprint.from_hex(tensor.fingerprint) for tensor in tensors), ZERO)
-
-
-def _of_tensor(name: str, tensor: torch.Tensor) -> Weight:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in BY_NAME:
-        raise TypeError(f"{name} is {tensor.dtype}; a version can carry {', '.join(BY_NAME)}")
-    # numpy knows none of the small float types: it sees patterns of the same width.
-    patterns = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[tensor.element_size()]
-    bits: Bits = tensor.detach().to("cpu").contiguous().view(patterns).numpy()
-    return Weight(dtype, bits)
-
-
-def _check_width(name: str, weight: Weight) -> None:
-    if weight.dtype not in BY_NAME:
-        raise TypeError(f"{name} is {weight.dtype!r}; a version can carry {', '.join(BY_NAME)}")
-    if weight.bits.dtype != BY_NAME[weight.dtype].bits:
-        raise TypeError(f"{name}: {weight.dtype} has patterns of {BY_NAME[weight.dtype].bits}, not {weight.bits.dtype}")

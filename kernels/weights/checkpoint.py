@@ -47,7 +47,15 @@ def map_checkpoint(path: Path) -> dict[str, Weight]:
 
     Raises WeightFilesError when there is none, it is damaged, or a tensor's type is none that a delta can carry.
     """
-    files = _files(path) if path.is_dir() else [path]
+    files, index = [path / WEIGHTS if path.is_dir() else path], path / INDEX
+    if path.is_dir() and index.is_file():
+        try:
+            names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise WeightFilesError(f"{index} is not the index of a checkpoint: {error}") from error
+        if outside := [name for name in names if Path(str(name)).name != name]:
+            raise WeightFilesError(f"{index} names files outside its directory, such as {outside[0]!r}")
+        files = [path / name for name in sorted(names)]
     return {name: tensor for file in files for name, tensor in _map_file(file)}
 
 
@@ -157,19 +165,6 @@ def file_header(weights: Mapping[str, Weight], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX
-    if not index.is_file():
-        return [directory / WEIGHTS]
-    try:
-        names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightFilesError(f"{index} is not the index of a checkpoint: {error}") from error
-    if outside := [name for name in names if Path(str(name)).name != name]:
-        raise WeightFilesError(f"{index} names files outside its directory, such as {outside[0]!r}")
-    return [directory / name for name in sorted(names)]
-
-
 def _map_file(path: Path) -> Iterator[tuple[str, Weight]]:
     try:
         with safe_open(path, framework="numpy"):
@@ -182,13 +177,8 @@ def _map_file(path: Path) -> Iterator[tuple[str, Weight]]:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))[LENGTH_SIZE + length :]
     header.pop("__metadata__", None)
     for name, described in header.items():
-        yield name, _tensor(f"{path}: {name}", described, data)
-
-
-def _tensor(where: str, described: dict[str, Any], data: memoryview) -> Weight:
-    dtype = _TYPES.get(described["dtype"])
-    if dtype is None:
-        raise WeightFilesError(f"{where} holds {described['dtype']}, which a delta cannot carry")
-    begin, end = described["data_offsets"]
-    bits = np.frombuffer(data[begin:end], BY_NAME[dtype].bits)
-    return Weight(dtype, bits.reshape(described["shape"]))
+        dtype = _TYPES.get(described["dtype"])
+        if dtype is None:
+            raise WeightFilesError(f"{path}: {name} holds {described['dtype']}, which a delta cannot carry")
+        begin, end = described["data_offsets"]
+        yield name, Weight(dtype, np.frombuffer(data[begin:end], BY_NAME[dtype].bits).reshape(described["shape"]))

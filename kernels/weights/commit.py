@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 from tidemill.kernels.weights.bits import total_fingerprint
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import ShardReport
 from tidemill.kernels.weights.graph import SinceAnchor, VersionError, VersionGraph, require_same
+from tidemill.kernels.weights.tensor_parts import ShardReport
 from tidemill.kernels.weights.tensor_table import fit_record
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
@@ -82,12 +81,10 @@ class VersionLog:
         graph: VersionGraph,
         incarnation: str = "",
     ) -> None:
-        self._producer = producer
-        self._run = run
+        self._producer, self._run, self._store = producer, run, store
         self.graph = graph
         self._back: int | None = None
         self._incarnation = incarnation
-        self._fit = partial(fit_record, codec=Codec(), folder=weights_folder(store, run), limit_bytes=CLAIM_CHECK_BYTES)
 
     @property
     def head(self) -> int | None:
@@ -139,26 +136,12 @@ class VersionLog:
         hold it all the same), StoreUnavailableError when the store fails.
         """
         self.require_next(mark.version, mark.parent)
-        manifest = self._fit(self._manifest(mark, shards, tensors, anchor))
-        self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
-        return manifest
-
-    def wrote(self, manifest: Manifest) -> None:
-        """Take in what `write` wrote, here or on another rank: the next version continues it."""
-        observe_published(self.graph, manifest)
-        self._back = None
-
-    def _manifest(
-        self,
-        mark: VersionMark,
-        shards: Sequence[ShardReport],
-        tensors: Sequence[TensorInfo],
-        anchor: Anchor | None,
-    ) -> Manifest:
         ordered = sorted(shards, key=lambda shard: shard.position.shard)
-        fingerprint, published_at = total_fingerprint(tensors).hex(), now_us()
-        begun = self.graph.newest is not None
-        return Manifest(
+        fingerprint, published_at, incarnation = total_fingerprint(tensors).hex(), now_us(), self.graph.incarnation
+        if self.graph.newest is None:
+            said = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
+            incarnation = self._incarnation or hashlib.sha256(said.encode()).hexdigest()[:16]
+        made = Manifest(
             run_id=self._run.run_id,
             branch=self._run.branch,
             version=mark.version,
@@ -174,13 +157,17 @@ class VersionLog:
             anchor=anchor,
             trained_at=mark.trained_at,
             published_at=published_at,
-            incarnation=self.graph.incarnation if begun else self._first_incarnation(fingerprint, published_at),
+            incarnation=incarnation,
             serving_format=mark.serving_format,
         )
+        manifest = fit_record(made, Codec(), weights_folder(self._store, self._run), CLAIM_CHECK_BYTES)
+        self._producer.send_acked(Topic.MANIFESTS, [(self._run.branch, manifest)])
+        return manifest
 
-    def _first_incarnation(self, fingerprint: str, published_at: int) -> str:
-        said = f"{self._run.run_id}/{self._run.branch}/{fingerprint}/{published_at}"
-        return self._incarnation or hashlib.sha256(said.encode()).hexdigest()[:16]
+    def wrote(self, manifest: Manifest) -> None:
+        """Take in what `write` wrote, here or on another rank: the next version continues it."""
+        observe_published(self.graph, manifest)
+        self._back = None
 
 
 def anchor_due(since: SinceAnchor, delta_bytes: int, settings: PublishSettings) -> bool:

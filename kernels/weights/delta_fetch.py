@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Condition
 from typing import Protocol
@@ -123,7 +123,13 @@ class ChunkFetcher:
             for sequence, place in enumerate(places):
                 yield _payload(manifest, shard, sequence, self._take(place))
         finally:
-            self._finish(places)
+            with self._lock:
+                self._wanted.difference_update(places)
+                # Chunks below the used ones belong to versions that are behind, or to other runs.
+                last = max(shard.offsets, default=-1)
+                for place in [(p, at) for p, at in self._held if p == shard.partition and at <= last]:
+                    if place not in self._wanted:
+                        self._forget(place)
 
     def _take(self, place: Place) -> ConsumedRecord:
         """One chunk, waited for, and let go of."""
@@ -163,38 +169,23 @@ class ChunkFetcher:
             self._read_to[gap.partition] = gap.first
             return
         for located in found:
-            self._hold(located)
-
-    def _hold(self, located: ConsumedRecord) -> None:
-        place = (located.partition, located.offset)
-        self._read_to[located.partition] = located.offset + 1
-        if place in self._wanted:
-            self._arrived = time.monotonic()
-        if place not in self._held:
-            self._held_bytes += _size(located)
-        self._held[place] = located
-        for unwanted in [place for place in self._held if place not in self._wanted]:
-            if self._held_bytes <= self._limit:
-                break
-            self._forget(unwanted)
+            place = (located.partition, located.offset)
+            self._read_to[located.partition] = located.offset + 1
+            if place in self._wanted:
+                self._arrived = time.monotonic()
+            if place not in self._held:
+                self._held_bytes += _size(located)
+            self._held[place] = located
+            for unwanted in [place for place in self._held if place not in self._wanted]:
+                if self._held_bytes <= self._limit:
+                    break
+                self._forget(unwanted)
 
     def _forget(self, place: Place) -> ConsumedRecord:
         located = self._held.pop(place)
         self._held_bytes -= _size(located)
         self._lock.notify_all()
         return located
-
-    def _finish(self, places: Iterable[Place]) -> None:
-        with self._lock:
-            self._wanted.difference_update(places)
-            # Chunks below the used ones belong to versions that are behind, or to other runs.
-            last: dict[int, int] = {}
-            for partition, offset in places:
-                last[partition] = max(offset, last.get(partition, -1))
-            passed = [place for place in self._held if place[1] <= last.get(place[0], -1)]
-            for place in passed:
-                if place not in self._wanted:
-                    self._forget(place)
 
 
 def _size(located: ConsumedRecord) -> int:

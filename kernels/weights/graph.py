@@ -42,7 +42,6 @@ class Delta:
 
     @property
     def version(self) -> int:
-        """The version that it makes."""
         return self.manifest.version
 
     @property
@@ -287,24 +286,18 @@ class VersionGraph:
         manifest = self.manifests[node.version]
         if manifest.anchor is not None and node.version not in self._bad_anchors:
             found.append(node._replace(n_bytes=node.n_bytes + manifest.anchor.n_bytes, from_anchor=True))
-        for delta in self._deltas_to(manifest):
+        parent, skips = manifest.parent, self._skips.get(manifest.version, {})
+        deltas = [Delta(manifest, b, tuple(s.shards), s.n_bytes) for b, s in skips.items() if b != parent]
+        if parent is not None and parent < manifest.version:
+            deltas.insert(0, Delta(manifest, parent, tuple(manifest.shards), manifest.delta_bytes))
+        for delta in deltas:
             bad = (delta.base, delta.version) in self._bad_deltas or self.expired(delta.shards) is not None
             if delta.base in self.manifests and not bad:
-                n_bytes, deltas = node.n_bytes + delta.n_bytes, (delta, *node.deltas)
-                found.append(_Node(n_bytes, len(deltas), False, delta.base, deltas))
-        return found
-
-    def _deltas_to(self, manifest: Manifest) -> list[Delta]:
-        found = []
-        if manifest.parent is not None and manifest.parent < manifest.version:
-            found.append(Delta(manifest, manifest.parent, tuple(manifest.shards), manifest.delta_bytes))
-        for base, skip in self._skips.get(manifest.version, {}).items():
-            if base != manifest.parent:
-                found.append(Delta(manifest, base, tuple(skip.shards), skip.n_bytes))
+                n_bytes, way = node.n_bytes + delta.n_bytes, (delta, *node.deltas)
+                found.append(_Node(n_bytes, len(way), False, delta.base, way))
         return found
 
     def _obstacle(self, version: int) -> str:
-        """The first obstacle on the line of parents."""
         at = version
         while (delta := self.delta(at)) is not None:
             expired = self.expired(delta.shards)

@@ -6,24 +6,30 @@ the set of tensors, their types, shapes and cuts never change; each part's finge
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import Fingerprint
-from tidemill.kernels.weights.delta_shard import Covered, PartChange
 from tidemill.kernels.weights.graph import VersionError
+from tidemill.kernels.weights.ranks import Ranks
 from tidemill.kernels.weights.tensor_parts import (
+    Covered,
+    PartChange,
     PartInfo,
     Parts,
     Place,
     TensorLike,
+    TensorPart,
     Tensors,
     as_part,
+    exchange,
     named,
     part_info,
     place_of,
+    spans_of_all,
 )
 
 
@@ -136,3 +142,50 @@ class HeldVersion:
                 f"{self.version} it holds {held.n} from {held.start} on: a delta keeps where tensors are cut; open the "
                 "publisher again after a change"
             )
+
+
+def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
+    """A version that `make` makes whole on the first rank; the other ranks hold none of its elements.
+
+    Raises what `make` raises, on every rank.
+    """
+    made = ranks.on_first(make)
+
+    def said() -> tuple[int, dict[str, Place]]:
+        assert made is not None
+        return made.version, {name: place_of(name, part) for name, part in made.parts.items()}
+
+    version, places = ranks.from_first(said)
+    if made is not None:
+        return made
+    return HeldVersion(
+        version,
+        {
+            name: TensorPart(name, place.dtype, place.shape, 0, np.empty(0, BY_NAME[place.dtype].bits))
+            for name, place in places.items()
+        },
+    )
+
+
+def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, ranks: Ranks) -> HeldVersion:
+    """A version that `make` makes whole on the first rank, and then each rank has its part of.
+
+    The first rank holds all of it, and sends it away tensor by tensor.
+
+    Args:
+        version: that will continue it.
+        like: tensors of that version; on several ranks a mapping with this rank's parts, which are where these are cut.
+
+    Raises what `make` raises, and VersionError for `like` with other tensors, on every rank.
+    """
+    whole = rebuild_whole(make, ranks)
+    if ranks.size == 1:
+        return whole
+    given = dict(named(like))
+    ranks.gather(lambda: whole.check(version, given, cuts=False))
+    wanted = spans_of_all({name: place_of(name, value)[2:] for name, value in given.items()}, ranks)
+    held = spans_of_all({name: place_of(name, part)[2:] for name, part in whole.parts.items()}, ranks)
+    names = list(whole.parts)
+    return HeldVersion(
+        whole.version, {name: exchange(whole.parts.pop(name), held[name], wanted[name], ranks) for name in names}
+    )

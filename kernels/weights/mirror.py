@@ -11,7 +11,7 @@ knows the way back. What stays true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,7 +70,6 @@ class Mirror:
 
     @property
     def n_elements(self) -> int:
-        """Elements of all tensors."""
         return sum(bits.size for bits in self._tensors.values())
 
     def bits(self, name: str) -> Bits:
@@ -142,7 +141,8 @@ class Draft:
             raise AnchorError(f"anchor {uri} does not name the tensors of version {manifest.version}")
         if self.mirror.fingerprint.hex() != manifest.fingerprint:
             raise AnchorError(f"the tensors of anchor {uri} do not add up to version {manifest.version}")
-        self._step(manifest)
+        self.mirror.version = manifest.version
+        self._steps += 1
 
     def resolve(self, block: EncodedBlock) -> tuple[BlockChange, ...]:
         """What a block of the next delta changes, for `advance`; from any thread. Raises like `Mirror.resolve`.
@@ -174,13 +174,20 @@ class Draft:
         for change in changes:
             self._write(change.name, change.indices, change.old_bits, change.new_bits)
         self.mirror._fingerprints = made
-        self._step(manifest)
+        self.mirror.version = manifest.version
+        self._steps += 1
 
     def check(self, manifest: Manifest) -> None:
         """Raises FingerprintMismatch if a tensor differs from the fingerprint that the manifest lists for it."""
-        wrong = _differing(self.mirror._fingerprints, manifest) if manifest.tensors else ""
-        if wrong:
-            raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {wrong}")
+        if not manifest.tensors:
+            return
+        made, expected = self.mirror.fingerprints, {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
+        wrong = [name for name in sorted({*made, *expected}) if made.get(name) != expected.get(name)]
+        found = f"{len(wrong)} tensors differ, the first is {wrong[0]}" if wrong else ""
+        if not wrong and self.mirror.fingerprint.hex() != manifest.fingerprint:
+            found = "the tensors' fingerprints do not add up to the version's"
+        if found:
+            raise FingerprintMismatch(f"version {manifest.version} is not what its manifest lists: {found}")
 
     def recount(self, names: Iterable[str]) -> None:
         """Raises FingerprintMismatch unless these tensors' weights have the fingerprints that the deltas claim."""
@@ -228,27 +235,18 @@ class Draft:
             self.mirror._tensors[name] = bits
         elif self.mirror._specs[name].dtype != expected.dtype or held.size != bits.size:
             raise AnchorError(f"{name} of the anchor has another shape or dtype than the one that is served")
-        else:
-            self._take_differences(name, held, bits)
-        self.mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
-        self.mirror._fingerprints[name] = made
-
-    def _take_differences(self, name: str, held: Bits, bits: Bits) -> None:
-        differing = np.flatnonzero(held != bits)
-        if SPARSE * differing.size < bits.size:
+        elif SPARSE * (differing := np.flatnonzero(held != bits)).size < bits.size:
             self._write(name, differing, held[differing], bits[differing])
         else:
             self._held.append(_Overwritten(name, None, held))
             self.mirror._tensors[name] = bits
+        self.mirror._specs[name] = TensorSpec(name, tuple(expected.shape), expected.dtype)
+        self.mirror._fingerprints[name] = made
 
     def _write(self, name: str, indices: Indices, old: Bits, new: Bits) -> None:
         if not self.fresh:
             self._held.append(_Overwritten(name, indices, old))
         self.mirror._tensors[name][indices] = new
-
-    def _step(self, manifest: Manifest) -> None:
-        self.mirror.version = manifest.version
-        self._steps += 1
 
     def _differences(self, name: str, parts: Sequence[_Overwritten]) -> Indices:
         now = self.mirror._tensors[name]
@@ -264,18 +262,3 @@ class Draft:
     def _element_change(self, name: str, indices: Indices | None) -> ElementChange:
         assert indices is not None
         return ElementChange(name, indices, self.mirror._tensors[name][indices])
-
-
-def _differing(made: Mapping[str, Fingerprint], manifest: Manifest) -> str:
-    """Which tensors are not the manifest's; empty when all are."""
-    expected = {tensor.name: tensor.fingerprint for tensor in manifest.tensors}
-    names = sorted({*made, *expected})
-    wrong = _first(name for name in names if name not in made or made[name].hex() != expected.get(name))
-    if not wrong and sum(made.values(), start=ZERO).hex() != manifest.fingerprint:
-        return "the tensors' fingerprints do not add up to the version's"
-    return wrong
-
-
-def _first(names: Iterable[str]) -> str:
-    wrong = list(names)
-    return f"{len(wrong)} tensors differ, the first is {wrong[0]}" if wrong else ""

@@ -29,24 +29,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from tidemill.kernels.delta import CodecSettings
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import anchor_uri
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.kernels.weights.bits import Weight, WeightLike, total_fingerprint
 from tidemill.kernels.weights.commit import VersionLog, VersionMark, anchor_due, read_versions, weights_folder
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims, ShardReport
+from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.kernels.weights.graph import VersionError, VersionGraph, require_same
-from tidemill.kernels.weights.held import HeldVersion
+from tidemill.kernels.weights.held import HeldVersion, rebuild_parts, rebuild_whole
 from tidemill.kernels.weights.ranks import Ranks, SingleRank
-from tidemill.kernels.weights.rebuild import rebuild, rebuild_parts, rebuild_whole
+from tidemill.kernels.weights.rebuild import rebuild
 from tidemill.kernels.weights.skips import SkipPublisher
 from tidemill.kernels.weights.tensor_parts import (
     RankReport,
+    ShardReport,
+    TensorLike,
     Tensors,
     as_part,
     deal,
@@ -154,7 +154,6 @@ class WeightPublisher:
         return self._skips
 
     def has(self, version: int) -> bool:
-        """Whether the log holds a version."""
         return self._log.graph.manifests.get(version) is not None
 
     def publish(
@@ -195,15 +194,34 @@ class WeightPublisher:
         """
         if self._in_doubt:
             self._read_again()
-        mark = self._ranks.from_first(
-            lambda: self._mark(version, step, learning_rate, parent, trained_at, serving_format)
-        )
+
+        def mark_of() -> VersionMark:
+            """What is said of the version beside its weights, unless it is neither there nor the next."""
+            mark = VersionMark(
+                version=version,
+                parent=parent if self._log.graph.newest is None or parent is not None else self._log.head,
+                step=version if step is None else step,
+                learning_rate=learning_rate,
+                trained_at=now_us() if trained_at is None else trained_at,
+                serving_format=serving_format,
+            )
+            if version not in self._log.graph.manifests:
+                self._log.require_next(version, mark.parent)
+            return mark
+
+        mark = self._ranks.from_first(mark_of)
         given = self._given(mark.version, version, tensors)
         done = self._log.graph.manifests.get(version)
         if done is not None:
             return self._confirm(done, given)
-        begins = self._log.graph.newest is None
-        manifest, held = self._begin(mark, given) if begins else self._continue(mark, given)
+        if self._log.graph.newest is None:
+            held, reports = self._copied(version, given)
+            whole = self._ranks.on_first(lambda: merged_tensors(reports)) or []
+            self._in_doubt = True
+            manifest = self._commit(mark, [], whole, self._write_anchor(held))
+            self._held, self._in_doubt = held, False
+        else:
+            manifest, held = self._continue(mark, given)
         self._skips.offer(self._log.graph, held)
         return manifest
 
@@ -227,52 +245,30 @@ class WeightPublisher:
         self._skips.close()
         self._producer.flush()
 
-    def _mark(
-        self,
-        version: int,
-        step: int | None,
-        learning_rate: float,
-        parent: int | None,
-        trained_at: int | None,
-        serving_format: str,
-    ) -> VersionMark:
-        """What is said of a version beside its weights. Raises VersionError when it is not there and not the next."""
-        mark = VersionMark(
-            version=version,
-            parent=parent if self._log.graph.newest is None or parent is not None else self._log.head,
-            step=version if step is None else step,
-            learning_rate=learning_rate,
-            trained_at=now_us() if trained_at is None else trained_at,
-            serving_format=serving_format,
-        )
-        if version not in self._log.graph.manifests:
-            self._log.require_next(version, mark.parent)
-        return mark
-
     def _given(self, firsts: int, version: int, tensors: Tensors) -> Tensors:
         """The tensors, by name where they are read more than once; `firsts` is the first rank's `version`."""
-        taken: list[Tensors] = []
+        rebuilt = self._held is None and self._log.graph.newest is not None and not self.has(version)
+        several = self._settings.shards > 1 or (self._ranks.size > 1 and rebuilt)
+        by_name: dict[str, TensorLike] = {}
 
         def take() -> None:
             if version != firsts:
                 raise VersionError(f"it publishes version {version}, the first rank version {firsts}")
-            rebuilt = self._held is None and self._log.graph.newest is not None and not self.has(version)
-            several = self._settings.shards > 1 or (self._ranks.size > 1 and rebuilt)
-            taken.append(_collected(version, tensors) if several and not isinstance(tensors, Mapping) else tensors)
+            for name, value in named(tensors) if several else ():
+                if name in by_name:
+                    raise VersionError(f"version {version} has {name} twice")
+                by_name[name] = value
 
         self._ranks.gather(take)
-        return taken[0]
-
-    def _begin(self, mark: VersionMark, tensors: Tensors) -> tuple[Manifest, HeldVersion]:
-        held, reports = self._copied(mark.version, tensors)
-        whole = self._ranks.on_first(lambda: merged_tensors(reports)) or []
-        self._in_doubt = True
-        manifest = self._commit(mark, [], whole, self._write_anchor(held))
-        self._held, self._in_doubt = held, False
-        return manifest, held
+        return by_name if several else tensors
 
     def _continue(self, mark: VersionMark, tensors: Tensors) -> tuple[Manifest, HeldVersion]:
-        held = self._head_weights(mark.version, tensors)
+        if self._held is None:
+            graph, head = self._log.graph, self._log.head
+            self._held = rebuild_parts(
+                lambda: _made_again(self._kafka, graph, head), mark.version, tensors, self._ranks
+            )
+        held = self._held
         if isinstance(tensors, Mapping):
             self._ranks.gather(lambda: held.check(mark.version, tensors))
         self._in_doubt = True
@@ -352,12 +348,6 @@ class WeightPublisher:
             self._log.go_back(done.version)
         return replace(done, tensors=infos)
 
-    def _head_weights(self, version: int, tensors: Tensors) -> HeldVersion:
-        if self._held is None:
-            graph, head = self._log.graph, self._log.head
-            self._held = rebuild_parts(lambda: _made_again(self._kafka, graph, head), version, tensors, self._ranks)
-        return self._held
-
     def _read_again(self) -> None:
         """After a failure nobody knows what the log took: it is asked."""
         self._held = None
@@ -365,7 +355,27 @@ class WeightPublisher:
         self._in_doubt = False
 
     def _fork(self, point: ForkPoint) -> None:
-        source = self._ranks.from_first(lambda: self._fork_source(point))
+        def begun_with() -> VersionGraph | None:
+            """The branch that has the version to begin with; None where this branch began with it."""
+            if point.branch == self._run.branch:
+                raise VersionError(
+                    f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
+                )
+            found = read_versions(self._kafka, self._run.model_copy(update={"branch": point.branch}))
+            manifest = found.manifests.get(point.version)
+            if manifest is None:
+                raise VersionError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
+            oldest = min(self._log.graph.manifests.values(), key=lambda begun: begun.version, default=None)
+            if oldest is None:
+                return found
+            if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
+                raise VersionError(
+                    f"branch {self._run.branch} begins with version {oldest.version}, not with version "
+                    f"{point.version} of branch {point.branch}"
+                )
+            return None
+
+        source = self._ranks.from_first(begun_with)
         if source is None:
             return
         manifest = source.manifests[point.version]
@@ -376,46 +386,14 @@ class WeightPublisher:
         # How the ranks cut the weights is known with the first version that they publish.
         self._held = held if self._ranks.size == 1 else None
 
-    def _fork_source(self, point: ForkPoint) -> VersionGraph | None:
-        """The branch that has the version to begin with; None where this branch began with it. Raises VersionError."""
-        if point.branch == self._run.branch:
-            raise VersionError(
-                f"branch {point.branch} cannot begin with one of its own versions: give the run another branch"
-            )
-        source = read_versions(self._kafka, self._run.model_copy(update={"branch": point.branch}))
-        manifest = source.manifests.get(point.version)
-        if manifest is None:
-            raise VersionError(f"branch {point.branch} of run {self._run.run_id} has no version {point.version}")
-        oldest = min(self._log.graph.manifests.values(), key=lambda begun: begun.version, default=None)
-        if oldest is None:
-            return source
-        if (oldest.version, oldest.fingerprint) != (manifest.version, manifest.fingerprint):
-            raise VersionError(
-                f"branch {self._run.branch} begins with version {oldest.version}, not with version {point.version} of "
-                f"branch {point.branch}"
-            )
-        return None
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None:
             self.close()
         else:
             self._skips.close()
-
-
-def _collected(version: int, tensors: Tensors) -> Tensors:
-    """All tensors by name. Raises VersionError for a name that comes twice."""
-    found = {}
-    for name, value in named(tensors):
-        if name in found:
-            raise VersionError(f"version {version} has {name} twice")
-        found[name] = value
-    return found
 
 
 def _same(done: Manifest, reports: Sequence[RankReport]) -> list[TensorInfo]:

@@ -84,23 +84,18 @@ class SingleRank(Ranks):
     rank, size = 0, 1
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns."""
         return make()
 
     def gather(self, make: Callable[[], T]) -> list[T]:
-        """What `make` returns, alone in a list."""
         return [make()]
 
     def sibling(self) -> Ranks:
-        """Itself."""
         return self
 
     def send(self, values: Bits, to: int) -> None:
-        """Raise RanksLostError: there is no other rank."""
         raise RanksLostError(f"one process has no rank {to} to send to")
 
     def receive(self, into: Bits, source: int) -> None:
-        """Raise RanksLostError: there is no other rank."""
         raise RanksLostError(f"one process has no rank {source} to receive from")
 
 
@@ -118,7 +113,6 @@ class ProcessGroupRanks(Ranks):
         self.size = dist.get_world_size(group)
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """As `Ranks.from_first`."""
         outcome, cause = self._attempt(make) if self.is_first else (None, None)
         shared = [outcome]
         with _answering():
@@ -126,7 +120,6 @@ class ProcessGroupRanks(Ranks):
         return _values(shared, cause)[0]
 
     def gather(self, make: Callable[[], T]) -> list[T]:
-        """As `Ranks.gather`."""
         outcome, cause = self._attempt(make)
         found: list[_Outcome[T] | None] | None = [None] * self.size if self.is_first else None
         with _answering():
@@ -137,19 +130,15 @@ class ProcessGroupRanks(Ranks):
         return _values(found or [], None)
 
     def sibling(self) -> Ranks:
-        """As `Ranks.sibling`."""
-        members = dist.get_process_group_ranks(self._group)
-        return _gloo(members, self._timeout_s)
+        return _gloo(dist.get_process_group_ranks(self._group), self._timeout_s)
 
     def send(self, values: Bits, to: int) -> None:
-        """As `Ranks.send`."""
         with _answering():
-            dist.send(_as_bytes(values), group_dst=to, group=self._group)
+            dist.send(torch.from_numpy(values.view(np.uint8)), group_dst=to, group=self._group)
 
     def receive(self, into: Bits, source: int) -> None:
-        """As `Ranks.receive`."""
         with _answering():
-            dist.recv(_as_bytes(into), group_src=source, group=self._group)
+            dist.recv(torch.from_numpy(into.view(np.uint8)), group_src=source, group=self._group)
 
     def _attempt(self, make: Callable[[], T]) -> tuple[_Outcome[T], Exception | None]:
         try:
@@ -157,8 +146,14 @@ class ProcessGroupRanks(Ranks):
         except RanksLostError:
             raise
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of any error
-            failure = _Failure(_class_elsewhere(error), f"rank {self.rank}: {type(error).__name__}: {error}")
-            return _Outcome(None, failure), error
+            kind = type(error)
+            try:
+                # Another process has to be able to make it again from a message alone.
+                again = pickle.loads(pickle.dumps(kind)) is kind and str(kind("message")) == "message"
+            except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
+                again = False
+            message = f"rank {self.rank}: {kind.__name__}: {error}"
+            return _Outcome(None, (kind if again else RankFailedError, message)), error
 
 
 def open_ranks(timeout_s: float) -> Ranks:
@@ -179,12 +174,8 @@ def _gloo(members: list[int] | None, timeout_s: float | None) -> Ranks:
     return ProcessGroupRanks(group, timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way to the other ranks."""
-
-    kind: type[Exception]
-    message: str
+_Failure = tuple[type[Exception], str]
+"""An error on its way to the other ranks: its class and its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +186,10 @@ class _Outcome(Generic[T]):
     failure: _Failure | None
 
 
-def _class_elsewhere(error: Exception) -> type[Exception]:
-    """The class of an error where another process can make it again from a message alone, else RankFailedError."""
-    kind = type(error)
-    try:
-        again = pickle.loads(pickle.dumps(kind)) is kind and str(kind("message")) == "message"
-    except Exception:  # noqa: BLE001 - a constructor may raise anything when it is given a message
-        again = False
-    return kind if again else RankFailedError
-
-
 def _error(failures: Sequence[_Failure]) -> Exception:
-    kinds = {failure.kind for failure in failures}
+    kinds = {kind for kind, _ in failures}
     kind = kinds.pop() if len(kinds) == 1 else RankFailedError
-    return kind("; ".join(failure.message for failure in failures))
+    return kind("; ".join(message for _, message in failures))
 
 
 def _values(outcomes: Sequence[_Outcome[T] | None], cause: Exception | None) -> list[T]:
@@ -220,10 +201,6 @@ def _values(outcomes: Sequence[_Outcome[T] | None], cause: Exception | None) -> 
             raise _error([outcome.failure]) from cause
         found.append(outcome.value)  # type: ignore[arg-type]
     return found
-
-
-def _as_bytes(values: Bits) -> torch.Tensor:
-    return torch.from_numpy(values.view(np.uint8))
 
 
 @contextmanager

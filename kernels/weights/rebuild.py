@@ -5,36 +5,107 @@ operator's commands. What it keeps true:
 
 - after each step the mirror is a version whose fingerprint is its manifest's; at the end, and with `recount` after each
   step, tensor by tensor; every block of a delta was checked against the very weights that it changes;
+- a delta is decoded whole or not at all: its shards are read at once, reading and checking overlap, and blocks are
+  decoded beside each other. The kernels let go of the interpreter's lock, so that threads are enough;
 - a path that cannot be followed leaves the mirror as it was, and the error names the anchor or the delta;
-- memory, where the mirror was empty: one copy of the weights, the blocks under way, and what the fetcher holds; else
-  also what leads back.
+- memory, where the mirror was empty: one copy of the weights, the encoded blocks under way, which the number of threads
+  bounds, and what the fetcher holds; else also what leads back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Semaphore
 
-import numpy as np
-
-from tidemill.kernels.delta import DeltaError, FingerprintMismatch
-from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.delta import BlockChange, DeltaError, EncodedBlock, FingerprintMismatch, decode_delta
 from tidemill.kernels.weights.anchor import anchor_weights, discard_copy, fetch_anchor
 from tidemill.kernels.weights.checkpoint import WeightFilesError, map_checkpoint
-from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, ShardSource, open_fetcher
-from tidemill.kernels.weights.exchange import exchange, spans_of_all
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionError
 from tidemill.kernels.weights.held import HeldVersion
 from tidemill.kernels.weights.mirror import Draft, Mirror
-from tidemill.kernels.weights.ranks import Ranks
-from tidemill.kernels.weights.tensor_parts import Place, TensorPart, Tensors, named, place_of
+from tidemill.kernels.weights.tensor_parts import TensorPart
 from tidemill.kernels.weights.tensor_table import with_tensors
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.records import Manifest, TensorInfo
+from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 from tidemill.schemas.stored_object import StoredObjectError
+
+SHARDS_AT_ONCE = 4
+"""Shards read at once: enough to fill a link whose single streams are slow."""
+
+Pieces = Callable[[Manifest, ShardPosition], Generator[bytes, None, None]]
+"""The bytes of a shard, as `ChunkFetcher.pieces`."""
+
+Resolve = Callable[[EncodedBlock], tuple[BlockChange, ...]]
+"""What a block changes; called from several threads."""
+
+
+class Decoder:
+    """Threads that decode one delta at a time. Close it before the process forks."""
+
+    def __init__(self, threads: int) -> None:
+        self._shards = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="tidemill-shard")
+        self._blocks = ThreadPoolExecutor(threads, thread_name_prefix="tidemill-block")
+        self._slots = Semaphore(2 * threads)
+
+    def decode(self, delta: Delta, pieces: Pieces, resolve: Resolve) -> tuple[tuple[BlockChange, ...], float]:
+        """Every block of a delta, resolved; and the milliseconds that its bytes were waited for.
+
+        Raises the errors of `pieces` and `resolve`, and DeltaError for a stream that is no delta from `delta.base`.
+        """
+        blocks: list[Future[tuple[BlockChange, ...]]] = []
+        # The first one ends the delta: the other threads see it.
+        errors: list[Exception] = []
+
+        def resolved(block: EncodedBlock) -> tuple[BlockChange, ...]:
+            try:
+                return resolve(block)
+            except Exception as error:  # noqa: BLE001 - any error is raised below
+                errors.append(error)
+                return ()
+            finally:
+                self._slots.release()
+
+        def read(shard: ShardPosition) -> float:
+            """Hand the blocks of one shard on; the seconds that its bytes took."""
+            waited = [0.0]
+            try:
+                with closing(pieces(delta.manifest, shard)) as source:
+                    for block in decode_delta(_timed(source, waited), delta.version, delta.base):
+                        if errors:
+                            break
+                        self._slots.acquire()
+                        blocks.append(self._blocks.submit(resolved, block))
+            except Exception as error:  # noqa: BLE001 - any error is raised below
+                errors.append(error)
+            return waited[0]
+
+        seconds = [shard.result() for shard in [self._shards.submit(read, shard) for shard in delta.shards]]
+        found = tuple(change for block in blocks for change in block.result())
+        if errors:
+            raise errors[0]
+        return found, 1e3 * max(seconds, default=0.0)
+
+    def close(self) -> None:
+        self._shards.shutdown(wait=True, cancel_futures=True)
+        self._blocks.shutdown(wait=True, cancel_futures=True)
+
+
+def _timed(source: Iterator[bytes], waited: list[float]) -> Iterator[bytes]:
+    """The pieces of a shard; `waited[0]` grows by the seconds that each takes."""
+    while True:
+        begun = time.monotonic()
+        piece = next(source, None)
+        waited[0] += time.monotonic() - begun
+        if piece is None:
+            return
+        yield piece
+
 
 CHUNK_WAIT_S = 60.0
 """Longest wait of a publisher for one chunk that the log holds."""
@@ -61,8 +132,6 @@ class RefusedAnchorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FollowedPath:
-    """How a path was followed."""
-
     anchor: Path | None
     """Local directory of the anchor that it began with; None without one, and where its files are not kept."""
     fetch_ms: float
@@ -120,7 +189,6 @@ class Rebuilder:
         return FollowedPath(anchor, fetch_ms)
 
     def close(self) -> None:
-        """End the threads."""
         self._decoder.close()
 
     def _load(self, manifest: Manifest, draft: Draft, outline: Sequence[TensorInfo]) -> Path | None:
@@ -145,15 +213,15 @@ class Rebuilder:
                 raise FingerprintMismatch(
                     f"it starts from version {delta.base}, version {draft.mirror.version} is held"
                 )
-            decoded = self._decoder.decode(delta, self._shards.pieces, draft.resolve)
-            draft.advance(decoded.changes, delta.manifest)
+            changes, fetch_ms = self._decoder.decode(delta, self._shards.pieces, draft.resolve)
+            draft.advance(changes, delta.manifest)
             if compare:
                 draft.check(with_tensors(delta.manifest))
             if recount:
-                draft.recount(change.name for change in decoded.changes)
+                draft.recount(change.name for change in changes)
         except (CorruptDeltaError, DeltaError, StoredObjectError) as error:
             raise RefusedDeltaError(delta, str(error)) from error
-        return decoded.fetch_ms
+        return fetch_ms
 
 
 def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo]) -> HeldVersion:
@@ -182,50 +250,3 @@ def rebuild(kafka: KafkaSettings, path: UpdatePath, tensors: Sequence[TensorInfo
             ) from error
     parts = {one.name: TensorPart(one.name, one.dtype, tuple(one.shape), 0, mirror.bits(one.name)) for one in tensors}
     return HeldVersion(last.version, parts)
-
-
-def rebuild_whole(make: Callable[[], HeldVersion], ranks: Ranks) -> HeldVersion:
-    """A version that `make` makes whole on the first rank; the other ranks hold none of its elements.
-
-    Raises what `make` raises, on every rank.
-    """
-    made = ranks.on_first(make)
-    version, places = ranks.from_first(lambda: _places(made))
-    if made is not None:
-        return made
-    return HeldVersion(
-        version,
-        {
-            name: TensorPart(name, place.dtype, place.shape, 0, np.empty(0, BY_NAME[place.dtype].bits))
-            for name, place in places.items()
-        },
-    )
-
-
-def rebuild_parts(make: Callable[[], HeldVersion], version: int, like: Tensors, ranks: Ranks) -> HeldVersion:
-    """A version that `make` makes whole on the first rank, and then each rank has its part of.
-
-    The first rank holds all of it, and sends it away tensor by tensor.
-
-    Args:
-        version: that will continue it.
-        like: tensors of that version; on several ranks a mapping with this rank's parts, which are where these are cut.
-
-    Raises what `make` raises, and VersionError for `like` with other tensors, on every rank.
-    """
-    whole = rebuild_whole(make, ranks)
-    if ranks.size == 1:
-        return whole
-    given = dict(named(like))
-    ranks.gather(lambda: whole.check(version, given, cuts=False))
-    wanted = spans_of_all({name: place_of(name, value)[2:] for name, value in given.items()}, ranks)
-    held = spans_of_all({name: place_of(name, part)[2:] for name, part in whole.parts.items()}, ranks)
-    names = list(whole.parts)
-    return HeldVersion(
-        whole.version, {name: exchange(whole.parts.pop(name), held[name], wanted[name], ranks) for name in names}
-    )
-
-
-def _places(held: HeldVersion | None) -> tuple[int, dict[str, Place]]:
-    assert held is not None
-    return held.version, {name: place_of(name, part) for name, part in held.parts.items()}

@@ -16,16 +16,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.kernels.delta import CodecSettings
+from tidemill.kernels.block import CodecSettings
 from tidemill.kernels.weights.config import PublishSettings
-from tidemill.kernels.weights.delta_shard import DeltaShard, PartChange, ShardClaims, ShardReport
+from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.kernels.weights.graph import UpdatePath, VersionError, VersionGraph
-from tidemill.kernels.weights.held import HeldVersion
+from tidemill.kernels.weights.held import HeldVersion, rebuild_parts
 from tidemill.kernels.weights.ranks import Ranks, RanksLostError
-from tidemill.kernels.weights.rebuild import rebuild, rebuild_parts
+from tidemill.kernels.weights.rebuild import rebuild
+from tidemill.kernels.weights.tensor_parts import PartChange, ShardReport
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -135,8 +135,15 @@ class SkipPublisher:
                 # Every rank meets every job, so that none waits for another that is being closed.
                 if self._beside.from_first(self._stop.is_set):
                     self.dropped += len(job.skips)
-                else:
-                    self._do(job, producer)
+                    continue
+                for skip in job.skips:
+                    try:
+                        self._publish(job.weights, skip, producer)
+                    except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
+                        self.dropped += 1
+                        version = job.weights.version
+                        _log.exception("version %d goes without a delta from version %d", version, skip.base)
+                self._bases.update(dict.fromkeys(job.lengths, job.weights))
             except RanksLostError:
                 self.dropped += len(job.skips)
                 _log.exception("version %d goes without skip-deltas", job.weights.version)
@@ -144,51 +151,44 @@ class SkipPublisher:
                 self._jobs.task_done()
         self._jobs.task_done()
 
-    def _do(self, job: _Job, producer: RecordProducer) -> None:
-        for skip in job.skips:
-            try:
-                self._publish(job.weights, skip, producer)
-            except Exception:  # noqa: BLE001 - after any error the version is whole without its skip-delta
-                self.dropped += 1
-                _log.exception("version %d goes without a delta from version %d", job.weights.version, skip.base)
-        self._bases.update(dict.fromkeys(job.lengths, job.weights))
-
     def _publish(self, new: HeldVersion, skip: Skip, producer: RecordProducer) -> None:
         base = self._base(skip, new)
-        shards = self._beside.gather(lambda: self._send(base, new, producer))
-        self._beside.on_first(lambda: self._write(new.version, base.version, shards, producer))
-        self.published += 1
-
-    def _send(self, base: HeldVersion, new: HeldVersion, producer: RecordProducer) -> ShardReport:
-        with DeltaShard(new.version, base.version, _changes(base, new), self._beside.rank, self._codec) as shard:
-            return shard.report(shard.send(producer, self._run, self._claims))
-
-    def _write(self, version: int, base: int, shards: Sequence[ShardReport], producer: RecordProducer) -> None:
-        record = SkipDelta(
-            run_id=self._run.run_id,
-            branch=self._run.branch,
-            version=version,
-            base=base,
-            n_changed=sum(shard.n_changed for shard in shards),
-            n_bytes=sum(shard.n_bytes for shard in shards),
-            shards=[shard.position for shard in shards],
-            published_at=now_us(),
+        changes = (
+            PartChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)
+            for name, part in new.parts.items()
         )
-        producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+
+        def send() -> ShardReport:
+            with DeltaShard(new.version, base.version, changes, self._beside.rank, self._codec) as shard:
+                return shard.report(shard.send(producer, self._run, self._claims))
+
+        shards = self._beside.gather(send)
+
+        def write() -> None:
+            record = SkipDelta(
+                run_id=self._run.run_id,
+                branch=self._run.branch,
+                version=new.version,
+                base=base.version,
+                n_changed=sum(shard.n_changed for shard in shards),
+                n_bytes=sum(shard.n_bytes for shard in shards),
+                shards=[shard.position for shard in shards],
+                published_at=now_us(),
+            )
+            producer.send_acked(Topic.MANIFESTS, [(self._run.branch, record)])
+
+        self._beside.on_first(write)
+        self.published += 1
 
     def _base(self, skip: Skip, new: HeldVersion) -> HeldVersion:
         held = self._bases.get(skip.length)
         if held is not None and held.version == skip.base:
             return held
-        return rebuild_parts(lambda: self._made_again(skip, new), new.version, new.parts, self._beside)
 
-    def _made_again(self, skip: Skip, new: HeldVersion) -> HeldVersion:
-        if skip.path is None:
-            raise VersionError(f"no anchor leads to version {skip.base}")
-        tensors = [TensorInfo(part.name, part.dtype, list(part.shape), "") for part in new.parts.values()]
-        return rebuild(self._kafka, skip.path, tensors)
+        def made_again() -> HeldVersion:
+            if skip.path is None:
+                raise VersionError(f"no anchor leads to version {skip.base}")
+            tensors = [TensorInfo(part.name, part.dtype, list(part.shape), "") for part in new.parts.values()]
+            return rebuild(self._kafka, skip.path, tensors)
 
-
-def _changes(base: HeldVersion, new: HeldVersion) -> Iterator[PartChange]:
-    for name, part in new.parts.items():
-        yield PartChange(name, part.dtype, base.parts[name].bits, part.bits, part.start, part.total)
+        return rebuild_parts(made_again, new.version, new.parts, self._beside)

@@ -3,13 +3,16 @@
 A process alone has whole weights: parts that begin at 0 and have every element. Keeps true: the parts that are merged
 cover every element of every tensor exactly once, or there is an error; so the fingerprints of the merged tensors are
 those of the whole, for any number of ranks and any cuts.
+
+Elements move between ranks one tensor at a time: a tensor that is cut one way becomes cut another way. Every rank calls
+`spans_of_all` and `exchange` in the same order; it holds what it had and what it gets of one tensor, and no more.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -18,8 +21,8 @@ import torch
 
 from tidemill.kernels.fingerprint import ZERO, Bits, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights.bits import Weight, WeightLike, as_weight
-from tidemill.kernels.weights.delta_shard import ShardReport
-from tidemill.schemas.records import TensorInfo
+from tidemill.kernels.weights.ranks import Ranks
+from tidemill.schemas.records import ShardPosition, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,18 +77,49 @@ class CoverageError(ValueError):
     """The parts of the ranks are not one whole version."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartInfo:
-    """What a rank holds of one tensor: elements [start, start + n)."""
+class PartInfo(NamedTuple):
+    """What a rank holds of one tensor."""
+
+    name: str
+    place: Place
+    fingerprint: Fingerprint
+    """Of the part."""
+
+
+class PartChange(NamedTuple):
+    """A run of a tensor's elements before and after a step: what one shard holds of the tensor."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    start: int
+    old_bits: Bits
+    new_bits: Bits
+    """uN, of `old_bits`' shape."""
+    start: int = 0
+    """Flat element of the tensor that the run begins with."""
+    total: int | None = None
+    """Elements of the tensor; None where the run is its end."""
+
+
+class Covered(NamedTuple):
+    """What the blocks of a shard cover of a tensor: those in which nothing changed are left out."""
+
     n: int
+    """Elements."""
     fingerprint: Fingerprint
-    """Of the part."""
+    """Of these elements after the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """One shard of a version, acknowledged by the log or whole in the store."""
+
+    position: ShardPosition
+    n_bytes: int
+    """Encoded bytes."""
+    n_changed: int
+    """Changed elements."""
+    tensor_changes: Mapping[str, Fingerprint]
+    """What the shard adds to the fingerprint of each tensor that it changes, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +160,7 @@ def place_of(name: str, value: TensorLike) -> Place:
 
 def part_info(part: TensorPart, made: Fingerprint | None = None) -> PartInfo:
     """What a rank says of a part, whose fingerprint is computed unless it is given."""
-    return PartInfo(part.name, part.dtype, part.shape, part.start, part.bits.size, made or part.fingerprint())
+    return PartInfo(part.name, place_of(part.name, part), made or part.fingerprint())
 
 
 def named(tensors: Tensors) -> Iterable[tuple[str, TensorLike]]:
@@ -141,26 +175,23 @@ def merged_tensors(reports: Sequence[RankReport]) -> list[TensorInfo]:
     """
     if len({len(report.parts) for report in reports}) != 1:
         raise CoverageError("the ranks hold different numbers of tensors: give every rank's part of every tensor")
-    return [_merged(parts) for parts in zip(*(report.parts for report in reports), strict=True)]
-
-
-def _merged(parts: Sequence[PartInfo]) -> TensorInfo:
-    first = parts[0]
-    if len({(part.name, part.dtype, part.shape) for part in parts}) != 1:
-        names = ", ".join(sorted({f"{part.name} ({part.dtype}, {part.shape})" for part in parts}))
-        raise CoverageError(f"the ranks do not hold the same tensors in the same order: {names}")
-    end = 0
-    for part in sorted((part for part in parts if part.n), key=lambda part: part.start):
-        if part.start != end:
-            what = "by several ranks" if part.start < end else "by no rank"
-            raise CoverageError(
-                f"{first.name}: elements {min(part.start, end)} to {max(part.start, end)} are held {what}"
-            )
-        end += part.n
-    if end != prod(first.shape):
-        raise CoverageError(f"{first.name}: the ranks hold {end} of {prod(first.shape)} elements")
-    fingerprint = sum((part.fingerprint for part in parts), ZERO)
-    return TensorInfo(first.name, first.dtype, list(first.shape), fingerprint.hex())
+    merged = []
+    for parts in zip(*(report.parts for report in reports), strict=True):
+        tensors = {(part.name, part.place.dtype, part.place.shape) for part in parts}
+        if len(tensors) != 1:
+            names = ", ".join(sorted(f"{name} ({dtype}, {shape})" for name, dtype, shape in tensors))
+            raise CoverageError(f"the ranks do not hold the same tensors in the same order: {names}")
+        ((name, dtype, shape),), end = tensors, 0
+        for start, n in sorted((part.place[2:] for part in parts if part.place.n), key=lambda span: span[0]):
+            if start != end:
+                what = "by several ranks" if start < end else "by no rank"
+                raise CoverageError(f"{name}: elements {min(start, end)} to {max(start, end)} are held {what}")
+            end += n
+        if end != prod(shape):
+            raise CoverageError(f"{name}: the ranks hold {end} of {prod(shape)} elements")
+        total = sum((part.fingerprint for part in parts), ZERO)
+        merged.append(TensorInfo(name, dtype, list(shape), total.hex()))
+    return merged
 
 
 def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
@@ -177,3 +208,39 @@ def deal(sizes: Mapping[str, int], hands: int) -> dict[str, int]:
         heapq.heappush(loads, (load + sizes[name], hand))
         dealt[name] = hand
     return {name: dealt[name] for name in sizes}
+
+
+Span = tuple[int, int]
+"""Elements of a tensor: the first, and how many."""
+
+
+def spans_of_all(spans: Mapping[str, Span], ranks: Ranks) -> dict[str, list[Span]]:
+    """The spans of every rank, in rank order, by tensor; on every rank. Raises RanksLostError."""
+    found = ranks.gather(lambda: spans)
+    return ranks.from_first(lambda: {name: [of_rank[name] for of_rank in found] for name in spans})
+
+
+def exchange(own: TensorPart, held: Sequence[Span], wanted: Sequence[Span], ranks: Ranks) -> TensorPart:
+    """This rank's `wanted` elements of a tensor of which every rank has its `held` ones; called by all ranks.
+
+    Both are in rank order and cover what is wanted once. The part itself where nothing moves; else memory of its own.
+    Raises RanksLostError.
+    """
+    if list(held) == list(wanted):
+        return own
+    start, n = wanted[ranks.rank]
+    made = np.empty(n, own.bits.dtype)
+    for source, (first, length) in enumerate(held):
+        for to, (begin, size) in enumerate(wanted):
+            low, high = max(first, begin), min(first + length, begin + size)
+            if low >= high:
+                continue
+            if source == ranks.rank:
+                moved = own.bits[low - own.start : high - own.start]
+                if to == source:
+                    made[low - start : high - start] = moved
+                else:
+                    ranks.send(moved, to)
+            elif to == ranks.rank:
+                ranks.receive(made[low - start : high - start], source)
+    return replace(own, start=start, bits=made)

@@ -2,7 +2,7 @@
 And of a trainer that publishes its deltas: `bench_delta.py beside [--model DIR]`.
 
 Sizes are wire bytes for each changed element, all headers and digests in, beside the bounds of `kernels.bounds` and the
-formats of `kernels.formats` in the same run; the learning rate that made a density stands beside it. Speeds are GB of
+formats of `kernels.comparison` in the same run; the learning rate that made a density is beside it. Speeds are GB of
 dense weights for each second of processor time of one core, beside numpy's memcpy of the same bytes in the same
 process. Weights are those of `synthetic`, or of `checkpoint_pairs`, whose output `pairs` and `recency` take. Fireworks'
 codec is measured where `--arc-python` names an interpreter that has it, by `arc_codec`.
@@ -32,19 +32,11 @@ from recency import BYTES_PER_ELEMENT, RecencyContexts
 from safetensors.torch import save_file
 from synthetic import synthetic_change, synthetic_steps
 
+from tests.kernels.encoding import encode_delta, encode_tensor
 from tidemill.compose.stack.config import StackSettings
 from tidemill.compose.stack.kafka import LocalStack
 from tidemill.kernels.comparison import DeltaReport, compare
-from tidemill.kernels.delta import (
-    BLOCK_ELEMENTS,
-    CodecSettings,
-    TensorChange,
-    apply_change,
-    decode_delta,
-    encode_delta,
-    encode_tensor,
-    resolve,
-)
+from tidemill.kernels.delta import BLOCK_ELEMENTS, CodecSettings, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.fingerprint import TensorKey, fingerprint
 from tidemill.kernels.weights.checkpoint import map_checkpoint, tensor_changes
 from tidemill.kernels.weights.config import PublishSettings

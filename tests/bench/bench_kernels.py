@@ -24,16 +24,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tidemill.kernels.backend import CPU_BACKEND, triton_obstacle
-from tidemill.kernels.backend_base import KernelBackend
+from tests.kernels.encoding import encode_delta
+from tidemill.kernels.backend import CPU_BACKEND, KernelBackend, triton_obstacle
 from tidemill.kernels.class_table import choose_table
 from tidemill.kernels.classes import ClassTable, all_active
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ElementType
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.quantise import BLOCK_FORMATS, dequantise, quantise
@@ -94,7 +95,7 @@ def make_step(kind: ElementType, n: int, density: float, seed: int) -> Step:
     return Step(kind, old, new, indices, choose_table(*counted), all_active(n))
 
 
-def works(kernels: KernelBackend[Any], step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
+def works(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]) -> Iterator[Work]:
     """Every kernel on the arrays of a step, which `place` takes to where the backend works."""
     old, new, indices = place(step.old), place(step.new), place(step.indices)
     old_at, new_at, held = kernels.take(old, indices), kernels.take(new, indices), place(step.old.copy())
@@ -121,10 +122,11 @@ def split_on_device(step: Step, place: Callable[[np.ndarray], Any]) -> Work:
     """The class split without the way of its streams to the host."""
     from tidemill.kernels import triton_split
 
-    arrays = [place(array) for array in (step.old, step.new[step.indices], step.indices, step.table, step.active)]
+    at = step.indices
+    arrays = [place(array) for array in (step.old, step.old[at], step.new[at], at)]
     n_bytes = step.old.nbytes + len(step.indices) * (INDEX_BYTES + step.kind.bits.itemsize + STREAM_BYTES)
-    classes = int(step.table[-1]) + 1
-    return Work("split_on_device", n_bytes, lambda: triton_split.split_classes(step.kind, *arrays, classes))
+    split = partial(triton_split.split_classes, step.kind, *arrays, step.table, step.active)
+    return Work("split_on_device", n_bytes, split)
 
 
 def same(array: np.ndarray) -> np.ndarray:
@@ -145,7 +147,7 @@ def as_arrays(made: Any) -> list[np.ndarray]:
     return [np.array([made.lo, made.hi], np.uint64)]
 
 
-def check(kernels: KernelBackend[Any], step: Step, place: Callable[[np.ndarray], Any]) -> None:
+def check(kernels: KernelBackend, step: Step, place: Callable[[np.ndarray], Any]) -> None:
     """Compare every kernel with its twin on the CPU. Raises AssertionError."""
     pairs = zip(works(kernels, step, place), works(CPU_BACKEND, step, same), strict=True)
     for mine, twin in pairs:
@@ -167,7 +169,7 @@ def check_stream(step: Step, place: Callable[[np.ndarray], Any]) -> None:
     np.testing.assert_array_equal(as_arrays(held)[0], step.new, err_msg=f"apply of {step.kind.name}")
 
 
-def check_far_offsets(kernels: KernelBackend[Any]) -> None:
+def check_far_offsets(kernels: KernelBackend) -> None:
     """Elements beyond 2**32 in a tensor of bytes: compared, written, and counted in the fingerprint."""
     n = (1 << 32) + 4099
     old, new = (torch.zeros(n, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -272,7 +274,7 @@ def measure(device: str, todo: list[Work], step: Step, timed: Callable[[Callable
 
 def on_gpu(chosen: argparse.Namespace) -> None:
     """Check and time Triton's kernels."""
-    from tidemill.kernels.backend_triton import TritonBackend
+    from tidemill.kernels.backend import TritonBackend
 
     kernels, device = TritonBackend(), torch.cuda.get_device_name()
     report("device", name=device, torch=torch.__version__, memory_gb=torch.cuda.mem_get_info()[1] / 1e9)

@@ -50,9 +50,9 @@ def take_steps(directory: str, chosen: argparse.Namespace) -> None:
     from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
     from tidemill.schemas.log.admin import create_topics
     from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
-    from tidemill.trainer.endings import TopicProgress
     from tidemill.trainer.job import open_job
     from tidemill.trainer.step import Learner
+    from tidemill.trainer.trainable import TopicProgress
     from tidemill.trainer.trained_weights import TrainedWeights
 
     imported, settings = resident_mb(), trainer_settings(chosen)

@@ -102,8 +102,8 @@ def mismatch(options: argparse.Namespace, seed: int, root: Path) -> list[Any]:
     from families import OneSegment, segment_of
 
     from tidemill.trainer.batch import pack
+    from tidemill.trainer.model import use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
-    from tidemill.trainer.probe import use_packed_attention
 
     found: dict[tuple[str, str], list[Any]] = {}
     for served in FORMATS:

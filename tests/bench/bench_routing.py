@@ -114,9 +114,8 @@ def trained(directory: Path, dtype: str, routing: str, sampled: Any) -> dict[str
 
     from tidemill.trainer.batch import pack
     from tidemill.trainer.choices import Routing
-    from tidemill.trainer.model import load_model
+    from tidemill.trainer.model import load_model, use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
-    from tidemill.trainer.probe import use_packed_attention
     from tidemill.trainer.routing import RoutingReplay
 
     model = load_model(str(directory))

@@ -30,21 +30,19 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from tidemill.kernels.block import BlockHeader, header_size, read_header, write_block
-from tidemill.kernels.coder import CoderChoice
+from tests.kernels.encoding import encode_delta, encode_tensor
+from tidemill.kernels.block import BlockHeader, CoderChoice, header_size, read_header, write_block
 from tidemill.kernels.delta import (
     CodecSettings,
-    DeltaEncoder,
     DeltaError,
     TensorChange,
     apply_change,
     decode_blocks,
     decode_delta,
-    encode_delta,
-    encode_tensor,
     resolve_all,
 )
 from tidemill.kernels.elements import BY_CODE, BY_NAME, move
+from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import Bits
 
 COUNTS = ("refused", "accepted", "wrong", "escaped", "crashed", "hung")

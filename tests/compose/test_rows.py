@@ -508,7 +508,7 @@ def test_judged_steps_are_rows(monkeypatch):
     moved = [MovedGroup("g6", 0, 1, 3, Moved.EXCLUDED), MovedGroup("g7", 0, 2, 0, Moved.INCLUDED)]
     monkeypatch.setattr("tidemill.compose.replay.steps.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.trainer.history.read_steps", lambda *_: [])
-    monkeypatch.setattr("tidemill.trainer.replay.reading.read_groups", lambda *_: {})
+    monkeypatch.setattr("tidemill.trainer.replay.staleness.read_groups", lambda *_: {})
     judged = [JudgedStep(4, 3, None, 2, 0, 3, moved, 0)]
     monkeypatch.setattr("tidemill.trainer.replay.staleness.judge", lambda *_: judged)
     listed = run("replay", "staleness", "--max-policy-lag", "2", "--csv")

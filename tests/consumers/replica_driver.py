@@ -24,7 +24,8 @@ import torch
 
 from tidemill.consumers.replica.environment import prepare_environment
 from tidemill.kernels.delta import TensorChange
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.anchor import write_anchor
+from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.kernels.weights.checkpoint import bits_in_memory, map_checkpoint, specs_of
 from tidemill.kernels.weights.delta_shard import DeltaShard, ShardClaims
 from tidemill.kernels.weights.mirror import Draft, Mirror
@@ -34,7 +35,7 @@ from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import ChatSettings, RunSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import Anchor, DeltaChunk, Manifest, Record, ShardPosition, SkipDelta, WeightAck
-from tidemill.trainer.serving_view import ServingView, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import ServingView
 
 INCARNATION = "life"
 RUN = RunSettings(run_id="test")

@@ -15,8 +15,9 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
+from tests.kernels.encoding import encode_delta
 from tests.records import build
-from tidemill.kernels.delta import TensorChange, encode_delta
+from tidemill.kernels.delta import TensorChange
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.weights.anchor import finish_anchor, put_file
 from tidemill.schemas.catalogue import Topic

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, encode_delta, resolve
+from tests.kernels.encoding import encode_delta
+from tidemill.kernels.delta import TensorChange, apply_change, decode_delta, resolve
 
 DEVICE = os.environ.get("TIDEMILL_TEST_DEVICE", "cpu")
 DENSITIES = (0.003, 0.01)

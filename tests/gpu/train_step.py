@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from tests.bench.bench_plan import long_group
+from tests.kernels.encoding import encode_delta
 from tidemill.compose.plan.memory import TrainerCase, trainer_bytes
-from tidemill.kernels.delta import TensorChange, encode_delta
+from tidemill.kernels.delta import TensorChange
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.model_size import size_of
 from tidemill.trainer.serving_view import ServingView, fingerprint_of, serving_view

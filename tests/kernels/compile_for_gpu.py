@@ -4,13 +4,14 @@
 the launchers go on to what depends on them.
 """
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tidemill.kernels import triton_compact, triton_fingerprint, triton_move, triton_quantise, triton_split
+from tidemill.kernels import triton_quantise, triton_rows, triton_split
 from tidemill.kernels.elements import BY_NAME
 from tidemill.kernels.fingerprint import TensorKey
 from tidemill.kernels.quantise import BLOCK_FORMATS
@@ -50,14 +51,14 @@ def launch_all(name: str) -> None:
     """Launch every kernel on tensors of an element type."""
     kind, key, places = BY_NAME[name], TensorKey.of("w"), torch.arange(100)
     bits = torch.zeros(10_000, dtype={8: torch.uint8, 16: torch.uint16, 32: torch.uint32}[kind.width])
-    at = triton_move.take(bits, places)
-    triton_compact.compare_and_compact(bits, bits)
-    triton_move.scatter(bits, places, at)
-    triton_fingerprint.fingerprint(bits, key)
-    triton_fingerprint.fingerprint_at(at, key, places)
-    triton_fingerprint.fingerprint_change(key, places, at, at)
-    table, active = torch.zeros(kind.exponents, dtype=torch.uint8), torch.ones(40, dtype=torch.uint8)
-    triton_split.split_classes(kind, bits, at, places, table, active, classes=5)
+    at = triton_rows.take(bits, places)
+    triton_rows.compare_and_compact(bits, bits)
+    triton_rows.scatter(bits, places, at)
+    triton_rows.fingerprint(bits, key)
+    triton_rows.fingerprint_at(at, key, places)
+    triton_rows.fingerprint_change(key, places, at, at)
+    table = np.minimum(np.arange(kind.exponents), 4).astype(np.uint8)
+    triton_split.split_classes(kind, bits, at, at, places, table, np.ones(40, np.uint8))
     triton_split.count_exponents(kind, bits)
     for form in BLOCK_FORMATS.values():
         outer = torch.ones(1, 130, 1) if form.has_outer else None

@@ -5,16 +5,20 @@ Slow and memory-hungry, and free of compilers: what is here settles what is righ
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from tidemill.kernels import classes, compare, fingerprint
+from tidemill.kernels.backend import KernelBackend
 from tidemill.kernels.bounds import DeltaBounds, DeltaCounts
 from tidemill.kernels.classes import SEGMENT, Active, ClassStreams, ClassTable
-from tidemill.kernels.coder_rans import write_fields
-from tidemill.kernels.elements import ElementType, Order
+from tidemill.kernels.coder import write_fields
+from tidemill.kernels.elements import BY_NAME, ElementType, Order
 from tidemill.kernels.fingerprint import Bits, Fingerprint, Indices, TensorKey
-from tidemill.kernels.gap_models import ALL_ZERO, gap_tables, low_bits, model_of, table_of
-from tidemill.kernels.step_tables import StepTable, fit_tables
+from tidemill.kernels.models import ALL_ZERO, StepTable, fit_tables, gap_tables, low_bits, model_of, table_of
 from tidemill.kernels.wire import BitWriter
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -136,3 +140,30 @@ def delta_bounds(dtype: str, old_bits: Bits, new_bits: Bits) -> DeltaBounds:
     counts = DeltaCounts(dtype)
     counts.count(old_bits, new_bits)
     return counts.bounds()
+
+
+def assert_same_results(kernels: KernelBackend, place: Callable[[npt.NDArray[Any]], Any]) -> None:
+    """Hold every kernel of a backend, on arrays where `place` takes them, against the compiled loops."""
+    kind, key, host = BY_NAME["bfloat16"], TensorKey.of("w"), KernelBackend.host
+    first = np.arange(1000, dtype=np.uint16)
+    second = np.where(first % 7 == 0, first + 3, first).astype(np.uint16)
+    places, *patterns = compare.changed_elements(first, second)
+    old, new, at = place(first.copy()), place(second), place(places)
+    np.testing.assert_array_equal(host(kernels.compare_and_compact(old, new)), places)
+    for made, expected in zip(kernels.compare_and_take(old, new), (places, *patterns), strict=True):
+        assert type(made) is type(old)
+        np.testing.assert_array_equal(host(made), expected)
+    old_at, new_at = kernels.take(old, at), kernels.take(new, at)
+    np.testing.assert_array_equal(host(new_at), patterns[1])
+    table, active = np.repeat(np.arange(8, dtype=np.uint8), 32), classes.all_active(first.size)
+    found = kernels.split_classes(kind, old, old_at, new_at, at, table, active)
+    split = classes.split_classes(kind, first, *patterns, places, table, active)
+    for part in ("counts", "gaps", "steps"):
+        np.testing.assert_array_equal(getattr(found, part), getattr(split, part))
+    np.testing.assert_array_equal(kernels.count_exponents(kind, old), compare.count_exponents(kind, first))
+    assert kernels.fingerprint(old, key, 5) == fingerprint.fingerprint(first, key, 5)
+    assert kernels.fingerprint_at(new_at, key, at) == fingerprint.fingerprint_at(patterns[1], key, places)
+    change = fingerprint.fingerprint_change(key, places, *patterns)
+    assert kernels.fingerprint_change(key, at, old_at, new_at) == change
+    kernels.scatter(old, at, new_at)
+    np.testing.assert_array_equal(host(old), second)

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import backend, classes, compare, fingerprint
+from tests.kernels.reference import assert_same_results
+from tidemill.kernels import backend, fingerprint
 from tidemill.kernels.backend import (
+    CPU_BACKEND,
     BackendChoice,
     BackendMode,
     CpuBackend,
@@ -16,10 +18,10 @@ from tidemill.kernels.backend import (
     choose,
     mode_of,
 )
-from tidemill.kernels.backend_moving import ArrayAsTensor, TensorAsArray, TensorToDevice
 from tidemill.kernels.compare import changed_elements
-from tidemill.kernels.delta import CodecSettings, DeltaEncoder
+from tidemill.kernels.delta import CodecSettings
 from tidemill.kernels.elements import BY_NAME
+from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import TensorKey
 
 KEY = TensorKey.of("w")
@@ -96,22 +98,21 @@ def test_triton_is_not_probed_where_it_is_not_wanted():
 
 def test_modes():
     assert mode_of(None) is mode_of("") is BackendMode.AUTO
-    assert mode_of(None, strict=True) is BackendMode.STRICT
-    assert mode_of("cpu", strict=True) is BackendMode.CPU
+    assert mode_of("strict") is BackendMode.STRICT
     with pytest.raises(ValueError, match="'gpu'; it may be auto, strict, cpu, triton"):
         mode_of("gpu")
 
 
 def test_numpy_arrays_have_the_compiled_loops():
     assert type(backend_for(OLD)) is CpuBackend
-    assert backend_for(OLD) is backend_for(NEW, strict=True)
+    assert backend_for(OLD) is backend_for(NEW)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_strict_refuses_a_gpu_tensor_without_a_gpu(monkeypatch):
-    with pytest.raises(KernelUnavailableError, match="finds no GPU"):
-        backend_for(on_gpu(OLD), strict=True)
     monkeypatch.setenv(backend.ENVIRONMENT, "strict")
+    with pytest.raises(KernelUnavailableError, match="finds no GPU"):
+        backend_for(on_gpu(OLD))
     with pytest.raises(KernelUnavailableError, match="TRITON_INTERPRET"):
         backend_for(on_gpu(OLD)).fingerprint(on_gpu(OLD), KEY)
     monkeypatch.setenv(backend.ENVIRONMENT, "triton")
@@ -120,23 +121,21 @@ def test_strict_refuses_a_gpu_tensor_without_a_gpu(monkeypatch):
 
 
 def test_a_kernel_that_fails_is_an_obstacle_with_its_reason(monkeypatch):
-    runtime = pytest.importorskip("tidemill.kernels.triton_runtime")
-    from tidemill.kernels import triton_fingerprint
+    triton_rows = pytest.importorskip("tidemill.kernels.triton_rows")
 
     def failing(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(runtime, "INTERPRETED", True)
-    monkeypatch.setattr(triton_fingerprint, "fingerprint", failing)
+    monkeypatch.setattr(triton_rows, "INTERPRETED", True)
+    monkeypatch.setattr(triton_rows, "fingerprint", failing)
     assert "RuntimeError: no compiler" in backend.triton_obstacle()
 
 
 def test_a_kernel_that_is_wrong_is_an_obstacle(monkeypatch):
-    runtime = pytest.importorskip("tidemill.kernels.triton_runtime")
-    from tidemill.kernels import triton_fingerprint
+    triton_rows = pytest.importorskip("tidemill.kernels.triton_rows")
 
-    monkeypatch.setattr(runtime, "INTERPRETED", True)
-    monkeypatch.setattr(triton_fingerprint, "fingerprint", lambda *_: fingerprint.ZERO)
+    monkeypatch.setattr(triton_rows, "INTERPRETED", True)
+    monkeypatch.setattr(triton_rows, "fingerprint", lambda *_: fingerprint.ZERO)
     assert "wrong result" in backend.triton_obstacle()
 
 
@@ -170,43 +169,8 @@ def test_the_cpu_may_be_chosen_for_a_gpu_tensor_without_a_warning(monkeypatch, c
     assert not caplog.records
 
 
-MOVED = {
-    "tensors of the CPU": (TensorAsArray(CpuBackend()), torch.from_numpy, lambda made: made.numpy()),
-    "arrays as tensors and back": (
-        ArrayAsTensor(TensorAsArray(CpuBackend()), "cpu"),
-        lambda array: array,
-        lambda made: made,
-    ),
-    "tensors to another device": (
-        TensorToDevice(TensorAsArray(CpuBackend()), "cpu"),
-        torch.from_numpy,
-        lambda made: made.numpy(),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_moved_arrays_have_the_same_results(name):
-    kernels, there, back = MOVED[name]
-    places = changed_elements(OLD, NEW)[0]
-    old, new, at = there(OLD.copy()), there(NEW), there(places)
-    np.testing.assert_array_equal(back(kernels.compare_and_compact(old, new)), places)
-    for made, expected in zip(kernels.compare_and_take(old, new), (places, OLD[places], NEW[places]), strict=True):
-        np.testing.assert_array_equal(back(made), expected)
-    new_at = kernels.take(new, at)
-    np.testing.assert_array_equal(back(new_at), NEW[places])
-    table, active = np.repeat(np.arange(8, dtype=np.uint8), 32), classes.all_active(OLD.size)
-    found = kernels.split_classes(BF16, old, kernels.take(old, at), new_at, at, table, active)
-    expected = classes.split_classes(BF16, OLD, OLD[places], NEW[places], places, table, active)
-    for part in ("counts", "gaps", "steps"):
-        np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
-    np.testing.assert_array_equal(kernels.count_exponents(BF16, old), compare.count_exponents(BF16, OLD))
-    assert kernels.fingerprint(old, KEY, 5) == fingerprint.fingerprint(OLD, KEY, 5)
-    assert kernels.fingerprint_at(new_at, KEY, at) == fingerprint.fingerprint_at(NEW[places], KEY, places)
-    change = fingerprint.fingerprint_change(KEY, places, OLD[places], NEW[places])
-    assert kernels.fingerprint_change(KEY, at, kernels.take(old, at), new_at) == change
-    kernels.scatter(old, at, new_at)
-    np.testing.assert_array_equal(back(old), NEW)
+def test_tensors_of_the_cpu_have_the_same_results():
+    assert_same_results(CPU_BACKEND, torch.from_numpy)
 
 
 def test_a_tensor_of_any_type_is_its_patterns():

@@ -11,7 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from tests.kernels.reference import delta_bounds
 from tidemill.kernels.bounds import DeltaCounts, ModelBounds
-from tidemill.kernels.elements import ELEMENT_TYPES, DeltaError, element_type
+from tidemill.kernels.elements import ELEMENT_TYPES, element_type
+from tidemill.kernels.wire import DeltaError
 
 UNHURRIED = settings(deadline=None, max_examples=40)
 """The first call of a compiled loop compiles it."""

@@ -19,9 +19,9 @@ from tidemill.kernels.classes import (
     split_classes,
 )
 from tidemill.kernels.compare import changed_elements, count_active_exponents, count_exponents
-from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, DeltaError, fold_steps, move
-from tidemill.kernels.information import BIT, log2
-from tidemill.kernels.wire import BitReader, BitWriter, WireReader, varint
+from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES, fold_steps, move
+from tidemill.kernels.models import BIT, log2
+from tidemill.kernels.wire import BitReader, BitWriter, DeltaError, WireReader, varint
 
 UNHURRIED = settings(deadline=None)
 """The first call of a compiled loop compiles it."""

@@ -5,13 +5,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.encoding import encode_tensor
 from tests.kernels.reference import delta_bounds, rans_reference
 from tidemill.kernels.classes import ClassStreams
-from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, encode_tensor, resolve
+from tidemill.kernels.coder import CODERS, PCODEC, RANS, encode_streams
+from tidemill.kernels.delta import CodecSettings, DeltaError, decode_blocks, resolve
 from tidemill.kernels.elements import ELEMENT_TYPES, move
-from tidemill.kernels.gap_models import ALL_ZERO, MODELS, TABLES, TOTAL, gap_tables, low_bits, model_of, table_of
-from tidemill.kernels.payload import CODERS, PCODEC, RANS, Encoding, encode_streams
-from tidemill.kernels.step_tables import TOKENS, StepTable, fit_tables, length_of, low_bits_of, token_of
+from tidemill.kernels.models import (
+    ALL_ZERO,
+    GAP_TOTAL,
+    MODELS,
+    TABLES,
+    TOKENS,
+    StepTable,
+    fit_tables,
+    gap_tables,
+    length_of,
+    low_bits,
+    low_bits_of,
+    model_of,
+    table_of,
+    token_of,
+)
+from tidemill.kernels.payload import Encoding
 from tidemill.kernels.wire import BitReader, BitWriter, WireReader
 
 UNHURRIED = settings(deadline=None)
@@ -78,7 +94,7 @@ def test_gap_tables_are_sound():
     tables = gap_tables()
     for table in range(TABLES):
         used = tables.frequency[table, : tables.last[table] + 1].astype(np.int64)
-        assert used.min() >= 1 and used.sum() == TOTAL
+        assert used.min() >= 1 and used.sum() == GAP_TOTAL
         np.testing.assert_array_equal(tables.start[table, : used.size], np.cumsum(used) - used)
         np.testing.assert_array_equal(np.bincount(tables.symbol[table], minlength=used.size), used)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels.encoding import encode_delta
 from tests.kernels.reference import delta_bounds
 from tidemill.kernels import comparison
-from tidemill.kernels.comparison import compare
-from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange, encode_delta
+from tidemill.kernels.comparison import FORMATS, DenseXor, compare
+from tidemill.kernels.delta import CodecSettings, DeltaError, TensorChange
 from tidemill.kernels.elements import ELEMENT_TYPES
-from tidemill.kernels.formats import FORMATS, DenseXor
 
 UNHURRIED = settings(deadline=None, max_examples=30)
 """The first call of a compiled loop compiles it."""

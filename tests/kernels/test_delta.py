@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tests.kernels.encoding import encode_delta, encode_tensor
 from tidemill.kernels.delta import (
     BLOCK_ELEMENTS,
     CodecSettings,
@@ -17,8 +18,6 @@ from tidemill.kernels.delta import (
     apply_change,
     decode_blocks,
     decode_delta,
-    encode_delta,
-    encode_tensor,
     resolve,
     resolve_all,
 )

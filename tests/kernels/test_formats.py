@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tidemill.kernels.formats import ESCAPE, FORMATS, DenseXor, GapValue, GapXor, RawIndices
+from tidemill.kernels.comparison import ESCAPE, FORMATS, DenseXor, GapValue, GapXor, RawIndices
 
 WIDTHS = [np.uint8, np.uint16, np.uint32]
 

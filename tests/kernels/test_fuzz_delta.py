@@ -9,7 +9,8 @@ import pytest
 from tests.bench import fuzz_delta
 from tests.bench.fuzz_delta import COUNTS, DECODERS, Sample, damaged, judge, run, samples
 from tidemill.kernels.block import header_size, read_header
-from tidemill.kernels.payload import PCODEC, RANS, ZSTD, Encoding
+from tidemill.kernels.coder import PCODEC, RANS, ZSTD
+from tidemill.kernels.payload import Encoding
 
 INPUTS = 400
 

@@ -12,8 +12,18 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kernels.block import MAGIC, PREFIX_SIZE, BlockHeader, header_size, read_header, write_block
-from tidemill.kernels.coder import BLOCK_ELEMENTS, CodecSettings, ZstdCoder
+from tests.kernels.encoding import encode_delta, encode_tensor
+from tidemill.kernels.block import (
+    BLOCK_ELEMENTS,
+    MAGIC,
+    PREFIX_SIZE,
+    BlockHeader,
+    CodecSettings,
+    header_size,
+    read_header,
+    write_block,
+)
+from tidemill.kernels.coder import ZstdCoder
 from tidemill.kernels.container import EDGE_SIZE
 from tidemill.kernels.delta import (
     DeltaError,
@@ -21,8 +31,6 @@ from tidemill.kernels.delta import (
     TensorChange,
     decode_blocks,
     decode_delta,
-    encode_delta,
-    encode_tensor,
     resolve,
     resolve_all,
 )

@@ -6,21 +6,21 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.encoding import encode_tensor
 from tidemill.kernels.block import DIRECTORY_LIMIT, BlockPart, read_directory, read_header, write_block, write_directory
 from tidemill.kernels.comparison import compare
 from tidemill.kernels.delta import (
     CodecSettings,
-    DeltaEncoder,
     DeltaError,
     FingerprintMismatch,
     TensorChange,
     apply_change,
     decode_blocks,
-    encode_tensor,
     resolve,
     resolve_all,
 )
 from tidemill.kernels.elements import ELEMENT_TYPES
+from tidemill.kernels.encoder import DeltaEncoder
 from tidemill.kernels.fingerprint import ZERO, TensorKey, fingerprint
 from tidemill.kernels.wire import varint
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from numba import njit
 from numba.core.errors import TypingError
 
-from tidemill.kernels import vectors
-from tidemill.kernels.delta import CodecSettings, decode_blocks, encode_tensor, resolve
+from tests.kernels.encoding import encode_tensor
+from tidemill.kernels import compiled as vectors
+from tidemill.kernels.compiled import WORD
+from tidemill.kernels.delta import CodecSettings, decode_blocks, resolve
 from tidemill.kernels.elements import BY_NAME
-from tidemill.kernels.vectors import WORD
 
 UNHURRIED = settings(deadline=None)
 WORDS = st.integers(0, 2**64 - 1)
@@ -123,7 +124,7 @@ def test_a_processor_without_vectors_makes_the_same_bytes(tmp_path):
     code = "import test_vectors; print(test_vectors.vectors.DEPOSITS, test_vectors.digest_of_deltas())"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **plain, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, **plain, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         capture_output=True,
         text=True,
         check=True,

@@ -20,28 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.runtime import interpreter
 
-from tests.kernels.reference import fingerprint_reference
-from tidemill.kernels import (
-    classes,
-    fingerprint,
-    payload,
-    triton_compact,
-    triton_fingerprint,
-    triton_move,
-    triton_runtime,
-    triton_split,
-)
-from tidemill.kernels.backend import BackendMode, choose, triton_obstacle
+from tests.kernels.encoding import encode_delta, encode_tensor
+from tests.kernels.reference import assert_same_results, fingerprint_reference
+from tidemill.kernels import classes, fingerprint, payload, triton_rows, triton_split
+from tidemill.kernels.backend import BackendMode, TritonBackend, choose, triton_obstacle
 from tidemill.kernels.compare import changed_elements, count_exponents
-from tidemill.kernels.delta import (
-    DeltaError,
-    TensorChange,
-    apply_change,
-    decode_delta,
-    encode_delta,
-    encode_tensor,
-    resolve,
-)
+from tidemill.kernels.delta import DeltaError, TensorChange, apply_change, decode_delta, resolve
 from tidemill.kernels.elements import BY_NAME, ELEMENT_TYPES
 from tidemill.kernels.fingerprint import TensorKey
 
@@ -84,7 +68,7 @@ def step_of(kind, n, density, seed):
     return old, new, np.flatnonzero(old != new)
 
 
-def compare(old, new, module=triton_compact, tile=TILE):
+def compare(old, new, module=triton_rows, tile=TILE):
     return module.compare_and_compact(inside(old, 1), inside(new, 2), tile * old.itemsize).cpu().numpy()
 
 
@@ -102,8 +86,8 @@ def test_compact_at_the_edges_of_a_tile(name, n):
 
 
 def test_compact_of_several_programs_that_write():
-    old, new, indices = step_of(BF16, 3 * 32 * triton_compact.WORDS_WRITTEN + 5, 0.01, 1)
-    found = triton_compact.compare_and_compact(inside(old, 1), inside(new, 2)).cpu().numpy()
+    old, new, indices = step_of(BF16, 3 * 32 * triton_rows.WORDS_WRITTEN + 5, 0.01, 1)
+    found = triton_rows.compare_and_compact(inside(old, 1), inside(new, 2)).cpu().numpy()
     np.testing.assert_array_equal(found, indices)
 
 
@@ -112,9 +96,7 @@ def test_compact_sees_patterns_and_not_values():
     old = np.repeat(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
     new = np.tile(np.array(SPECIAL_BF16, np.uint16), len(SPECIAL_BF16))
     as_bf16 = [on_device(bits).view(torch.bfloat16) for bits in (old, new)]
-    np.testing.assert_array_equal(
-        triton_compact.compare_and_compact(*as_bf16).cpu().numpy(), np.flatnonzero(old != new)
-    )
+    np.testing.assert_array_equal(triton_rows.compare_and_compact(*as_bf16).cpu().numpy(), np.flatnonzero(old != new))
 
 
 @FEW
@@ -122,8 +104,8 @@ def test_compact_sees_patterns_and_not_values():
 def test_gather_and_scatter(kind, n, density, seed):
     old, new, indices = step_of(kind, n, density, seed)
     places, held = inside(indices, 0), inside(old, 3)
-    np.testing.assert_array_equal(triton_move.take(held, places).cpu().numpy(), old[indices])
-    triton_move.scatter(held, places, inside(new[indices], 9))
+    np.testing.assert_array_equal(triton_rows.take(held, places).cpu().numpy(), old[indices])
+    triton_rows.scatter(held, places, inside(new[indices], 9))
     np.testing.assert_array_equal(held.cpu().numpy(), new)
     around = torch.as_strided(held, (n + 2 * PAD,), (1,), 0).cpu().numpy()
     assert set(around[:PAD]) | set(around[PAD + n :]) == {3}
@@ -131,7 +113,7 @@ def test_gather_and_scatter(kind, n, density, seed):
 
 def test_a_place_outside_the_tensor_is_never_written():
     held = inside(np.zeros(10, np.uint16), 3)
-    triton_move.scatter(held, on_device([-1, 2, 10, 1 << 40]), on_device(np.full(4, 7, np.uint16)))
+    triton_rows.scatter(held, on_device([-1, 2, 10, 1 << 40]), on_device(np.full(4, 7, np.uint16)))
     assert held.tolist() == [0, 0, 7, 0, 0, 0, 0, 0, 0, 0]
     assert torch.as_strided(held, (12,), (1,), PAD - 1).tolist() == [3, 0, 0, 7, 0, 0, 0, 0, 0, 0, 0, 3]
 
@@ -144,14 +126,14 @@ def test_fingerprint_of_a_range(name, n):
         expected = fingerprint.fingerprint(bits, KEY, start)
         assert expected == fingerprint_reference(bits, KEY, np.arange(start, start + n))
         for programs in (1, 3):
-            assert triton_fingerprint.fingerprint(inside(bits, 5), KEY, start, programs) == expected
+            assert triton_rows.fingerprint(inside(bits, 5), KEY, start, programs) == expected
 
 
 @pytest.mark.parametrize("lanes", [(0, 0), (1, 2**64 - 1), (2**63, 2**31), (2**32, 2**63 - 1)])
 def test_fingerprint_with_keys_of_every_width(lanes):
     bits, _, _ = step_of(BF16, 1030, 0, 8)
     key = TensorKey(*lanes)
-    assert triton_fingerprint.fingerprint(on_device(bits), key) == fingerprint.fingerprint(bits, key)
+    assert triton_rows.fingerprint(on_device(bits), key) == fingerprint.fingerprint(bits, key)
 
 
 @FEW
@@ -160,9 +142,9 @@ def test_fingerprint_of_a_change_and_of_chosen_elements(kind, n, density, start)
     old, new, indices = step_of(kind, n, density, n)
     places, old_at, new_at = indices + start, old[indices], new[indices]
     rows = inside(places, 1), inside(old_at, 2), inside(new_at, 3)
-    change = triton_fingerprint.fingerprint_change(KEY, *rows)
+    change = triton_rows.fingerprint_change(KEY, *rows)
     assert change == fingerprint.fingerprint_change(KEY, places, old_at, new_at)
-    assert triton_fingerprint.fingerprint_at(rows[2], KEY, rows[0]) == fingerprint.fingerprint_at(new_at, KEY, places)
+    assert triton_rows.fingerprint_at(rows[2], KEY, rows[0]) == fingerprint.fingerprint_at(new_at, KEY, places)
 
 
 def random_table(kind, generator, limit=6):
@@ -173,8 +155,8 @@ def random_table(kind, generator, limit=6):
 
 def assert_split(kind, old, new, indices, table, active, module=triton_split):
     expected = classes.split_classes(kind, old, old[indices], new[indices], indices, table, active)
-    rows = inside(old, 5), inside(new[indices], 6), inside(indices, 0), on_device(table), on_device(active)
-    found = module.split_classes(kind, *rows, int(table[-1]) + 1, TILING)
+    rows = inside(old, 5), inside(old[indices], 7), inside(new[indices], 6), inside(indices, 0)
+    found = module.split_classes(kind, *rows, table, active, TILING)
     for name in ("counts", "gaps", "steps"):
         np.testing.assert_array_equal(getattr(found, name).cpu().numpy(), getattr(expected, name), err_msg=name)
 
@@ -199,8 +181,8 @@ def test_split_with_the_tiling_of_a_gpu():
     old, new, indices = step_of(BF16, 4096 + 100, 0.02, 5)
     table, active = random_table(BF16, np.random.default_rng(5), classes.MAX_CLASSES), classes.all_active(old.size)
     expected = classes.split_classes(BF16, old, old[indices], new[indices], indices, table, active)
-    rows = (on_device(array) for array in (old, new[indices], indices, table, active))
-    found = triton_split.split_classes(BF16, *rows, int(table[-1]) + 1)
+    rows = (on_device(array) for array in (old, old[indices], new[indices], indices))
+    found = triton_split.split_classes(BF16, *rows, table, active)
     np.testing.assert_array_equal(found.gaps.cpu().numpy(), expected.gaps)
     np.testing.assert_array_equal(found.steps.cpu().numpy(), expected.steps)
 
@@ -227,48 +209,18 @@ def test_rows_that_do_not_fit_are_refused():
     short, long = on_device(np.zeros(3, np.uint16)), on_device(np.zeros(4, np.uint16))
     places = on_device(np.arange(4))
     for call in (
-        lambda: triton_compact.compare_and_compact(short, long),
-        lambda: triton_compact.compare_and_compact(short, on_device(np.zeros(3, np.uint8))),
-        lambda: triton_compact.compare_and_compact(*(on_device(np.zeros((4, 4)))[:, 1] for _ in range(2))),
-        lambda: triton_move.scatter(long, places, short),
-        lambda: triton_move.scatter(long, places.int(), long),
-        lambda: triton_move.scatter(long, places, on_device(np.zeros(4, np.uint8))),
-        lambda: triton_fingerprint.fingerprint(short, KEY, -1),
-        lambda: triton_fingerprint.fingerprint_at(short, KEY, places),
-        lambda: triton_fingerprint.fingerprint_change(KEY, places, short, long),
+        lambda: triton_rows.compare_and_compact(short, long),
+        lambda: triton_rows.compare_and_compact(short, on_device(np.zeros(3, np.uint8))),
+        lambda: triton_rows.compare_and_compact(*(on_device(np.zeros((4, 4)))[:, 1] for _ in range(2))),
+        lambda: triton_rows.scatter(long, places, short),
+        lambda: triton_rows.scatter(long, places.int(), long),
+        lambda: triton_rows.scatter(long, places, on_device(np.zeros(4, np.uint8))),
+        lambda: triton_rows.fingerprint(short, KEY, -1),
+        lambda: triton_rows.fingerprint_at(short, KEY, places),
+        lambda: triton_rows.fingerprint_change(KEY, places, short, long),
     ):
         with pytest.raises((ValueError, TypeError)):
             call()
-
-
-# A wrong kernel must not pass: each of these edits of a kernel's source makes it wrong at an edge.
-MUTATIONS = {
-    "whole tile one element too early": (triton_compact, "left >= TILE:", "left >= TILE - 1:"),
-    "edge of the compared tile": (triton_compact, "inside = lanes < left", "inside = lanes <= left"),
-    "order of the bits": (triton_compact, "(lanes % 32)", "(31 - lanes % 32)"),
-    "edge of the written words": (triton_compact, "mask=at < n_words", "mask=at < n_words - 1"),
-    "last tile of the fingerprint": (triton_fingerprint, "inside = lanes < n -", "inside = lanes <= n -"),
-    "edge of the chosen elements": (triton_fingerprint, "inside = at < n\n", "inside = at <= n\n"),
-    "last tile of chosen elements": (triton_fingerprint, "(n + TILE - 1) // TILE", "n // TILE"),
-    "edge of the scattered elements": (triton_move, "inside = at < n\n", "inside = at <= n\n"),
-    "element counted before itself": (triton_split, "lane[None, :] < (index", "lane[None, :] <= (index"),
-    "inactive segments counted": (triton_split, "counts = tl.where(active, counts, 0)", "counts = counts + 0"),
-    "edge of the counted rows": (triton_split, "inside = lanes < left", "inside = lanes < left - 20"),
-    "gap of the first of a class": (triton_split, "tl.where(first, rank,", "tl.where(at == 0, rank,"),
-    "fold of a step down": (triton_split, "- step) << 1) | 1", "- step) << 1) | 0"),
-    "sign and magnitude": (triton_split, "negative, (1 << BITS) - 1,", "negative, 1 << (BITS - 1),"),
-}
-
-
-def differs(module):
-    """Whether the kernels of a module give anything but what their twins give."""
-    check = {
-        triton_compact: compact_is_right,
-        triton_fingerprint: fingerprints_are_right,
-        triton_move: scatter_is_right,
-    }
-    plain = {original.__name__.rpartition("_")[2]: test for original, test in check.items()}
-    return not plain.get(module.__name__.rpartition("_")[2], split_is_right)(module)
 
 
 def compact_is_right(module):
@@ -302,6 +254,25 @@ def split_is_right(module):
     return True
 
 
+# A wrong kernel must not pass: each of these edits of a kernel's source makes it wrong at an edge.
+MUTATIONS = {
+    "whole tile one element too early": (compact_is_right, "left >= TILE:", "left >= TILE - 1:"),
+    "edge of the compared tile": (compact_is_right, "inside = lanes < left", "inside = lanes <= left"),
+    "order of the bits": (compact_is_right, "(lanes % 32)", "(31 - lanes % 32)"),
+    "edge of the written words": (compact_is_right, "mask=at < n_words", "mask=at < n_words - 1"),
+    "last tile of the fingerprint": (fingerprints_are_right, "inside = lanes < n -", "inside = lanes <= n -"),
+    "edge of the chosen elements": (fingerprints_are_right, "inside = at < n\n", "inside = at <= n\n"),
+    "last tile of chosen elements": (fingerprints_are_right, "(n + TILE - 1) // TILE", "n // TILE"),
+    "edge of the scattered elements": (scatter_is_right, "inside = at < n\n", "inside = at <= n\n"),
+    "element counted before itself": (split_is_right, "lane[None, :] < (index", "lane[None, :] <= (index"),
+    "inactive segments counted": (split_is_right, "counts = tl.where(active, counts, 0)", "counts = counts + 0"),
+    "edge of the counted rows": (split_is_right, "inside = lanes < left", "inside = lanes < left - 20"),
+    "gap of the first of a class": (split_is_right, "tl.where(first, rank,", "tl.where(at == 0, rank,"),
+    "fold of a step down": (split_is_right, "- step) << 1) | 1", "- step) << 1) | 0"),
+    "sign and magnitude": (split_is_right, "negative, (1 << BITS) - 1,", "negative, 1 << (BITS - 1),"),
+}
+
+
 def edited(module, old, new, folder):
     source = Path(module.__file__).read_text("utf-8")
     assert old in source, f"the kernel no longer says {old!r}"
@@ -313,31 +284,46 @@ def edited(module, old, new, folder):
     return made
 
 
-@pytest.mark.parametrize("module", [triton_compact, triton_fingerprint, triton_move, triton_split])
-def test_the_right_kernels_do_not_differ(module):
-    assert not differs(module)
+CHECKED = {
+    compact_is_right: triton_rows,
+    fingerprints_are_right: triton_rows,
+    scatter_is_right: triton_rows,
+    split_is_right: triton_split,
+}
+
+
+@pytest.mark.parametrize("check", CHECKED, ids=lambda check: check.__name__)
+def test_the_right_kernels_are_right(check):
+    assert check(CHECKED[check])
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_wrong_kernel_is_found(name, tmp_path):
-    module, old, new = MUTATIONS[name]
-    assert differs(edited(module, old, new, tmp_path))
+    check, old, new = MUTATIONS[name]
+    assert not check(edited(CHECKED[check], old, new, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "place", [np.asarray, torch.from_numpy, on_device], ids=["arrays", "tensors of the CPU", "here"]
+)
+def test_arrays_that_lie_anywhere_have_the_same_results(place):
+    assert_same_results(TritonBackend(), place)
 
 
 def test_the_interpreter_is_what_runs_unless_a_device_is_named():
-    assert triton_runtime.INTERPRETED is (DEVICE == "cpu")
+    assert triton_rows.INTERPRETED is (DEVICE == "cpu")
     assert triton_obstacle() is None
     assert choose(BackendMode.TRITON, False, triton_obstacle).name == "TRITON"
 
 
-KERNELS = {triton_compact: "compare_and_compact", triton_split: "split_classes", triton_fingerprint: "fingerprint"}
+KERNELS = {"compare_and_compact": triton_rows, "split_classes": triton_split, "fingerprint": triton_rows}
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the kernels that were called, by Triton."""
     made = []
-    for module, name in KERNELS.items():
+    for name, module in KERNELS.items():
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, o=original, n=name, **k: made.append(n) or o(*a, **k))
     return made
@@ -357,11 +343,11 @@ def test_deltas_of_arrays_and_of_tensors_have_the_same_bytes(name, density, monk
     expected = stream(kind, old, new, "cpu", monkeypatch)
     assert not calls
     assert stream(kind, old, new, "triton", monkeypatch) == expected
-    assert set(calls) == set(KERNELS.values())
+    assert set(calls) == set(KERNELS)
     calls.clear()
     tensors = on_device(old), on_device(new)
     assert stream(kind, *tensors, "triton", monkeypatch) == expected
-    assert set(calls) == set(KERNELS.values())
+    assert set(calls) == set(KERNELS)
     assert stream(kind, *tensors, "auto", monkeypatch) == expected
 
 

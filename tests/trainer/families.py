@@ -116,9 +116,8 @@ def main() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     from tidemill.trainer.batch import pack
-    from tidemill.trainer.model import load_model
+    from tidemill.trainer.model import load_model, use_packed_attention
     from tidemill.trainer.policy import frozen_logprobs
-    from tidemill.trainer.probe import use_packed_attention
 
     gc.enable()
     root = Path(sys.argv[1])

@@ -26,12 +26,12 @@ from tests.trainer.conftest import tiny_model, trainable_batch, trainable_group
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.job import Job, open_job
 from tidemill.trainer.mismatch import measure
 from tidemill.trainer.replay.steps import StepReplay, follow_replay
 from tidemill.trainer.run import run
 from tidemill.trainer.step import Learner
+from tidemill.trainer.trainable import TopicProgress
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
 
 TIMEOUT_S = 60.0

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tidemill.schemas.records import Segment, VersionSpan
 from tidemill.trainer.batch import InvalidRolloutError, check, pack, sampled_versions
 from tidemill.trainer.config import KlSettings, TrainerSettings
+from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.step import Learner
 
 VOCAB = 64

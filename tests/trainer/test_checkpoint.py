@@ -10,8 +10,8 @@ import torch
 from tidemill.kernels.weights.checkpoint import PIECE_BYTES, file_pieces
 from tidemill.trainer.checkpoint import CheckpointState, CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, TrainerSettings
-from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.step import Learner
+from tidemill.trainer.trainable import TopicProgress
 
 SETTINGS = TrainerSettings(kl=KlSettings(coefficient=0.0), row_tokens=128)
 PROGRESS = TopicProgress({0: 5, 3: 2}, {0: [7, 9]}, ["a", "b"])

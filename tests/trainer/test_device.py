@@ -7,14 +7,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tidemill.trainer import attention
-from tidemill.trainer.attention import TreeAttention
+from tidemill.trainer.attention import TreeAttention, tree_calls
 from tidemill.trainer.batch import pack
+from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.device import ALONE, DeviceError, RankPlace, compute_dtype, device_of
-from tidemill.trainer.machine import StepMachine
+from tidemill.trainer.model import ShardingError, layers_of
 from tidemill.trainer.policy import SampledLogprobs
-from tidemill.trainer.sharding import ShardingError, layers_of
-from tidemill.trainer.tree import tree_calls
 
 TWO_RANKS = StepMachine(ranks=2)
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from tidemill.trainer.attention import UntrainableModelError
 from tidemill.trainer.batch import pack
 from tidemill.trainer.config import KlSettings, TrainerSettings
+from tidemill.trainer.model import PACKED_ATTENTION, use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs
-from tidemill.trainer.probe import PACKED_ATTENTION, use_packed_attention
 from tidemill.trainer.step import Learner
 
 sys.path.insert(0, str(Path(__file__).parent))

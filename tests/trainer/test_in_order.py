@@ -34,10 +34,9 @@ from tidemill.schemas.records import (
 )
 from tidemill.trainer.batch_builder import BatchBuilder, StepBatch, StepRules
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.log_input import InOrderError
 from tidemill.trainer.run import run
-from tidemill.trainer.trainable import TrainableGroup
+from tidemill.trainer.trainable import TopicProgress, TrainableGroup
 
 RULES = StepRules("run", groups_per_step=2, max_policy_lag=1, min_completed=2, skip_no_signal=True, remembered_groups=4,
               in_order=True)  # fmt: skip

@@ -32,14 +32,10 @@ from tidemill.schemas.records import (
     TrainStep,
 )
 from tidemill.schemas.stored_object import store_claim
-from tidemill.trainer.batch import routed_tokens
-from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, StepBatch, StepRules
-from tidemill.trainer.endings import TopicProgress
-from tidemill.trainer.expert_ids import RoutedShape
-from tidemill.trainer.log_input import LogInput
-from tidemill.trainer.rollout_log import ReadAhead
-from tidemill.trainer.trainable import TrainableGroup
-from tidemill.trainer.undefined_lag import Reminder
+from tidemill.trainer.batch import RoutedShape, routed_tokens
+from tidemill.trainer.batch_builder import MOST_EXCLUSIONS, BatchBuilder, Reminder, StepBatch, StepRules
+from tidemill.trainer.log_input import LogInput, ReadAhead
+from tidemill.trainer.trainable import TopicProgress, TrainableGroup
 
 RULES = StepRules(
     "run", groups_per_step=2, max_policy_lag=2, min_completed=2, skip_no_signal=True, remembered_groups=100
@@ -332,7 +328,7 @@ def test_whatever_the_stops_every_group_ends_exactly_once(kinds, actions, most) 
 
 
 def read_next(builder: BatchBuilder, records: list[Group], partition: int) -> None:
-    offset = builder._endings.next_offset(partition)
+    offset = builder._endings._read.get(partition, 0)
     if offset < len(records):
         feed(builder, records[offset], offset, 0, partition)
 
@@ -346,7 +342,7 @@ def end_all(endings: dict[tuple[int, int], str], batch: StepBatch) -> None:
 
 def open_places(builder: BatchBuilder) -> set[tuple[int, int]]:
     waiting = {(c.place.partition, c.place.offset) for c in builder._waiting}
-    return waiting | {(e.partition, e.offset) for e in builder._excluded}
+    return waiting | {(e.partition, e.offset) for e in builder._endings.excluded}
 
 
 def synthetic_log(kinds) -> dict[int, list[Group]]:
@@ -443,10 +439,10 @@ def test_groups_and_rollouts_are_read_from_the_log(log, make_rollout, make_membe
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source:
         batch = read_batch(source, builder)
         deadline = time.monotonic() + 180
-        while len(builder._excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
+        while len(builder._endings.excluded) + len(batch.exclusions) < 3 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {g.group.group_id: list(g.rollouts) for g in batch.groups} == {"claimed": full, "plain": plain}
-    assert {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)} == {
+    assert {e.group_id: e.reason for e in (*batch.exclusions, *builder._endings.excluded)} == {
         "gone": "missing_rollout",
         "lost": "missing_rollout",
         "wrong": "invalid_rollout",
@@ -473,12 +469,12 @@ def test_groups_are_routed_by_the_ids_of_their_rollouts_and_excluded_without_the
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64, routed=shape) as source:
         batch = read_batch(source, builder)
         deadline = time.monotonic() + 180
-        while len(builder._excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
+        while len(builder._endings.excluded) + len(batch.exclusions) < 2 and time.monotonic() < deadline:
             source.poll(0.1, 0)
     assert {group.group.group_id for group in batch.groups} == {"routed", "again"}
     for group in batch.groups:
         assert all(np.array_equal(found, held) for found, held in zip(group.expert_ids, ids, strict=True))
-    excluded = {e.group_id: e.reason for e in (*batch.exclusions, *builder._excluded)}
+    excluded = {e.group_id: e.reason for e in (*batch.exclusions, *builder._endings.excluded)}
     assert excluded == {"plain": "invalid_routing", "short": "invalid_routing"}
     assert "rollout plain-0 was recorded without expert ids" in caplog.text
     assert "and the segments and the model need" in caplog.text
@@ -583,7 +579,7 @@ def test_a_trainer_that_waits_over_the_topics_of_another_incarnation_says_so_onc
     builder = BatchBuilder(RULES, incarnation="mine")
     with LogInput(log, builder, producer, limit_bytes=2**20, vocab_size=64) as source, caplog.at_level("WARNING"):
         deadline = time.monotonic() + 180
-        while len(builder._excluded) < 5 and time.monotonic() < deadline:
+        while len(builder._endings.excluded) < 5 and time.monotonic() < deadline:
             source.poll(0.1, 0)
         source.poll(0.1, 0)
     said = [r.getMessage() for r in caplog.records if "policy lag is undefined" in r.getMessage()]

@@ -17,12 +17,10 @@ from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import ChatSettings, KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
-from tidemill.trainer.midtrain import learning_rate, loss_of, midtrain, read_corpus, run
+from tidemill.trainer.midtrain import DocumentRow, epochs, learning_rate, loss_of, midtrain, read_corpus, run
 from tidemill.trainer.midtrain_config import MidtrainSettings, ModelShape, TokenizerSettings
-from tidemill.trainer.model import build_model
+from tidemill.trainer.model import build_model, use_packed_attention
 from tidemill.trainer.muon import MatrixMomentum, orthogonal, split_parameters
-from tidemill.trainer.packing import DocumentRow, epochs
-from tidemill.trainer.probe import use_packed_attention
 
 TINY = MidtrainSettings(
     model=ModelShape(hidden_size=32, intermediate_size=64, layers=2, heads=2, kv_heads=1, max_positions=256),

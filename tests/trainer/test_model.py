@@ -58,9 +58,7 @@ def test_the_same_seed_gives_the_same_weights():
 def test_a_checkpoint_opens_in_transformers(tmp_path):
     directory = tmp_path / "deep" / "model"
     model = tiny()
-    save_checkpoint(
-        str(directory), model, TOKENIZER, END, chatml(), also=lambda place: (place / "note").write_text("kept")
-    )
+    save_checkpoint(str(directory), model, TOKENIZER, END, chatml(), files={"note": "kept"})
     assert (directory / "note").read_text() == "kept"
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
     assert {tensor.dtype for tensor in load_file(directory / "model.safetensors").values()} == {torch.bfloat16}

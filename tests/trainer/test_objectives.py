@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tidemill.trainer import divergence
+from tidemill.trainer import corrections
 from tidemill.trainer.advantages import ADVANTAGES, AdvantageKind, GroupTooSmallError, penalise
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind
 from tidemill.trainer.config import CorrectionSettings, KlSettings, TrainerSettings
@@ -297,20 +297,20 @@ def test_estimators_agree_with_the_exact_divergence() -> None:
     samples = rng().choice(3, 200_000, p=q)
     log_ratio = torch.from_numpy(np.log(p / q)[samples])
     exact = float((q * np.log(q / p)).sum())
-    assert float(divergence.k1(log_ratio).mean()) == pytest.approx(exact, abs=2e-3)
-    assert float(divergence.k3(log_ratio).mean()) == pytest.approx(exact, abs=2e-4)
-    assert float(divergence.k2(log_ratio).mean()) == pytest.approx(exact, rel=0.1)
-    assert bool((divergence.k3(log_ratio) >= 0).all())
+    assert float(corrections.k1(log_ratio).mean()) == pytest.approx(exact, abs=2e-3)
+    assert float(corrections.k3(log_ratio).mean()) == pytest.approx(exact, abs=2e-4)
+    assert float(corrections.k2(log_ratio).mean()) == pytest.approx(exact, rel=0.1)
+    assert bool((corrections.k3(log_ratio) >= 0).all())
 
 
 def test_diagnostics_of_equal_policies_and_of_unequal_ones() -> None:
     zero = torch.zeros(10)
-    assert divergence.effective_sample_size(zero) == 1.0
-    assert divergence.share_beyond(zero, 2.0) == 0.0
-    assert divergence.chi_square(zero) == 0.0
+    assert corrections.effective_sample_size(zero) == 1.0
+    assert corrections.share_beyond(zero, 2.0) == 0.0
+    assert corrections.chi_square(zero) == 0.0
     ratio = torch.tensor([4.0, 1.0, 1.0, 0.2])
-    assert divergence.share_beyond(ratio.log(), 2.0) == 0.5
-    assert divergence.effective_sample_size(ratio.log()) == pytest.approx(6.2**2 / (4 * 18.04), rel=1e-6)
+    assert corrections.share_beyond(ratio.log(), 2.0) == 0.5
+    assert corrections.effective_sample_size(ratio.log()) == pytest.approx(6.2**2 / (4 * 18.04), rel=1e-6)
 
 
 def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
@@ -345,7 +345,7 @@ def train_toy_policy(place: str, steps: int = 300) -> tuple[float, float]:
         )
         value = loss(recipe, tokens, Totals(group, group), options_of(ObjectiveName.COMPOSER2, length_divisor=1.0))
         if place == "loss":
-            value = value + 0.5 * reference_divergence(tokens, divergence.Estimator.K1).mean()
+            value = value + 0.5 * reference_divergence(tokens, corrections.Estimator.K1).mean()
         optimizer.zero_grad()
         value.backward()
         optimizer.step()

@@ -20,9 +20,8 @@ from tidemill.schemas.records import (
     UserWish,
 )
 from tidemill.trainer.choices import BaselineKind
-from tidemill.trainer.endings import TopicProgress
 from tidemill.trainer.online_queue import OnlineQueue, OnlineRules, WaitingBatch, WeightLine, repeated
-from tidemill.trainer.trainable import TrainableBatch
+from tidemill.trainer.trainable import TopicProgress, TrainableBatch
 
 RULES = OnlineRules(
     run_id="run", branch="main", max_policy_lag=0, correction_lag=2, min_members=2, baseline=BaselineKind.LEAVE_ONE_OUT,
@@ -199,7 +198,7 @@ def test_a_batch_with_too_little_left_is_excluded_as_a_whole(made, found, reason
 
 def ended(queue: OnlineQueue):
     """Exclusions so far that no step has recorded."""
-    return list(queue._excluded)
+    return list(queue._endings.excluded)
 
 
 def test_equal_rewards_have_no_signal_unless_there_is_no_baseline(make_trainable_batch) -> None:
@@ -343,7 +342,7 @@ def test_whatever_the_stops_every_batch_ends_exactly_once(make_trainable_batch, 
             for step in since_saved:
                 queue.observe_step(step)
         elif action == "read":
-            offset = queue._endings.next_offset(0)
+            offset = queue._endings._read.get(0, 0)
             if offset < len(log):
                 queue.read(place(log[offset].batch.batch_id, offset), log[offset].batch)
         else:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from transformers import PhiConfig, PhiForCausalLM
 
 from tidemill.schemas.records import Segment, VersionSpan
-from tidemill.trainer import attention, policy, tree
+from tidemill.trainer import attention, policy
 from tidemill.trainer.attention import TreeAttention
 from tidemill.trainer.batch import pack
 from tidemill.trainer.choices import CORRECT_THEMSELVES, CorrectionKind, Estimator, ObjectiveName
 from tidemill.trainer.config import CorrectionSettings, KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.master import MasterWeights
+from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.probe import use_packed_attention
 from tidemill.trainer.serving_view import fingerprint_of, serving_view
 from tidemill.trainer.step import Learner, make_deterministic
 
@@ -141,7 +141,7 @@ def test_attention_along_a_tree_is_that_under_its_mask(heads, kv_heads, width, k
     with pytest.MonkeyPatch.context() as patched:
         if not kernel:
             patched.setattr(attention, "_has_kernel", lambda _query, _value: False)
-        out = TreeAttention.apply(*states, tree.tree_calls(parents), 0.7)
+        out = TreeAttention.apply(*states, attention.tree_calls(parents), 0.7)
         grads = torch.autograd.grad(out, states, upstream)
     expected = by_mask(*states, parents, 0.7)
     for mine, other in zip((out, *grads), (expected, *torch.autograd.grad(expected, states, upstream)), strict=True):
@@ -151,7 +151,7 @@ def test_attention_along_a_tree_is_that_under_its_mask(heads, kv_heads, width, k
 def test_pairs_that_attention_computes_are_those_of_the_tree():
     """A prompt of 300 and answers of 100 and 20: two long runs, one batch of padded ones, one trunk."""
     parents = np.concatenate([np.arange(-1, 299), [299], np.arange(300, 399), [299], np.arange(400, 419), [299]])
-    calls = tree.tree_calls(np.append(parents, np.arange(420, 439)))
+    calls = attention.tree_calls(np.append(parents, np.arange(420, 439)))
     assert calls.runs == ((0, 300), (300, 400))
     assert calls.trunks == ((0, 300, 440),)
     (short,) = calls.short

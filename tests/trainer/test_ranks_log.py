@@ -23,9 +23,9 @@ from tidemill.schemas.log.admin import create_topics
 from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import TrainStep
+from tidemill.trainer.choices import StepMachine
 from tidemill.trainer.config import TrainerSettings
 from tidemill.trainer.history import NotRepeatableError
-from tidemill.trainer.machine import StepMachine
 from tidemill.trainer.replay.steps import StepReplay
 
 ROOT = Path(__file__).resolve().parents[2]

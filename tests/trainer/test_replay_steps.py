@@ -29,8 +29,16 @@ from tidemill.schemas.records import TrainStep
 from tidemill.trainer.checkpoint import TrainerCheckpointError
 from tidemill.trainer.config import KlSettings, OptimizerSettings, TrainerSettings
 from tidemill.trainer.history import NotRepeatableError, read_steps
-from tidemill.trainer.replay.reading import NoProducer, ReadOnlyError, read_groups
-from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay, write_halt, write_metrics
+from tidemill.trainer.replay.staleness import read_groups
+from tidemill.trainer.replay.steps import (
+    Halt,
+    NoProducer,
+    ReadOnlyError,
+    ReplayedStep,
+    StepReplay,
+    write_halt,
+    write_metrics,
+)
 from tidemill.trainer.run import run
 from tidemill.trainer.serving_view import fingerprint_of
 

@@ -14,14 +14,13 @@ from tidemill.schemas.expert_ids import packed_ids
 from tidemill.schemas.records import Claim
 from tidemill.schemas.stored_object import store_claim
 from tidemill.trainer.attention import UntrainableModelError
-from tidemill.trainer.batch import PackedRow, pack, routed_tokens
+from tidemill.trainer.batch import InvalidRoutingError, PackedRow, RoutedShape, pack, routed_tokens
 from tidemill.trainer.choices import Routing
 from tidemill.trainer.config import KlSettings, OnlineSettings, OptimizerSettings, TrainerSettings
-from tidemill.trainer.expert_ids import InvalidRoutingError, RoutedShape
+from tidemill.trainer.log_input import expert_ids_of
 from tidemill.trainer.mismatch import WORST_TOKENS, measure, routed_otherwise
+from tidemill.trainer.model import use_packed_attention
 from tidemill.trainer.policy import frozen_logprobs, sampled_logprobs
-from tidemill.trainer.probe import use_packed_attention
-from tidemill.trainer.rollout_log import expert_ids_of
 from tidemill.trainer.routing import RoutingReplay
 from tidemill.trainer.serving_view import fingerprint_of, serving_view
 from tidemill.trainer.step import Learner

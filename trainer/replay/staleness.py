@@ -1,20 +1,34 @@
-"""Which recorded groups another bound on policy lag would have kept out of the steps, or let into them. Pure.
+"""Which recorded groups another bound on policy lag would have kept out of the steps, or let into them.
 
 A group is judged as the trainer judged it: at the version that its step started from, by the oldest version among its
 completed rollouts. What a step would have trained instead is not guessed: past the first step that differs the weights,
-and with them the rollouts, would have been others.
+and with them the rollouts, would have been others. Pure but for `read_groups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Position
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import Exclusion, Group, StepExclusion, StepInput, TrainStep
 from tidemill.trainer.trainable import completed
+
+CLIENT = "tidemill-replay"
+
+
+def read_groups(kafka: KafkaSettings, wanted: Set[Position], silence_s: float) -> Mapping[Position, Group]:
+    """The groups at some positions; those that the log no longer holds are left out.
+
+    Raises TimeoutError when the log delivers nothing for `silence_s`.
+    """
+    with LogReader(kafka, client_id=CLIENT) as reader:
+        found = reader.fetch(wanted, silence_s)
+    return {position: read.record for position, read in found.items() if isinstance(read.record, Group)}
 
 
 class Moved(StrEnum):
@@ -58,7 +72,27 @@ class JudgedStep:
 
 def judge(steps: Iterable[TrainStep], groups: Mapping[Position, Group], bound: int) -> list[JudgedStep]:
     """Every step under a bound of `bound` versions, in order."""
-    return [_judged(step, groups, bound) for step in steps]
+    judged = []
+    for step in steps:
+        version, trained, stale = step.parent_version, _trained(step), _stale(step)
+        held = {place: groups.get(Position.of(place)) for place in (*trained, *stale)}
+        lags = {place: lag_of(group, version) for place, group in held.items() if group is not None}
+        moved = [(p, Moved.EXCLUDED) for p in trained if p in lags and lags[p] > bound]
+        moved += [(p, Moved.INCLUDED) for p in stale if p in lags and lags[p] <= bound]
+        told = step.metrics.get("policy_lag_bound")
+        judged.append(
+            JudgedStep(
+                step=step.step,
+                version=version,
+                bound=None if told is None else int(told),
+                trained=len(trained),
+                stale=len(stale),
+                max_lag=max((lags[p] for p in trained if p in lags), default=None),
+                moved=[MovedGroup(p.group_id, p.partition, p.offset, lags[p], how) for p, how in moved],
+                unknown=len(held) - len(lags),
+            )
+        )
+    return judged
 
 
 def places_of(steps: Iterable[TrainStep]) -> set[Position]:
@@ -71,25 +105,6 @@ def lag_of(group: Group, version: int) -> int:
     return version - min((member.version_min for member in completed(group)), default=version)
 
 
-def _judged(step: TrainStep, groups: Mapping[Position, Group], bound: int) -> JudgedStep:
-    version = step.parent_version
-    trained, stale = _trained(step), _stale(step)
-    lags = {place: _lag(groups, place, version) for place in (*trained, *stale)}
-    moved = [_moved(p, lag, Moved.EXCLUDED) for p in trained if (lag := lags[p]) is not None and lag > bound]
-    moved += [_moved(p, lag, Moved.INCLUDED) for p in stale if (lag := lags[p]) is not None and lag <= bound]
-    told = step.metrics.get("policy_lag_bound")
-    return JudgedStep(
-        step=step.step,
-        version=version,
-        bound=None if told is None else int(told),
-        trained=len(trained),
-        stale=len(stale),
-        max_lag=max((lag for p in trained if (lag := lags[p]) is not None), default=None),
-        moved=moved,
-        unknown=sum(lag is None for lag in lags.values()),
-    )
-
-
 Judged = StepInput | StepExclusion
 
 
@@ -99,12 +114,3 @@ def _trained(step: TrainStep) -> list[Judged]:
 
 def _stale(step: TrainStep) -> list[Judged]:
     return [e for e in step.exclusions if e.topic == Topic.GROUPS and e.reason == Exclusion.STALE]
-
-
-def _lag(groups: Mapping[Position, Group], place: Judged, version: int) -> int | None:
-    group = groups.get(Position.of(place))
-    return None if group is None else lag_of(group, version)
-
-
-def _moved(place: Judged, lag: int, moved: Moved) -> MovedGroup:
-    return MovedGroup(place.group_id, place.partition, place.offset, lag, moved)

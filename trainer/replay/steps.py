@@ -13,24 +13,38 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-from tidemill.kernels.weights.anchor import anchor_uri
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.weights.anchor import anchor_uri, write_anchor
 from tidemill.schemas.config import KafkaSettings, RunSettings, StoreSettings
-from tidemill.schemas.records import Interaction, Rollout, Segment, TrainStep
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.records import Interaction, Rollout, TrainStep
 from tidemill.trainer.batch_builder import StepBatch
 from tidemill.trainer.checkpoint import CheckpointStore, TrainerCheckpointError
 from tidemill.trainer.config import TrainerSettings
-from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps
+from tidemill.trainer.history import NotRepeatableError, RecordedInputs, read_steps, way_back
 from tidemill.trainer.job import SINGLE, Job
 from tidemill.trainer.mismatch import TrainedTokens
-from tidemill.trainer.replay.reading import NoProducer
-from tidemill.trainer.resume import way_back
 from tidemill.trainer.serving_view import ServingView, fingerprint_of
-from tidemill.trainer.trainable import TrainableGroup
 from tidemill.trainer.trained_weights import TrainedWeights, make_learner
+
+
+class ReadOnlyError(RuntimeError):
+    """Something in a replay tried to write to the live log."""
+
+
+class NoProducer(RecordProducer):
+    """Stands where a producer is asked for, and refuses to write: a replay leaves the live topics alone."""
+
+    def __init__(self) -> None:
+        """Connects to nothing."""
+
+    def send_bytes(self, full_topic: str, *_value: object, **_options: object) -> NoReturn:
+        """Raises ReadOnlyError."""
+        raise ReadOnlyError(f"a replay does not write to {full_topic}")
+
+    def flush(self, timeout_s: float = 0.0) -> None:
+        """Nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,36 +135,29 @@ class StepReplay:
             CheckpointError: a checkpoint is not what the log recorded.
             LookupError: the log no longer holds an input.
         """
-        chosen = self._chosen(first, last)
+        chosen = [record for record in self.steps if first <= record.step <= last]
+        if first > last or [record.step for record in chosen] != list(range(first, last + 1)):
+            there = f"1 to {len(self._steps)}" if self._steps else "none"
+            raise ValueError(f"steps {first} to {last} are not in the log, which has {there}")
         for record in chosen:
             if what_if is None:
                 self._require_same_settings(record)
-            self._stand_before(record, first=record is chosen[0], what_if=what_if)
+            if record is chosen[0]:
+                self._go_to(record.parent_version)
+                if what_if is not None:
+                    self._weights.change_settings(replace_model(what_if, self._settings.model))
+                    self._inputs.routed = self._weights.routed
+            elif self._version != record.parent_version:
+                if what_if is not None:
+                    raise ValueError(
+                        f"step {record.step} starts from version {record.parent_version}, not from the step before "
+                        "it: a counterfactual ends there; replay the steps after it separately"
+                    )
+                self._go_to(record.parent_version)
             batch = self._inputs.of(record)
             view = self._weights.whole()
             halt(Halt(record, batch, view, fingerprint_of(view), Path(self._settings.model)))
             yield self._make(record, batch)
-
-    def _chosen(self, first: int, last: int) -> list[TrainStep]:
-        records = [record for record in self.steps if first <= record.step <= last]
-        if first > last or [record.step for record in records] != list(range(first, last + 1)):
-            there = f"1 to {len(self._steps)}" if self._steps else "none"
-            raise ValueError(f"steps {first} to {last} are not in the log, which has {there}")
-        return records
-
-    def _stand_before(self, record: TrainStep, *, first: bool, what_if: TrainerSettings | None) -> None:
-        """Hold the weights that a step starts from."""
-        if first:
-            self._go_to(record.parent_version)
-            if what_if is not None:
-                self._change_settings(what_if)
-        elif self._version != record.parent_version:
-            if what_if is not None:
-                raise ValueError(
-                    f"step {record.step} starts from version {record.parent_version}, not from the step before it: a "
-                    "counterfactual ends there; replay the steps after it separately"
-                )
-            self._go_to(record.parent_version)
 
     def _go_to(self, version: int) -> None:
         begin, path = way_back(version, self._steps, set(self._checkpoints.steps()))
@@ -169,7 +176,10 @@ class StepReplay:
         self._weights.restore(version)
         self._version = version
         held = self._weights.snapshot()
-        recorded = self._steps[version].fingerprint if version else self._first_parent()
+        if version:
+            recorded = self._steps[version].fingerprint
+        else:
+            recorded = next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
         if held == recorded:
             return
         if version:
@@ -181,13 +191,6 @@ class StepReplay:
             f"trainer.model {self._settings.model} holds weights {held}, the run started from {recorded}: name the "
             "checkpoint that it started from"
         )
-
-    def _first_parent(self) -> str:
-        return next(record.parent_fingerprint for record in self.steps if record.parent_version == 0)
-
-    def _change_settings(self, what_if: TrainerSettings) -> None:
-        self._weights.change_settings(replace_model(what_if, self._settings.model))
-        self._inputs.routed = self._weights.routed
 
     def _make(self, record: TrainStep, batch: StepBatch) -> ReplayedStep:
         begun = time.monotonic()
@@ -208,11 +211,9 @@ class StepReplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inputs.__exit__(kind, error, trace)
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._inputs.__exit__()
+        if kind is None:
             self._weights.let_go()
 
 
@@ -253,7 +254,18 @@ def write_halt(root: Path, halt: Halt) -> Path:
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: give another --out")
     _write_json(folder / "step.json", dataclasses.asdict(halt.record))
-    _write_inputs(folder, halt.batch)
+    lines = [
+        {
+            "place": dataclasses.asdict(group.place),
+            "group": dataclasses.asdict(group.group),
+            "rollouts": [_trajectory(rollout) for rollout in group.rollouts],
+        }
+        for group in halt.batch.groups
+    ]
+    (folder / "groups.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), "utf-8")
+    if (online := halt.batch.online) is not None:
+        members = [_trajectory(interaction) for interaction in online.interactions]
+        _write_json(folder / "online.json", {**dataclasses.asdict(online.batch), "interactions": members})
     write_anchor(str((folder / "weights").absolute()), halt.base_model, halt.weights)
     return folder
 
@@ -267,23 +279,6 @@ def write_metrics(folder: Path, made: ReplayedStep) -> None:
     _write_json(folder / "metrics.json", document)
 
 
-def _write_inputs(folder: Path, batch: StepBatch) -> None:
-    lines = [json.dumps(_group(group)) for group in batch.groups]
-    (folder / "groups.jsonl").write_text("".join(f"{line}\n" for line in lines), "utf-8")
-    if batch.online is not None:
-        members = [_trajectory(interaction) for interaction in batch.online.interactions]
-        document = {**dataclasses.asdict(batch.online.batch), "interactions": members}
-        _write_json(folder / "online.json", document)
-
-
-def _group(group: TrainableGroup) -> dict[str, Any]:
-    return {
-        "place": dataclasses.asdict(group.place),
-        "group": dataclasses.asdict(group.group),
-        "rollouts": [_trajectory(rollout) for rollout in group.rollouts],
-    }
-
-
 def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
     fields = {f.name: getattr(sampled, f.name) for f in dataclasses.fields(sampled) if f.name != "segments"}
     nested = {
@@ -294,16 +289,16 @@ def _trajectory(sampled: Rollout | Interaction) -> dict[str, Any]:
             if dataclasses.is_dataclass(value) and not isinstance(value, type)
         },
     }
-    return {**fields, **nested, "segments": [_segment(segment) for segment in sampled.segments]}
-
-
-def _segment(segment: Segment) -> dict[str, Any]:
-    return {
-        "token_ids": segment.ids().tolist(),
-        "loss_mask": segment.mask().tolist(),
-        "logprobs": segment.sampled_logprobs().tolist(),
-        "spans": [dataclasses.asdict(span) for span in segment.spans],
-    }
+    segments = [
+        {
+            "token_ids": segment.ids().tolist(),
+            "loss_mask": segment.mask().tolist(),
+            "logprobs": segment.sampled_logprobs().tolist(),
+            "spans": [dataclasses.asdict(span) for span in segment.spans],
+        }
+        for segment in sampled.segments
+    ]
+    return {**fields, **nested, "segments": segments}
 
 
 def _write_json(path: Path, document: object) -> None:

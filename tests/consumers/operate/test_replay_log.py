@@ -28,8 +28,7 @@ from tidemill.schemas.log.client_settings import consumer_settings
 from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE
 from tidemill.schemas.log.producer import RecordProducer, partition_of
 from tidemill.schemas.records import Group, StepInput
-from tidemill.trainer.log_input import trainable
-from tidemill.trainer.rollout_log import RolloutLog
+from tidemill.trainer.log_input import RolloutLog, trainable
 
 PARTITIONS = 2
 GROUPS = 12

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tidemill.kernels.weights import anchor_write
+from tidemill.kernels.weights import anchor
 from tidemill.kernels.weights.commit import read_versions
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.graph import VersionError
@@ -272,17 +272,17 @@ class Worker:
 
     def _full_disk(self, publisher: WeightPublisher, model: nn.Module) -> list[Any]:
         """Rank 1 cannot write its file of the anchor."""
-        put_file = anchor_write.put_file
+        put_file = anchor.put_file
 
         def full(uri: str, name: str, pieces: Any) -> Any:
             next(pieces)
             raise OSError("no space left on device")
 
-        anchor_write.put_file = full if self.rank == 1 else put_file
+        anchor.put_file = full if self.rank == 1 else put_file
         try:
             return self._failure(publisher, 3, model)
         finally:
-            anchor_write.put_file = put_file
+            anchor.put_file = put_file
 
     def going_back(self) -> dict[str, Any]:
         """Back to an older version and on from there; then a publisher that has to make the head again."""

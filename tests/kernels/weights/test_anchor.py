@@ -18,12 +18,12 @@ from tidemill.kernels.weights.anchor import (
     anchor_uri,
     anchor_weights,
     fetch_anchor,
+    write_anchor,
 )
-from tidemill.kernels.weights.anchor_write import write_anchor
-from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.bits import Weight, tensor_infos, total_fingerprint
 from tidemill.kernels.weights.checkpoint import INDEX, WEIGHTS
 from tidemill.schemas.stored_object import StoreUnavailableError
-from tidemill.trainer.serving_view import serving_view, tensor_infos, total_fingerprint
+from tidemill.trainer.serving_view import serving_view
 
 TOKENIZER = {"tokenizer.json": '{"model": {}}', "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}"}
 

@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import save_file
 
 from tests.consumers import replica_driver as driver
+from tests.kernels.encoding import encode_delta
 from tests.records import build
-from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange, encode_delta
+from tidemill.kernels.delta import DeltaError, FingerprintMismatch, TensorChange
 from tidemill.kernels.fingerprint import ZERO, Fingerprint, TensorKey, fingerprint
 from tidemill.kernels.weights import delta_shard
 from tidemill.kernels.weights.anchor import AnchorError
 from tidemill.kernels.weights.checkpoint import WeightFilesError, bits_in_memory, map_checkpoint
-from tidemill.kernels.weights.decode import Decoder
 from tidemill.kernels.weights.delta_fetch import ChunkFetcher
 from tidemill.kernels.weights.graph import Delta
 from tidemill.kernels.weights.mirror import Draft
+from tidemill.kernels.weights.rebuild import Decoder
 from tidemill.schemas.records import Manifest, ShardPosition, TensorInfo
 
 DTYPES = {
@@ -73,7 +74,7 @@ def delta_between(mirror, old, new, version, parent):
     decoder = Decoder(2)
     try:
         delta = Delta(manifest, parent, tuple(manifest.shards), 0)
-        return decoder.decode(delta, lambda *_: (piece for piece in stream), mirror.resolve).changes, manifest
+        return decoder.decode(delta, lambda *_: (piece for piece in stream), mirror.resolve)[0], manifest
     finally:
         decoder.close()
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.consumers.replica_support import base_directory
+from tests.kernels.encoding import encode_delta
 from tests.records import build
-from tidemill.kernels.delta import CodecSettings, TensorChange, encode_delta
-from tidemill.kernels.weights.anchor_write import write_anchor
+from tidemill.kernels.delta import CodecSettings, TensorChange
+from tidemill.kernels.weights.anchor import write_anchor
 from tidemill.kernels.weights.bits import tensor_infos, total_fingerprint
 from tidemill.kernels.weights.delta_fetch import CorruptDeltaError, FetchTimeoutError
 from tidemill.kernels.weights.graph import Delta, UpdatePath, VersionGraph

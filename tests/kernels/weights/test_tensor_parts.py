@@ -17,9 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.kernels.weights.conftest import read_anchor
 from tidemill.kernels.fingerprint import ZERO
-from tidemill.kernels.weights.anchor import AnchorError
-from tidemill.kernels.weights.anchor_write import write_anchor
-from tidemill.kernels.weights.bits import Weight
+from tidemill.kernels.weights.anchor import AnchorError, write_anchor
+from tidemill.kernels.weights.bits import Weight, tensor_infos
 from tidemill.kernels.weights.config import PublishSettings
 from tidemill.kernels.weights.tensor_parts import (
     CoverageError,
@@ -29,7 +28,7 @@ from tidemill.kernels.weights.tensor_parts import (
     merged_tensors,
     part_info,
 )
-from tidemill.trainer.serving_view import serving_view, tensor_infos
+from tidemill.trainer.serving_view import serving_view
 from tidemill.trainer.sharded_view import PlacementError, local_parts
 
 

@@ -158,7 +158,7 @@ def test_the_configuration_knows_the_codec_s_choices():
     """It is written down twice, since the configuration must not import the codec's libraries."""
     from typing import get_args, get_type_hints
 
-    from tidemill.kernels.coder import BLOCK_ELEMENTS
+    from tidemill.kernels.block import BLOCK_ELEMENTS
 
     hints = get_type_hints(CodecSettings)
     fields = CodecChoice.model_fields

@@ -1,0 +1,37 @@
+"""Deltas and blocks made in one call, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tidemill.kernels.block import CodecSettings
+from tidemill.kernels.container import StreamWriter
+from tidemill.kernels.elements import AnyArray
+from tidemill.kernels.encoder import DEFAULTS, DeltaEncoder
+
+
+def encode_tensor(
+    name: str,
+    dtype: str,
+    old_bits: AnyArray,
+    new_bits: AnyArray,
+    *,
+    start: int = 0,
+    total: int | None = None,
+    settings: CodecSettings = DEFAULTS,
+) -> Iterator[bytes]:
+    """The blocks of one tensor's change, in ascending order; arguments and errors as of `DeltaEncoder.add`."""
+    for block in DeltaEncoder(settings).encode([(name, dtype, old_bits, new_bits, start, total)]):
+        yield block.data
+
+
+def encode_delta(
+    version: int, parent: int, tensors: Iterable[tuple[Any, ...]], settings: CodecSettings = DEFAULTS
+) -> Iterator[bytes]:
+    """The step from `parent` to `version` as a stream of bytes, one block at a time. Raises like `DeltaEncoder.add`."""
+    writer = StreamWriter(version, parent)
+    yield writer.header()
+    for block in DeltaEncoder(settings).encode(tensors):
+        yield writer.block(block.data)
+    yield writer.trailer()
