@@ -23,34 +23,38 @@ Read = Callable[[bytes, int], Any]
 Schema = Any
 """A schema, or a type within one, as JSON."""
 
-_LONG = range(-(2**63), 2**63)
-_LENGTH_OF_TWO_BYTES = 8192
+_LEAST, _BEYOND = -(2**63), 2**63
+_PAIR = 1 << 14
+"""Fourteen bits are two bytes of a long; longer ones are written in such pairs."""
+_ENDS = [bytes([n]) if n < 128 else bytes([n & 127 | 128, n >> 7]) for n in range(_PAIR)]
+"""The last bytes of a long."""
+_PAIRS = [bytes([n & 127 | 128, n >> 7 | 128]) for n in range(_PAIR)]
+"""Bytes of a long that others follow."""
 
 
-def _long(value: int) -> bytes:
-    """The bytes of a long: zigzag, then seven bits a byte, the lowest first."""
+def write_long(value: int) -> bytes:
+    """The bytes of a long: zigzag, then seven bits a byte, the lowest first. Raises OverflowError."""
     value = index(value)
-    if value not in _LONG:
+    if not _LEAST <= value < _BEYOND:
         raise OverflowError(f"{value} has more than 64 bits")
     left = value << 1 if value >= 0 else ~(value << 1)
-    found = bytearray()
-    while left > 127:
-        found.append(left & 127 | 128)
-        left >>= 7
-    found.append(left)
-    return bytes(found)
+    found = b""
+    while left >= _PAIR:
+        found += _PAIRS[left & _PAIR - 1]
+        left >>= 14
+    return found + _ENDS[left]
 
 
-def _read_long(data: bytes, place: int) -> tuple[int, int]:
-    """The long that begins before `place`, and where it ends."""
+def read_long(data: bytes, place: int) -> tuple[int, int]:
+    """The long that begins at a place, and where it ends. Raises IndexError, OverflowError."""
     found = 0
     for shift in range(0, 70, 7):
-        byte = data[place - 1]
+        byte = data[place]
+        place += 1
         if byte < 128:
             found |= byte << shift
             break
         found |= (byte & 127) << shift
-        place += 1
     else:
         raise OverflowError("a long of more than ten bytes")
     if found >> 64:
@@ -59,20 +63,20 @@ def _read_long(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _read_size(data: bytes, place: int) -> tuple[int, int]:
-    """As `_read_long`, of a size, which no writer here makes negative."""
-    found, place = _read_long(data, place)
+    """As `read_long`, of a size, which no writer here makes negative."""
+    found, place = read_long(data, place)
     if found < 0:
         raise ValueError("a negative size")
     return found, place
 
 
 _GIVEN = {
-    "BYTES": [_long(value) for value in range(_LENGTH_OF_TWO_BYTES)],
+    "BYTES": _ENDS[::2],
     "LONGS": [(byte >> 1) ^ -(byte & 1) if byte < 128 else None for byte in range(256)],
     "SIZES": [byte >> 1 if byte < 128 and byte % 2 == 0 else None for byte in range(256)],
     "BOOLEANS": {0: False, 1: True},
-    "long": _long,
-    "read_long": _read_long,
+    "long": write_long,
+    "read_long": read_long,
     "read_size": _read_size,
     "pack": struct.Struct("<d").pack,
     "unpack": struct.Struct("<d").unpack_from,
@@ -153,7 +157,7 @@ def writer(schema: Schema) -> Write:
             parts.clear()
 
     def number(value: str) -> str:
-        return f"BYTES[{value}] if 0 <= {value} < {_LENGTH_OF_TWO_BYTES} else long({value})"
+        return f"BYTES[{value}] if 0 <= {value} < {len(_ENDS) // 2} else long({value})"
 
     def write(kind: Schema, value: str) -> None:
         """Source that adds a value: an expression, evaluated once."""
@@ -171,13 +175,13 @@ def writer(schema: Schema) -> Write:
                 source.add(f"{held} = {value}" + (".encode()" if name == "string" else ""))
                 size = source.new()
                 source.add(f"{size} = len({held})")
-                parts.extend((f"BYTES[{size}] if {size} < {_LENGTH_OF_TWO_BYTES} else long({size})", held))
+                parts.extend((f"BYTES[{size}] if {size} < {len(_ENDS) // 2} else long({size})", held))
             case "double":
                 parts.append(f"pack({value})")
             case "boolean":
                 parts.append(f"b'\\1' if {value} else b'\\0'")
             case "enum":
-                parts.append(f"{source.named({s: _long(n) for n, s in enumerate(kind['symbols'])})}[{value}]")
+                parts.append(f"{source.named({s: write_long(n) for n, s in enumerate(kind['symbols'])})}[{value}]")
             case "union":
                 flush()
                 source.add(f"{held} = {value}")
@@ -233,7 +237,7 @@ def reader(schema: Schema, record_type: type) -> Read:
                 source.add(f"{into} = {source.named(hint)}({', '.join(named)})")
             case "long" | "int":
                 source.add(f"{into} = LONGS[data[p]]; p += 1")
-                source.add(f"if {into} is None: {into}, p = read_long(data, p)")
+                source.add(f"if {into} is None: {into}, p = read_long(data, p - 1)")
             case "string" | "bytes":
                 size("q")
                 source.add("q += p")
@@ -278,7 +282,7 @@ def reader(schema: Schema, record_type: type) -> Read:
 
     def size(into: str) -> None:
         source.add(f"{into} = SIZES[data[p]]; p += 1")
-        source.add(f"if {into} is None: {into}, p = read_size(data, p)")
+        source.add(f"if {into} is None: {into}, p = read_size(data, p - 1)")
 
     read(schema, record_type, "record")
     source.add("if p != len(data): raise ValueError('too many bytes, or too few')")

@@ -18,19 +18,11 @@ from collections import Counter
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import (
-    Interaction,
-    Outcome,
-    OutcomeExclusion,
-    SignalKind,
-    SignalUse,
-    UserRequest,
-    UserWish,
-)
+from tidemill.schemas.records import Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, JoinStore, Wish
+from tidemill.streams.join.join_input import Answer, Item, Tombstone, Vote
+from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected
@@ -74,7 +66,7 @@ class FeedbackJoin:
 
     def next_offset(self, topic: Topic) -> int:
         """The first offset of a topic that is not decided yet."""
-        return self._merge.marks[topic].offset + 1
+        return self._merge.next_offset(topic)
 
     def clock_us(self, topic: Topic) -> int:
         """Event time of a topic, with the records that wait for the other."""
@@ -96,10 +88,21 @@ class FeedbackJoin:
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
         outputs: list[Output] = []
         while (step := self._merge.take()) is not None:
-            outputs += self._advance(step.at_us)
-            outputs += self._decide(step.item, step.offset, step.at_us)
+            at_us = step.at_us
+            self._advance(at_us, outputs)
+            match step.item:
+                case Answer(run_id, case):
+                    outputs += self._admit(run_id, case, at_us)
+                case Vote() as vote:
+                    outputs += self._hear(vote, step.offset, at_us)
+                case UserRequest() as request:
+                    outputs += self._heed(request, at_us)
+                case Tombstone(key):
+                    outputs += self._erase(key, at_us)
+                case Rejected() as rejected:
+                    outputs.append(rejected)
             # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
-            outputs += self._advance(step.at_us)
+            self._advance(at_us, outputs)
         return outputs
 
     def take_changes(self) -> Changes:
@@ -107,97 +110,55 @@ class FeedbackJoin:
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self.counts))))
 
-    def _advance(self, time_us: int) -> list[Output]:
+    def _advance(self, time_us: int, outputs: list[Output]) -> None:
         """Everything that falls due up to a time, in the order of time."""
-        return [output for entry in self._store.due(time_us) for output in self._fall_due(entry)]
-
-    def _fall_due(self, entry: Entry) -> list[Output]:
-        match entry:
-            case Case() if entry.open:
-                return [self._end(entry, self._exclusion(entry), entry.due_at)]
-            case Early():
-                overdue = [held for held in entry.held if self._patience_ends(held) <= entry.due_at]
+        for entry in self._store.due(time_us):
+            if isinstance(entry, Case) and entry.open:
+                outputs.append(self._end(entry, self._exclusion(entry), entry.due_at))
+            elif isinstance(entry, Early):
+                overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
                 reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
-                return [self._rejected(held, reason) for held in overdue]
-            case _:
+                outputs += [self._rejected(held, reason) for held in overdue]
+            else:
                 self._store.forget(entry)
-                return []
-
-    def _patience_ends(self, held: Held) -> int:
-        return held.arrived_at + self._early_wait_us
 
     def _keep_held(self, early: Early, held: list[Held]) -> None:
         for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
             self._store.release(early, user_id)
         early.held = held
         if held:
-            early.due_at = min(map(self._patience_ends, held))
+            early.due_at = min(one.arrived_at for one in held) + self._early_wait_us
             self._store.save(early)
         else:
             self._store.forget(early)
 
     # Records
 
-    def _decide(self, item: Item, offset: int, at_us: int) -> list[Output]:
-        match item:
-            case None:
-                return []
-            case Rejected():
-                return [item]
-            case Interaction():
-                return self._admit(item, offset, at_us)
-            case Vote():
-                return self._hear(item, offset, at_us)
-            case UserRequest():
-                return self._heed(item, at_us)
-            case Tombstone():
-                return self._erase(item.key, at_us)
-
-    def _admit(self, interaction: Interaction, offset: int, at_us: int) -> list[Output]:
-        if self._store.case(interaction.interaction_id) is not None:
+    def _admit(self, run_id: str, case: Case, at_us: int) -> list[Output]:
+        if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
             return []
-        case = self._new_case(interaction, offset, at_us)
+        # Feedback may be as late on its way as the interaction was.
+        case.full_wait_at = case.due_at = max(case.served_at + self._wait_us, at_us) + self._grace_us
         early = self._store.early(case.interaction_id)
         if early is not None:
             self._store.forget(early)
         outputs: list[Output] = []
-        if interaction.run_id != self._run_id:
+        if run_id != self._run_id:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
             self.counts["other_run"] += 1
-            self._seal(case, self._remembered_until(at_us))
+            self._seal(case, at_us + self._done_ttl_us)
         else:
-            outputs += self._begin(case, at_us)
-        return outputs + [o for held in (early.held if early else ()) for o in self._add(case, held, at_us)]
-
-    def _begin(self, case: Case, at_us: int) -> list[Output]:
-        self._store.save(case)
-        case.bot = self._is_bot(case.user_id, at_us)
-        if self._store.wishes(case.user_id).erased(case.served_at):
-            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
-        if at_us - case.served_at > self._late_us:
-            return [self._end(case, OutcomeExclusion.TOO_LATE, at_us)]
-        return []
-
-    def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
-        # Feedback may be as late on its way as the interaction was.
-        full_wait_at = max(interaction.served_at + self._wait_us, at_us) + self._grace_us
-        return Case(
-            interaction_id=interaction.interaction_id,
-            offset=offset,
-            branch=interaction.branch,
-            user_id=interaction.user_id,
-            arm=interaction.arm,
-            version_min=interaction.version_min,
-            version_max=interaction.version_max,
-            sampled_tokens=interaction.sampled_tokens,
-            latency_ms=interaction.latency_ms,
-            consent=interaction.consent,
-            served_at=interaction.served_at,
-            full_wait_at=full_wait_at,
-            due_at=full_wait_at,
-        )
+            self._store.save(case)
+            case.bot = self._is_bot(case.user_id, at_us)
+            if self._store.wishes(case.user_id).erased(case.served_at):
+                outputs.append(self._end(case, OutcomeExclusion.ERASED, at_us))
+            elif at_us - case.served_at > self._late_us:
+                outputs.append(self._end(case, OutcomeExclusion.TOO_LATE, at_us))
+        for held in early.held if early else ():
+            outputs += self._add(case, held, at_us)
+        return outputs
 
     def _hear(self, vote: Vote, offset: int, at_us: int) -> list[Output]:
         feedback = vote.feedback
@@ -213,7 +174,7 @@ class FeedbackJoin:
         case = self._store.case(feedback.interaction_id)
         if case is None:
             name = feedback.interaction_id
-            early = self._store.early(name) or Early(name, self._patience_ends(held))
+            early = self._store.early(name) or Early(name, NEVER)
             # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
             if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
                 self.counts["duplicate_feedback"] += 1
@@ -366,14 +327,11 @@ class FeedbackJoin:
         case.revision, case.reward = 0, result.reward
         outcome = self._outcome(case, result, exclusion, None, at_us)
         if exclusion:
-            self._seal(case, self._remembered_until(at_us))
+            self._seal(case, at_us + self._done_ttl_us)
         else:
-            case.due_at = self._remembered_until(at_us)
+            case.due_at = at_us + self._done_ttl_us
             self._store.save(case)
         return outcome
-
-    def _remembered_until(self, ended_us: int) -> int:
-        return ended_us + self._done_ttl_us
 
     def _seal(self, case: Case, due_at: int) -> None:
         """Nothing changes this ending any more, and nothing is kept that could."""

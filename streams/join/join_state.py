@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
-from tidemill.schemas.records import UserWish
+from tidemill.schemas.record_class import record
+from tidemill.schemas.records import Interaction, UserWish
 from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.join.reward_map import Signal
 from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
@@ -19,7 +20,7 @@ from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
 OPEN = -1
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Case:
     """One interaction: open, or ended and remembered."""
 
@@ -49,6 +50,25 @@ class Case:
     arrivals: dict[str, int] = field(default_factory=dict)
     """Event time at which each signal was read, by event id."""
 
+    @classmethod
+    def of(cls, interaction: Interaction, offset: int) -> Case:
+        """That of an interaction; how long it is waited for is set when it is admitted."""
+        return cls(
+            interaction_id=interaction.interaction_id,
+            offset=offset,
+            branch=interaction.branch,
+            user_id=interaction.user_id,
+            arm=interaction.arm,
+            version_min=interaction.version_min,
+            version_max=interaction.version_max,
+            sampled_tokens=interaction.sampled_tokens,
+            latency_ms=interaction.latency_ms,
+            consent=interaction.consent,
+            served_at=interaction.served_at,
+            full_wait_at=NEVER,
+            due_at=NEVER,
+        )
+
     @property
     def open(self) -> bool:
         """Whether it has no ending yet."""
@@ -64,7 +84,7 @@ class Case:
         return self.open
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Held:
     """Feedback that waits for its interaction; with its bytes, since it may yet be a dead letter."""
 
@@ -76,7 +96,7 @@ class Held:
     timestamp_ms: int
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Early:
     """The feedback of an interaction that is not known yet, in order of arrival."""
 
@@ -91,7 +111,7 @@ class Early:
         return f"early/{self.interaction_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Wish:
     """What a user demanded, and since when."""
 
@@ -100,7 +120,7 @@ class Wish:
     wish: UserWish
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Wishes:
     """The demands of one user, as far as interactions that still come may need them."""
 
@@ -118,15 +138,17 @@ class Wishes:
 
     def opted_out(self, served_at: int) -> bool:
         """Whether the newest word before an interaction was served is a no."""
+        if not self.wishes:
+            return False
         said = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
         return bool(said) and said[-1].wish is UserWish.OPT_OUT
 
     def erased(self, served_at: int) -> bool:
         """Whether an interaction served then was demanded to be erased."""
-        return any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
+        return bool(self.wishes) and any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Activity:
     """How much one user did in the window that opened last."""
 
@@ -145,7 +167,7 @@ class Activity:
         return f"activity/{self.partition}/{self.user_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class JoinHead:
     """How far the inputs were decided, by topic, and what was counted on the way."""
 
@@ -200,9 +222,11 @@ class JoinStore(TimedEntries[Entry]):
 
     def save(self, entry: Entry) -> None:
         """An entry is new or has changed."""
+        # A case stays its user's.
+        if not (isinstance(entry, Case) and self.get(entry.key) is entry):
+            for user_id in _users(entry):
+                self._of_user[user_id].add(entry.key)
         super().save(entry)
-        for user_id in _users(entry):
-            self._of_user[user_id].add(entry.key)
 
     def forget(self, entry: Entry) -> None:
         """An entry is over."""
@@ -223,10 +247,6 @@ class JoinStore(TimedEntries[Entry]):
 
 def _users(entry: Entry) -> Collection[str]:
     """Whose data an entry holds, where it must be found by user."""
-    match entry:
-        case Case():
-            return (entry.user_id,)
-        case Early():
-            return {held.user_id for held in entry.held}
-        case _:
-            return ()
+    if isinstance(entry, Case):
+        return (entry.user_id,)
+    return {held.user_id for held in entry.held} if isinstance(entry, Early) else ()

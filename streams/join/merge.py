@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.record_class import record
 
 Item = TypeVar("Item")
 
@@ -21,7 +22,7 @@ MILLISECOND_US = 1_000
 """Kafka's timestamps are whole milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SourceMark:
     """How far a topic is decided: the last decided offset, and the clock there in microseconds."""
 
@@ -42,8 +43,11 @@ class Step(NamedTuple, Generic[Item]):
 @dataclass(slots=True)
 class _Input(Generic[Item]):
     place: int
-    mark: SourceMark
-    read: SourceMark
+    decided: tuple[int, int]
+    """The last decided offset, and the clock there."""
+    read_offset: int
+    clock_us: int
+    """With the records that wait."""
     waiting: deque[Step[Item]] = field(default_factory=deque)
 
 
@@ -54,16 +58,20 @@ class Merge(Generic[Item]):
         self._inputs: dict[Topic, _Input[Item]] = {}
         for place, topic in enumerate(topics):
             mark = marks.get(topic, SourceMark())
-            self._inputs[topic] = _Input(place, mark, mark)
+            self._inputs[topic] = _Input(place, (mark.offset, mark.clock_us), mark.offset, mark.clock_us)
 
     @property
     def marks(self) -> dict[Topic, SourceMark]:
         """How far each topic is decided."""
-        return {topic: source.mark for topic, source in self._inputs.items()}
+        return {topic: SourceMark(*source.decided) for topic, source in self._inputs.items()}
+
+    def next_offset(self, topic: Topic) -> int:
+        """The first offset of a topic that is not decided yet."""
+        return self._inputs[topic].decided[0] + 1
 
     def clock_us(self, topic: Topic) -> int:
         """The clock of a topic, with the records that wait."""
-        return self._inputs[topic].read.clock_us
+        return self._inputs[topic].clock_us
 
     def wanted_us(self) -> int | None:
         """The clock that every topic must reach for the first waiting item to be decided; None when none waits.
@@ -74,18 +82,20 @@ class Merge(Generic[Item]):
         items = [step for step in waiting if step is not None]
         if not items:
             return None
-        first = min(items, key=self._order)
+        first = min(items, key=lambda step: (step.at_us, self._inputs[step.topic].place, step.offset))
         return first.at_us + (MILLISECOND_US if self._inputs[first.topic].place else 0)
 
     def has_read(self, topic: Topic, offset: int) -> bool:
         """Whether a record was given before."""
-        return offset <= self._inputs[topic].read.offset
+        return offset <= self._inputs[topic].read_offset
 
     def read(self, topic: Topic, offset: int, timestamp_us: int, item: Item) -> None:
         """Add the next record of a topic."""
         source = self._inputs[topic]
-        source.read = SourceMark(offset, max(source.read.clock_us, timestamp_us))
-        source.waiting.append(Step(source.read.clock_us, topic, offset, item))
+        source.read_offset = offset
+        if timestamp_us > source.clock_us:
+            source.clock_us = timestamp_us
+        source.waiting.append(Step(source.clock_us, topic, offset, item))
 
     def take(self) -> Step[Item] | None:
         """The next record in the common order; None while a record that may still come could stand before it."""
@@ -99,11 +109,8 @@ class Merge(Generic[Item]):
             return None
         for other in self._inputs.values():
             # The next record of a topic may have the time of the one before.
-            if other.read.clock_us < first.at_us + (other.place < source.place):
+            if other.clock_us < first.at_us + (other.place < source.place):
                 return None
         source.waiting.popleft()
-        source.mark = SourceMark(first.offset, first.at_us)
+        source.decided = first.offset, first.at_us
         return first
-
-    def _order(self, step: Step[Item]) -> tuple[int, int, int]:
-        return step.at_us, self._inputs[step.topic].place, step.offset

@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import SignalKind
 from tidemill.schemas.signals import LEGAL, YES_OR_NO
 from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetRate
@@ -21,7 +21,7 @@ from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetR
 HASH_DIGITS = 12
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Signal:
     """One signal about an interaction."""
 
@@ -36,7 +36,7 @@ class Signal:
     """Where it lies in its partition of the feedback topic."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Use:
     """A signal that the reward was made of, and what it added."""
 
@@ -44,7 +44,7 @@ class Use:
     contribution: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RewardResult:
     """What the signals of an interaction amount to."""
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import ClassVar
 
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Outcome
 from tidemill.streams.state import NEVER, EntryBytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Figures:
     """What is compared of one interaction."""
 
@@ -37,7 +38,7 @@ class Figures:
         return cls(outcome.sampled_tokens, outcome.latency_ms, outcome.reward, outcome.arm, kinds)
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Tally:
     """Sums over interactions."""
 
@@ -92,7 +93,7 @@ class Fate(StrEnum):
     EXCLUDED = "excluded"
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Judged:
     """An outcome that was read."""
 
@@ -109,7 +110,7 @@ class Judged:
         return f"mark/{self.interaction_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Waiting:
     """A rewarded interaction, or a correction, that waits for its batch to close."""
 
@@ -137,7 +138,7 @@ class Waiting:
         return f"wait/{self.interaction_id}"
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class OpenBatch:
     """A batch that is being filled."""
 
@@ -155,7 +156,7 @@ class OpenBatch:
         return f"open/{self.version}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ErasedUser:
     """A user whose interactions up to a time are kept out."""
 
@@ -170,7 +171,7 @@ class ErasedUser:
         return f"erased/{self.user_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ServedUser:
     """A user who was served since the batch before."""
 
@@ -188,7 +189,7 @@ class ServedUser:
 Entry = Judged | Waiting | OpenBatch | ErasedUser | ServedUser
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class BatchHead:
     """How far the outcomes were decided, and what was counted on the way."""
 
