@@ -10,7 +10,7 @@ alone know how the bytes are written. Invariants:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
@@ -153,9 +153,11 @@ class TimedEntries(Generic[E]):
         self._encode = encode
         self._entries: dict[str, E] = {}
         self._changed: dict[str, None] = {}
+        self._timed: dict[str, tuple[int, bool]] = {}
+        """When each entry falls due, and whether that is awaited."""
         self._timers: list[tuple[int, str]] = []
-        self._timed: dict[str, int] = {}
         self._awaited: list[tuple[int, str]] = []
+        """The timers of entries that something follows from; of the others, `_timers`."""
         for key, body in state.entries.items():
             self.save(decode(key, body))
         self._changed.clear()
@@ -180,22 +182,36 @@ class TimedEntries(Generic[E]):
         key, due_at = entry.key, entry.due_at
         self._entries[key] = entry
         self._changed[key] = None
-        if due_at != NEVER and self._timed.get(key) != due_at:
-            self._timed[key] = due_at
-            heapq.heappush(self._timers, (due_at, key))
-            if entry.awaited:
-                heapq.heappush(self._awaited, (due_at, key))
+        if due_at == NEVER:
+            self._timed.pop(key, None)
+        else:
+            awaited = entry.awaited
+            if self._timed.get(key) != (due_at, awaited):
+                self._timed[key] = due_at, awaited
+                heapq.heappush(self._awaited if awaited else self._timers, (due_at, key))
 
     def forget(self, entry: E) -> None:
         """An entry is over."""
-        del self._entries[entry.key]
-        self._timed.pop(entry.key, None)
-        self._changed[entry.key] = None
+        key = entry.key
+        del self._entries[key]
+        self._timed.pop(key, None)
+        self._changed[key] = None
 
-    def due(self, time_us: int) -> Iterator[E]:
+    def due(self, time_us: int) -> Iterable[E]:
         """The entries that fall due up to a time, in order of time; each is changed or forgotten before the next."""
-        while self._timers and self._timers[0][0] <= time_us:
-            due_at, key = heapq.heappop(self._timers)
+        awaited, timers = self._awaited, self._timers
+        # Asked for each record, and mostly there is none.
+        if (awaited and awaited[0][0] <= time_us) or (timers and timers[0][0] <= time_us):
+            return self._due(time_us)
+        return ()
+
+    def _due(self, time_us: int) -> Iterator[E]:
+        awaited, timers = self._awaited, self._timers
+        while awaited or timers:
+            queue = awaited if awaited and not (timers and timers[0] < awaited[0]) else timers
+            if queue[0][0] > time_us:
+                return
+            due_at, key = heapq.heappop(queue)
             entry = self._entries.get(key)
             if entry is not None and entry.due_at == due_at:
                 yield entry
@@ -204,8 +220,7 @@ class TimedEntries(Generic[E]):
         """When the next entry falls due that something follows from."""
         while self._awaited:
             due_at, key = self._awaited[0]
-            entry = self._entries.get(key)
-            if entry is not None and entry.due_at == due_at and entry.awaited:
+            if self._timed.get(key) == (due_at, True):
                 return due_at
             heapq.heappop(self._awaited)
         return None

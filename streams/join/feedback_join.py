@@ -30,6 +30,7 @@ from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
 """Of two records of equal time, the interaction is decided first."""
+INTERACTIONS, FEEDBACK = Topic.INTERACTIONS.value, Topic.FEEDBACK.value
 OUTCOMES_PARTITION = 0
 
 
@@ -51,6 +52,8 @@ class FeedbackJoin:
         self._early_wait_us = to_us(self._settings.early_wait_s)
         self._bot_window_us = to_us(self._settings.bot_window_s)
         self._done_ttl_us = to_us(self._settings.done_ttl_s)
+        self._close_on = frozenset(settings.close_on)
+        self._too_many = f"the interaction has {settings.max_signals} signals already"
         self._horizons_us = {kind: to_us(self._map.horizon_s(kind)) for kind in SignalKind}
         state = state or MachineState()
         self._store = JoinStore(partition, state)
@@ -58,6 +61,8 @@ class FeedbackJoin:
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self.counts = Counter(head.counts)
         """Records that left no outcome of their own, by why."""
+        self._outputs: list[Output] = []
+        """What the record at hand decides."""
 
     @property
     def open_cases(self) -> int:
@@ -86,40 +91,40 @@ class FeedbackJoin:
             return []
         item = join_input.read(located, self._clock_skew_us)
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
-        outputs: list[Output] = []
+        self._outputs = []
         while (step := self._merge.take()) is not None:
-            at_us = step.at_us
-            self._advance(at_us, outputs)
-            match step.item:
-                case Answer(run_id, case):
-                    outputs += self._admit(run_id, case, at_us)
-                case Vote() as vote:
-                    outputs += self._hear(vote, step.offset, at_us)
-                case UserRequest() as request:
-                    outputs += self._heed(request, at_us)
-                case Tombstone(key):
-                    outputs += self._erase(key, at_us)
-                case Rejected() as rejected:
-                    outputs.append(rejected)
+            at_us, offset, item = step
+            self._advance(at_us)
+            match item:
+                case Answer():
+                    self._admit(item, at_us)
+                case Vote():
+                    self._hear(item, offset, at_us)
+                case UserRequest():
+                    self._heed(item, at_us)
+                case Tombstone():
+                    self._erase(item.key, at_us)
+                case Rejected():
+                    self._outputs.append(item)
             # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
-            self._advance(at_us, outputs)
-        return outputs
+            self._advance(at_us)
+        return self._outputs
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self.counts))))
 
-    def _advance(self, time_us: int, outputs: list[Output]) -> None:
+    def _advance(self, time_us: int) -> None:
         """Everything that falls due up to a time, in the order of time."""
         for entry in self._store.due(time_us):
             if isinstance(entry, Case) and entry.open:
-                outputs.append(self._end(entry, self._exclusion(entry), entry.due_at))
+                self._end(entry, self._exclusion(entry), entry.due_at)
             elif isinstance(entry, Early):
                 overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
-                reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
-                outputs += [self._rejected(held, reason) for held in overdue]
+                for held in overdue:
+                    self._reject(held, f"unknown interaction: none came within {self._settings.early_wait_s:g} s")
             else:
                 self._store.forget(entry)
 
@@ -135,17 +140,17 @@ class FeedbackJoin:
 
     # Records
 
-    def _admit(self, run_id: str, case: Case, at_us: int) -> list[Output]:
+    def _admit(self, answer: Answer, at_us: int) -> None:
+        case = answer.case
         if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
-            return []
+            return
         # Feedback may be as late on its way as the interaction was.
         case.full_wait_at = case.due_at = max(case.served_at + self._wait_us, at_us) + self._grace_us
         early = self._store.early(case.interaction_id)
         if early is not None:
             self._store.forget(early)
-        outputs: list[Output] = []
-        if run_id != self._run_id:
+        if answer.run_id != self._run_id:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
             self.counts["other_run"] += 1
             self._seal(case, at_us + self._done_ttl_us)
@@ -153,14 +158,13 @@ class FeedbackJoin:
             self._store.save(case)
             case.bot = self._is_bot(case.user_id, at_us)
             if self._store.wishes(case.user_id).erased(case.served_at):
-                outputs.append(self._end(case, OutcomeExclusion.ERASED, at_us))
+                self._end(case, OutcomeExclusion.ERASED, at_us)
             elif at_us - case.served_at > self._late_us:
-                outputs.append(self._end(case, OutcomeExclusion.TOO_LATE, at_us))
+                self._end(case, OutcomeExclusion.TOO_LATE, at_us)
         for held in early.held if early else ():
-            outputs += self._add(case, held, at_us)
-        return outputs
+            self._add(case, held, at_us)
 
-    def _hear(self, vote: Vote, offset: int, at_us: int) -> list[Output]:
+    def _hear(self, vote: Vote, offset: int, at_us: int) -> None:
         feedback = vote.feedback
         signal = Signal(
             event_id=feedback.event_id,
@@ -172,61 +176,56 @@ class FeedbackJoin:
         )
         held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
-        if case is None:
-            name = feedback.interaction_id
-            early = self._store.early(name) or Early(name, NEVER)
-            # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
-            if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
-                self.counts["duplicate_feedback"] += 1
-                return []
-            self._is_bot(held.user_id, at_us)
-            if len(early.held) >= self._settings.max_signals:
-                return [self._too_many(held)]
+        if case is not None:
+            if not case.sealed and signal.event_id not in case.signals:
+                self._is_bot(feedback.user_id, at_us)
+            self._add(case, held, at_us)
+            return
+        early = self._store.early(feedback.interaction_id) or Early(feedback.interaction_id, NEVER)
+        # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
+        if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
+            self.counts["duplicate_feedback"] += 1
+            return
+        self._is_bot(held.user_id, at_us)
+        if len(early.held) >= self._settings.max_signals:
+            self._reject(held, self._too_many)
+        else:
             self._keep_held(early, [*early.held, held])
-            return []
-        if not case.sealed and signal.event_id not in case.signals:
-            self._is_bot(feedback.user_id, at_us)
-        return self._add(case, held, at_us)
 
-    def _add(self, case: Case, held: Held, at_us: int) -> list[Output]:
+    def _add(self, case: Case, held: Held, at_us: int) -> None:
         signal = held.signal
+        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
         if case.sealed:
             self.counts["after_exclusion"] += 1
-            return []
-        if held.user_id != case.user_id:
-            reason = f"user {held.user_id!r} was not served interaction {case.interaction_id!r}"
-            return [self._rejected(held, reason)]
-        if signal.event_id in case.signals:
+        elif held.user_id != case.user_id:
+            self._reject(held, f"user {held.user_id!r} was not served interaction {case.interaction_id!r}")
+        elif signal.event_id in case.signals:
             self.counts["duplicate_feedback"] += 1
-            return []
-        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
-        if not (earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]):
+        elif not earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]:
             self.counts["out_of_horizon"] += 1
-            return []
-        if len(case.signals) >= self._settings.max_signals:
-            return [self._too_many(held)]
-        case.signals[signal.event_id] = signal
-        case.arrivals[signal.event_id] = at_us
-        return self._signals_changed(case, at_us)
-
-    def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
-        if not case.open:
+        elif len(case.signals) >= self._settings.max_signals:
+            self._reject(held, self._too_many)
+        else:
+            case.signals[signal.event_id] = signal
+            case.arrivals[signal.event_id] = at_us
+            if case.open:
+                self._set_end(case, at_us)
+                return
             self._store.save(case)
             result = reward_of(self._map, case.signals.values())
-            if result.reward == case.reward or self._exclusion(case):
-                return []
-            previous, case.reward = case.reward, result.reward
-            case.revision += 1
-            return [self._outcome(case, result, "", previous, at_us)]
-        decisive = [
-            case.arrivals[signal.event_id]
-            for kind, signal in standing(case.signals.values()).items()
-            if kind in self._settings.close_on
-        ]
-        ends = [case.full_wait_at, *(arrived + self._settle_us for arrived in decisive)]
-        case.due_at = max(min(ends), at_us)
+            if result.reward != case.reward and not self._exclusion(case):
+                previous, case.reward = case.reward, result.reward
+                case.revision += 1
+                self._put_out(case, result, "", previous, at_us)
+
+    def _set_end(self, case: Case, at_us: int) -> None:
+        """When an open case ends, with the signals that it has now."""
+        end_at = case.full_wait_at
+        for kind, signal in standing(case.signals.values()).items():
+            if kind in self._close_on:
+                end_at = min(end_at, case.arrivals[signal.event_id] + self._settle_us)
+        case.due_at = max(end_at, at_us)
         self._store.save(case)
-        return []
 
     # Users
 
@@ -246,10 +245,10 @@ class FeedbackJoin:
         self._store.save(activity)
         return at_us < activity.bot_until
 
-    def _heed(self, request: UserRequest, at_us: int) -> list[Output]:
-        wishes = self._store.wishes(request.user_id)
+    def _heed(self, request: UserRequest, at_us: int) -> None:
+        user_id, wishes = request.user_id, self._store.wishes(request.user_id)
         if any(wish.request_id == request.request_id for wish in wishes.wishes):
-            return []
+            return
         # A demand is never for a later time than the one at which it was read.
         wish = Wish(min(request.at, at_us), request.request_id, request.wish)
         settings = self._settings
@@ -260,24 +259,22 @@ class FeedbackJoin:
         wishes.wishes = past[-1:] + [w for w in ordered if w.at + keep_us > at_us]
         wishes.due_at = NEVER if wishes.opted_out(at_us) else at_us + keep_us
         self._store.save(wishes)
-        return self._erase_user(request.user_id, wish.at, at_us) if wish.wish is UserWish.ERASE else []
-
-    def _erase_user(self, user_id: str, until_us: int, at_us: int) -> list[Output]:
-        outputs: list[Output] = []
+        if wish.wish is not UserWish.ERASE:
+            return
         for case in self._store.cases_of(user_id):
-            if case.served_at <= until_us:
-                outputs += self._erase_case(case, at_us)
+            if case.served_at <= wish.at:
+                self._erase_case(case, at_us)
         for early in self._store.early_of(user_id):
-            kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > until_us]
+            kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > wish.at]
             self.counts["erased_feedback"] += len(early.held) - len(kept)
             self._keep_held(early, kept)
-        return outputs
 
-    def _erase(self, key: str, at_us: int) -> list[Output]:
+    def _erase(self, key: str, at_us: int) -> None:
         """A tombstone: of an interaction, or of one feedback event."""
         case = self._store.case(key)
         if case is not None:
-            return self._erase_case(case, at_us)
+            self._erase_case(case, at_us)
+            return
         unclaimed = self._store.early(key)
         if unclaimed is not None:
             self.counts["erased_feedback"] += len(unclaimed.held)
@@ -290,18 +287,18 @@ class FeedbackJoin:
                 del found.signals[event_id], found.arrivals[event_id]
                 self.counts["erased_feedback"] += 1
                 if found.open:
-                    return self._signals_changed(found, at_us)
+                    self._set_end(found, at_us)
+                    return
                 self._store.save(found)
             elif early is not None and any(held.signal.event_id == event_id for held in early.held):
                 self.counts["erased_feedback"] += 1
                 self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])
-        return []
 
-    def _erase_case(self, case: Case, at_us: int) -> list[Output]:
+    def _erase_case(self, case: Case, at_us: int) -> None:
         if case.open:
-            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
-        self._seal(case, case.due_at)
-        return []
+            self._end(case, OutcomeExclusion.ERASED, at_us)
+        else:
+            self._seal(case, case.due_at)
 
     # Endings
 
@@ -318,20 +315,19 @@ class FeedbackJoin:
             return OutcomeExclusion.BOT
         return "" if case.sampled_tokens else OutcomeExclusion.NO_TOKENS
 
-    def _end(self, case: Case, exclusion: str, at_us: int) -> Emit:
+    def _end(self, case: Case, exclusion: str, at_us: int) -> None:
         """Give an interaction its one ending."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
             observed = {} if exclusion == OutcomeExclusion.ERASED else result.observed
             result = RewardResult(None, (), observed)
         case.revision, case.reward = 0, result.reward
-        outcome = self._outcome(case, result, exclusion, None, at_us)
+        self._put_out(case, result, exclusion, None, at_us)
         if exclusion:
             self._seal(case, at_us + self._done_ttl_us)
         else:
             case.due_at = at_us + self._done_ttl_us
             self._store.save(case)
-        return outcome
 
     def _seal(self, case: Case, due_at: int) -> None:
         """Nothing changes this ending any more, and nothing is kept that could."""
@@ -341,16 +337,16 @@ class FeedbackJoin:
         case.due_at = due_at
         self._store.save(case)
 
-    def _outcome(
+    def _put_out(
         self, case: Case, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
-    ) -> Emit:
+    ) -> None:
         signals = [
             SignalUse(
                 kind=use.signal.kind,
                 event_id=use.signal.event_id,
                 value=use.signal.value or 0.0,
                 contribution=use.contribution,
-                topic=Topic.FEEDBACK.value,
+                topic=FEEDBACK,
                 partition=self._partition,
                 offset=use.signal.offset,
             )
@@ -362,7 +358,7 @@ class FeedbackJoin:
             branch=case.branch,
             user_id=case.user_id,
             arm=case.arm,
-            topic=Topic.INTERACTIONS.value,
+            topic=INTERACTIONS,
             partition=self._partition,
             offset=case.offset,
             version_min=case.version_min,
@@ -380,12 +376,9 @@ class FeedbackJoin:
             feedback_at=max((use.signal.observed_at for use in result.uses), default=None),
             closed_at=closed_at,
         )
-        return Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION)
+        self._outputs.append(Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION))
 
-    def _too_many(self, held: Held) -> Rejected:
-        reason = f"the interaction has {self._settings.max_signals} signals already"
-        return self._rejected(held, reason)
-
-    def _rejected(self, held: Held, reason: str) -> Rejected:
+    def _reject(self, held: Held, reason: str) -> None:
         place = Topic.FEEDBACK, self._partition, held.signal.offset
-        return Rejected(ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None), reason)
+        located = ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None)
+        self._outputs.append(Rejected(located, reason))

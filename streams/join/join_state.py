@@ -7,7 +7,7 @@ Each entry has a timer, `due_at`: the event time at which it is looked at again 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from typing import ClassVar
 
@@ -194,22 +194,22 @@ class JoinStore(TimedEntries[Entry]):
 
     def case(self, interaction_id: str) -> Case | None:
         """An interaction, open or ended."""
-        entry = self.get(f"case/{interaction_id}")
+        entry = self._entries.get(f"case/{interaction_id}")
         return entry if isinstance(entry, Case) else None
 
     def early(self, interaction_id: str) -> Early | None:
         """The feedback that waits for an interaction."""
-        entry = self.get(f"early/{interaction_id}")
+        entry = self._entries.get(f"early/{interaction_id}")
         return entry if isinstance(entry, Early) else None
 
     def wishes(self, user_id: str) -> Wishes:
-        """What a user demanded; nothing, where he is not known."""
-        entry = self.get(f"wishes/{self._partition}/{user_id}")
+        """What a user demanded; nothing, where they are not known."""
+        entry = self._entries.get(f"wishes/{self._partition}/{user_id}")
         return entry if isinstance(entry, Wishes) else Wishes(self._partition, user_id, NEVER)
 
     def activity(self, user_id: str, at_us: int) -> Activity:
-        """What a user did lately; a window that opens at `at_us`, where he is not known."""
-        entry = self.get(f"activity/{self._partition}/{user_id}")
+        """What a user did lately; a window that opens at `at_us`, where they are not known."""
+        entry = self._entries.get(f"activity/{self._partition}/{user_id}")
         return entry if isinstance(entry, Activity) else Activity(self._partition, user_id, NEVER, at_us)
 
     def cases_of(self, user_id: str) -> list[Case]:
@@ -222,17 +222,23 @@ class JoinStore(TimedEntries[Entry]):
 
     def save(self, entry: Entry) -> None:
         """An entry is new or has changed."""
-        # A case stays its user's.
-        if not (isinstance(entry, Case) and self.get(entry.key) is entry):
-            for user_id in _users(entry):
-                self._of_user[user_id].add(entry.key)
+        if isinstance(entry, Case):
+            # It stays its user's.
+            if entry.key not in self._entries:
+                self._of_user[entry.user_id].add(entry.key)
+        elif isinstance(entry, Early):
+            for held in entry.held:
+                self._of_user[held.user_id].add(entry.key)
         super().save(entry)
 
     def forget(self, entry: Entry) -> None:
         """An entry is over."""
         super().forget(entry)
-        for user_id in _users(entry):
-            self.release(entry, user_id)
+        if isinstance(entry, Case):
+            self.release(entry, entry.user_id)
+        elif isinstance(entry, Early):
+            for held in entry.held:
+                self.release(entry, held.user_id)
 
     def release(self, entry: Entry, user_id: str) -> None:
         """An entry holds nothing of a user any more."""
@@ -243,10 +249,3 @@ class JoinStore(TimedEntries[Entry]):
 
     def _data_of(self, user_id: str) -> list[Entry | None]:
         return [self.get(key) for key in sorted(self._of_user.get(user_id, ()))]
-
-
-def _users(entry: Entry) -> Collection[str]:
-    """Whose data an entry holds, where it must be found by user."""
-    if isinstance(entry, Case):
-        return (entry.user_id,)
-    return {held.user_id for held in entry.held} if isinstance(entry, Early) else ()

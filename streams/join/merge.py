@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from itertools import islice
+from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.record_class import record
@@ -30,14 +31,9 @@ class SourceMark:
     clock_us: int = 0
 
 
-class Step(NamedTuple, Generic[Item]):
-    """The next record in the common order."""
-
-    at_us: int
-    topic: Topic
-    offset: int
-    item: Item
-    """None: the record only moves the clock."""
+Step = tuple[int, int, Item]
+"""Time in microseconds, offset and item of the next record in the common order; a record without an item only moves
+the clock."""
 
 
 @dataclass(slots=True)
@@ -78,12 +74,13 @@ class Merge(Generic[Item]):
 
         A record that only moves the clock asks for nothing: it would call for a tick, which waits, and so for ever.
         """
-        waiting = (next((s for s in source.waiting if s.item is not None), None) for source in self._inputs.values())
-        items = [step for step in waiting if step is not None]
-        if not items:
-            return None
-        first = min(items, key=lambda step: (step.at_us, self._inputs[step.topic].place, step.offset))
-        return first.at_us + (MILLISECOND_US if self._inputs[first.topic].place else 0)
+        waiting = (
+            (at_us, source.place)
+            for source in self._inputs.values()
+            for at_us, _offset, item in islice((step for step in source.waiting if step[2] is not None), 1)
+        )
+        at_us, place = min(waiting, default=(None, 0))
+        return at_us + MILLISECOND_US if at_us is not None and place else at_us
 
     def has_read(self, topic: Topic, offset: int) -> bool:
         """Whether a record was given before."""
@@ -95,22 +92,22 @@ class Merge(Generic[Item]):
         source.read_offset = offset
         if timestamp_us > source.clock_us:
             source.clock_us = timestamp_us
-        source.waiting.append(Step(source.clock_us, topic, offset, item))
+        source.waiting.append((source.clock_us, offset, item))
 
     def take(self) -> Step[Item] | None:
         """The next record in the common order; None while a record that may still come could stand before it."""
         source: _Input[Item] | None = None
-        first: Step[Item] | None = None
+        at_us = 0
         for candidate in self._inputs.values():
             # Of equal times that of the earlier topic, which is met first.
-            if candidate.waiting and (first is None or candidate.waiting[0].at_us < first.at_us):
-                source, first = candidate, candidate.waiting[0]
-        if source is None or first is None:
+            if candidate.waiting and (source is None or candidate.waiting[0][0] < at_us):
+                source, at_us = candidate, candidate.waiting[0][0]
+        if source is None:
             return None
         for other in self._inputs.values():
             # The next record of a topic may have the time of the one before.
-            if other.clock_us < first.at_us + (other.place < source.place):
+            if other.clock_us < at_us + (other.place < source.place):
                 return None
-        source.waiting.popleft()
-        source.decided = first.offset, first.at_us
+        first = source.waiting.popleft()
+        source.decided = first[1], at_us
         return first
