@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from tidemill.schemas.record_class import record
-from tidemill.schemas.records import Outcome
+from tidemill.schemas.records import OnlineMember, Outcome
 from tidemill.streams.state import NEVER, EntryBytes
 
 
@@ -136,6 +136,42 @@ class Waiting:
     @property
     def key(self) -> str:
         return f"wait/{self.interaction_id}"
+
+    @classmethod
+    def of(cls, outcome: Outcome, order: int, reward: float, *, correction: bool) -> Waiting:
+        """That of an outcome, with the reward that its batch is to have."""
+        return cls(
+            interaction_id=outcome.interaction_id,
+            order=order,
+            user_id=outcome.user_id,
+            topic=outcome.topic,
+            partition=outcome.partition,
+            offset=outcome.offset,
+            reward=reward,
+            correction=correction,
+            version_min=outcome.version_min,
+            version_max=outcome.version_max,
+            feedback_at=outcome.feedback_at,
+            served_at=outcome.served_at,
+            figures=Figures.of(outcome),
+        )
+
+    def member(self) -> OnlineMember:
+        """Its reference in a batch."""
+        return OnlineMember(
+            interaction_id=self.interaction_id,
+            user_id=self.user_id,
+            topic=self.topic,
+            partition=self.partition,
+            offset=self.offset,
+            reward=self.reward,
+            correction=self.correction,
+            sampled_tokens=self.figures.tokens,
+            version_min=self.version_min,
+            version_max=self.version_max,
+            arm=self.figures.arm,
+            feedback_at=self.feedback_at,
+        )
 
 
 @record(slots=True)
