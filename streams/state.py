@@ -105,11 +105,6 @@ class Timed(Protocol):
         """Event time, microseconds, at which it is looked at again without a record."""
         ...
 
-    @property
-    def awaited(self) -> bool:
-        """Whether something follows when it falls due; what is only forgotten then is no reason to hurry."""
-        ...
-
 
 E = TypeVar("E", bound=Timed)
 Head = TypeVar("Head")
@@ -146,11 +141,22 @@ class EntryBytes(Generic[E, Head]):
 
 
 class TimedEntries(Generic[E]):
-    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries."""
+    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries.
 
-    def __init__(self, state: MachineState, encode: Callable[[E], bytes], decode: Callable[[str, bytes], E]) -> None:
-        """Raises StateError."""
-        self._encode = encode
+    Args:
+        awaited: whether something follows when an entry falls due; to be forgotten then is no reason to hurry.
+
+    Raises StateError.
+    """
+
+    def __init__(
+        self,
+        state: MachineState,
+        encode: Callable[[E], bytes],
+        decode: Callable[[str, bytes], E],
+        awaited: Callable[[E], bool],
+    ) -> None:
+        self._encode, self._is_awaited = encode, awaited
         self._entries: dict[str, E] = {}
         self._changed: dict[str, None] = {}
         self._timed: dict[str, tuple[int, bool]] = {}
@@ -185,7 +191,7 @@ class TimedEntries(Generic[E]):
         if due_at == NEVER:
             self._timed.pop(key, None)
         else:
-            awaited = entry.awaited
+            awaited = self._is_awaited(entry)
             if self._timed.get(key) != (due_at, awaited):
                 self._timed[key] = due_at, awaited
                 heapq.heappush(self._awaited if awaited else self._timers, (due_at, key))

@@ -7,7 +7,6 @@ raise `StateError`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from tidemill.schemas.avro_code import write_long
 from tidemill.schemas.record_class import record
@@ -68,8 +67,6 @@ class OpenGroup:
     """The bytes of its members, once they were made: a group is written again with each of them."""
     begun: bytes = field(default=b"", compare=False, repr=False)
     """The bytes before those of its members, once they were made."""
-    awaited: ClassVar[bool] = True
-    """Its group record follows."""
 
     @property
     def due_at(self) -> int:
@@ -88,8 +85,6 @@ class DoneGroup:
     rollout_ids: set[str]
     ttl_us: int
     """A setting, and not written."""
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def due_at(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import field
-from typing import ClassVar
 
 from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Interaction, UserWish
@@ -78,11 +77,6 @@ class Case:
     def key(self) -> str:
         return f"case/{self.interaction_id}"
 
-    @property
-    def awaited(self) -> bool:
-        """Whether an outcome follows when it falls due."""
-        return self.open
-
 
 @record(frozen=True, slots=True)
 class Held:
@@ -103,8 +97,6 @@ class Early:
     interaction_id: str
     due_at: int
     held: list[Held] = field(default_factory=list)
-    awaited: ClassVar[bool] = True
-    """Its feedback is rejected when it falls due."""
 
     @property
     def key(self) -> str:
@@ -129,8 +121,6 @@ class Wishes:
     due_at: int
     """When they may be forgotten; never while the user has opted out."""
     wishes: list[Wish] = field(default_factory=list)
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
@@ -159,8 +149,6 @@ class Activity:
     opened_at: int
     events: int = 0
     bot_until: int = 0
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
@@ -190,7 +178,8 @@ class JoinStore(TimedEntries[Entry]):
         """Raises StateError."""
         self._partition = partition
         self._of_user: dict[str, set[str]] = defaultdict(set)
-        super().__init__(state, encode, decode)
+        # An outcome follows, or feedback is rejected.
+        super().__init__(state, encode, decode, lambda e: isinstance(e, Early) or (isinstance(e, Case) and e.open))
 
     def case(self, interaction_id: str) -> Case | None:
         """An interaction, open or ended."""

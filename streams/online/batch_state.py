@@ -102,8 +102,6 @@ class Judged:
     fate: Fate
     due_at: int
     """When it is forgotten."""
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
@@ -129,8 +127,6 @@ class Waiting:
     served_at: int
     figures: Figures
     due_at: ClassVar[int] = NEVER
-    """Its batch decides."""
-    awaited: ClassVar[bool] = False
     """Its batch decides."""
 
     @property
@@ -184,8 +180,6 @@ class OpenBatch:
     overdue_at: int
     due_at: int
     """When it is overdue; never again, once it was looked at then."""
-    awaited: ClassVar[bool] = True
-    """It may close when it falls due."""
 
     @property
     def key(self) -> str:
@@ -199,8 +193,6 @@ class ErasedUser:
     user_id: str
     until: int
     due_at: int
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
@@ -213,8 +205,6 @@ class ServedUser:
 
     user_id: str
     due_at: ClassVar[int] = NEVER
-    """The next batch ends it."""
-    awaited: ClassVar[bool] = False
     """The next batch ends it."""
 
     @property

@@ -73,7 +73,10 @@ class OnlineBatcher:
         self._run_id, self._branch = run_id, branch
         self._settings = settings
         state = state or MachineState()
-        self._store: TimedEntries[Entry] = TimedEntries(state, batch_state.encode, batch_state.decode)
+        # An open batch may close when it falls due.
+        self._store: TimedEntries[Entry] = TimedEntries(
+            state, batch_state.encode, batch_state.decode, lambda entry: isinstance(entry, OpenBatch)
+        )
         self._head = batch_state.decode_head(state.head) if state.head is not None else BatchHead()
         found = list(self._store.entries())
         self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
