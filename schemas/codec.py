@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import re
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from typing import Any, get_args
 
@@ -38,6 +38,8 @@ class _Schema:
         self.document = document
         self.record_type = RECORD_TYPES[document["name"]]
         self.fingerprint = bytes.fromhex(fingerprint(to_parsing_canonical_form(document), "CRC-64-AVRO"))
+        self.mark = SINGLE_OBJECT_MAGIC + self.fingerprint
+        """The ten bytes that a single object begins with."""
         self.parsed = fastavro.parse_schema(_without_logical_types(document), named_schemas={})
 
     @cached_property
@@ -90,12 +92,13 @@ def current_schema(record_type: type) -> dict[str, Any]:
 def _by_mark() -> dict[bytes, _Schema]:
     """Every recorded schema, by the ten bytes that a single object begins with."""
     every = (schema for schemas in _recorded().values() for schema in schemas)
-    return {SINGLE_OBJECT_MAGIC + schema.fingerprint: schema for schema in every}
+    return {schema.mark: schema for schema in every}
 
 
-@cache
-def _current(record_type: type) -> _Schema:
-    return _recorded()[record_type][-1]
+@lru_cache(maxsize=1)
+def _current() -> dict[type, _Schema]:
+    """The schema that each record type is written with."""
+    return {record_type: schemas[-1] for record_type, schemas in _recorded().items()}
 
 
 def read_body(body: bytes, writer: dict[str, Any]) -> Record:
@@ -105,7 +108,7 @@ def read_body(body: bytes, writer: dict[str, Any]) -> Record:
 
 def _read(data: bytes, begin: int, wrote: _Schema) -> Record:
     """The record whose body begins at `begin` of `data`, in the fields of today. Raises DecodeError."""
-    current = _current(wrote.record_type)
+    current = _current()[wrote.record_type]
     if wrote.fingerprint == current.fingerprint:
         try:
             record: Record = current.read(data, begin)
@@ -138,9 +141,9 @@ class Codec:
 
     def encode(self, record: Record) -> bytes:
         """The framed bytes of a record. Raises ValueError when a field does not fit its schema."""
-        schema = _current(type(record))
+        schema = _current()[type(record)]
         if self._registry is None:
-            begin = SINGLE_OBJECT_MAGIC + schema.fingerprint
+            begin = schema.mark
         else:
             begin = CONFLUENT_MAGIC + self._registry.id_of(type(record)).to_bytes(4, "big")
         try:
