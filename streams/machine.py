@@ -12,16 +12,16 @@ A runner (`tidemill.streams.runner`) runs any of them and keeps these promises t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Record
 from tidemill.streams.state import Changes, MachineState
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Emit:
     """A record to write."""
 
@@ -32,7 +32,7 @@ class Emit:
     """None: the partition of the key, by murmur2."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Rejected:
     """A record that breaks the contract, to be dead-lettered with the reason."""
 
@@ -74,7 +74,7 @@ class Machine(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Processor:
     """One stream application: which topics it reads and writes, and its machines."""
 

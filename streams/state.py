@@ -10,14 +10,13 @@ alone know how the bytes are written. Invariants:
 from __future__ import annotations
 
 import heapq
-import io
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Generic, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-import fastavro
-import msgspec
+from tidemill.schemas import avro_code
+from tidemill.schemas.record_class import record
 
 NEVER = 2**62
 """The time of an entry that no time calls up."""
@@ -31,7 +30,7 @@ class StateError(ValueError):
     """Bytes of the state topic that are no state of this version."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Changes:
     """What changed in a machine's state since the last call."""
 
@@ -40,7 +39,7 @@ class Changes:
     head: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MachineState:
     """What a machine goes on from: all that it ever handed out, as of the newest head."""
 
@@ -49,15 +48,11 @@ class MachineState:
     """None: nothing was decided yet."""
 
 
-def record_schema(name: str, **kinds: Any) -> dict[str, Any]:  # noqa: ANN401 - Avro types
-    """The Avro schema of a record with fields of these types."""
-    return {"type": "record", "name": name, "fields": [{"name": n, "type": t} for n, t in kinds.items()]}
-
-
-def schema_of(kind: type) -> dict[str, Any]:
-    """The Avro schema of a dataclass: its fields in their order, with the types that their annotations say."""
+def _schema_of(kind: type) -> dict[str, Any]:
+    """The Avro schema of a record class: its fields in their order, with the types that their annotations say."""
     hints = get_type_hints(kind)
-    return record_schema(kind.__name__, **{each.name: _avro_type(hints[each.name]) for each in fields(kind)})
+    listed = [{"name": each.name, "type": _avro_type(hints[each.name])} for each in fields(kind)]
+    return {"type": "record", "name": kind.__name__, "fields": listed}
 
 
 def _avro_type(hint: Any) -> Any:  # noqa: ANN401 - a type, and an Avro type
@@ -69,31 +64,32 @@ def _avro_type(hint: Any) -> Any:  # noqa: ANN401 - a type, and an Avro type
     if origin in (dict, Mapping):
         return {"type": "map", "values": _avro_type(parts[1])}
     if isinstance(hint, type) and is_dataclass(hint):
-        return schema_of(hint)
+        return _schema_of(hint)
     return next(name for base, name in _AVRO_NAMES.items() if issubclass(hint, base))
 
 
-def write_avro(schema: Any, record: object) -> bytes:  # noqa: ANN401 - a parsed Avro schema
-    """The Avro bytes of a record (a dataclass, or a mapping of its fields), without its schema."""
-    buffer = io.BytesIO()
-    fastavro.schemaless_writer(buffer, schema, msgspec.to_builtins(record, builtin_types=(bytes,)))
-    return buffer.getvalue()
+T = TypeVar("T")
 
 
-def read_avro(schema: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - a parsed Avro schema
-    """The record that `write_avro` was given. Raises StateError."""
-    try:
-        body: Any = fastavro.schemaless_reader(io.BytesIO(data), schema, None)
-    except Exception as error:  # fastavro raises errors of many types on hostile bytes; callers get one
-        raise StateError(f"unreadable state: {type(error).__name__}: {error}") from error
-    return dict(body)
+class StateBytes(Generic[T]):
+    """How a record class of the state is written: as Avro without its schema, which follows from the annotations."""
 
+    def __init__(self, kind: type[T]) -> None:
+        schema = _schema_of(kind)
+        self._name = kind.__name__
+        self._write = avro_code.writer(schema)
+        self._read: Callable[[bytes, int], T] = avro_code.reader(schema, kind)
 
-def _structured(body: dict[str, Any], kind: Any) -> Any:  # noqa: ANN401 - the dataclass that `kind` is
-    try:
-        return msgspec.convert(body, kind)
-    except (msgspec.ValidationError, ValueError) as error:  # a `__post_init__` raises ValueError
-        raise StateError(f"unreadable {kind.__name__}: {error}") from error
+    def write(self, value: T, begin: bytes = b"") -> bytes:
+        """`begin`, and the bytes of a value."""
+        return self._write(value, begin)
+
+    def read(self, data: bytes, place: int = 0) -> T:
+        """The value whose bytes begin at a place and end with `data`. Raises StateError."""
+        try:
+            return self._read(data, place)
+        except Exception as error:  # a reader raises errors of many types on hostile bytes; callers get one
+            raise StateError(f"unreadable {self._name}: {type(error).__name__}: {error}") from error
 
 
 class Timed(Protocol):
@@ -107,11 +103,6 @@ class Timed(Protocol):
     @property
     def due_at(self) -> int:
         """Event time, microseconds, at which it is looked at again without a record."""
-        ...
-
-    @property
-    def awaited(self) -> bool:
-        """Whether something follows when it falls due; what is only forgotten then is no reason to hurry."""
         ...
 
 
@@ -128,46 +119,51 @@ class EntryBytes(Generic[E, Head]):
     """
 
     def __init__(self, entries: Mapping[bytes, type[E]], head: type[Head]) -> None:
-        self._entries = {kind: (entry, fastavro.parse_schema(schema_of(entry))) for kind, entry in entries.items()}
-        self._head = head, fastavro.parse_schema(schema_of(head))
-        self._kinds = {entry: kind for kind, entry in entries.items()}
+        self._entries: dict[bytes, StateBytes[E]] = {kind: StateBytes(entry) for kind, entry in entries.items()}
+        self._kinds = {entry: (kind, self._entries[kind]) for kind, entry in entries.items()}
+        head_bytes = StateBytes(head)
+        self.encode_head, self.decode_head = head_bytes.write, head_bytes.read
 
     def encode(self, entry: E) -> bytes:
         """The bytes of an entry."""
-        kind = self._kinds[type(entry)]
-        return kind + write_avro(self._entries[kind][1], entry)
+        kind, known = self._kinds[type(entry)]
+        return known.write(entry, kind)
 
     def decode(self, key: str, data: bytes) -> E:
         """The entry of `encode`d bytes that lay under `key`. Raises StateError."""
         known = self._entries.get(data[:1])
         if known is None:
             raise StateError(f"an entry begins with one of {sorted(self._entries)}, not {data[:1]!r}")
-        entry: E = _structured(read_avro(known[1], data[1:]), known[0])
+        entry = known.read(data, 1)
         if entry.key != key:
             raise StateError(f"the entry of {entry.key!r} lies under the key {key!r}")
         return entry
 
-    def encode_head(self, head: Head) -> bytes:
-        """The bytes of a head."""
-        return write_avro(self._head[1], head)
-
-    def decode_head(self, data: bytes) -> Head:
-        """The head of `encode_head`'s bytes. Raises StateError."""
-        head: Head = _structured(read_avro(self._head[1], data), self._head[0])
-        return head
-
 
 class TimedEntries(Generic[E]):
-    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries."""
+    """All entries of one machine in memory: found by key, called up by time. The caller saves changed entries.
 
-    def __init__(self, state: MachineState, encode: Callable[[E], bytes], decode: Callable[[str, bytes], E]) -> None:
-        """Raises StateError."""
-        self._encode = encode
+    Args:
+        awaited: whether something follows when an entry falls due; to be forgotten then is no reason to hurry.
+
+    Raises StateError.
+    """
+
+    def __init__(
+        self,
+        state: MachineState,
+        encode: Callable[[E], bytes],
+        decode: Callable[[str, bytes], E],
+        awaited: Callable[[E], bool],
+    ) -> None:
+        self._encode, self._is_awaited = encode, awaited
         self._entries: dict[str, E] = {}
         self._changed: dict[str, None] = {}
+        self._timed: dict[str, tuple[int, bool]] = {}
+        """When each entry falls due, and whether that is awaited."""
         self._timers: list[tuple[int, str]] = []
-        self._timed: dict[str, int] = {}
         self._awaited: list[tuple[int, str]] = []
+        """The timers of entries that something follows from; of the others, `_timers`."""
         for key, body in state.entries.items():
             self.save(decode(key, body))
         self._changed.clear()
@@ -192,22 +188,36 @@ class TimedEntries(Generic[E]):
         key, due_at = entry.key, entry.due_at
         self._entries[key] = entry
         self._changed[key] = None
-        if due_at != NEVER and self._timed.get(key) != due_at:
-            self._timed[key] = due_at
-            heapq.heappush(self._timers, (due_at, key))
-            if entry.awaited:
-                heapq.heappush(self._awaited, (due_at, key))
+        if due_at == NEVER:
+            self._timed.pop(key, None)
+        else:
+            awaited = self._is_awaited(entry)
+            if self._timed.get(key) != (due_at, awaited):
+                self._timed[key] = due_at, awaited
+                heapq.heappush(self._awaited if awaited else self._timers, (due_at, key))
 
     def forget(self, entry: E) -> None:
         """An entry is over."""
-        del self._entries[entry.key]
-        self._timed.pop(entry.key, None)
-        self._changed[entry.key] = None
+        key = entry.key
+        del self._entries[key]
+        self._timed.pop(key, None)
+        self._changed[key] = None
 
-    def due(self, time_us: int) -> Iterator[E]:
+    def due(self, time_us: int) -> Iterable[E]:
         """The entries that fall due up to a time, in order of time; each is changed or forgotten before the next."""
-        while self._timers and self._timers[0][0] <= time_us:
-            due_at, key = heapq.heappop(self._timers)
+        awaited, timers = self._awaited, self._timers
+        # Asked for each record, and mostly there is none.
+        if (awaited and awaited[0][0] <= time_us) or (timers and timers[0][0] <= time_us):
+            return self._due(time_us)
+        return ()
+
+    def _due(self, time_us: int) -> Iterator[E]:
+        awaited, timers = self._awaited, self._timers
+        while awaited or timers:
+            queue = awaited if awaited and not (timers and timers[0] < awaited[0]) else timers
+            if queue[0][0] > time_us:
+                return
+            due_at, key = heapq.heappop(queue)
             entry = self._entries.get(key)
             if entry is not None and entry.due_at == due_at:
                 yield entry
@@ -216,8 +226,7 @@ class TimedEntries(Generic[E]):
         """When the next entry falls due that something follows from."""
         while self._awaited:
             due_at, key = self._awaited[0]
-            entry = self._entries.get(key)
-            if entry is not None and entry.due_at == due_at and entry.awaited:
+            if self._timed.get(key) == (due_at, True):
                 return due_at
             heapq.heappop(self._awaited)
         return None

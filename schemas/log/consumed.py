@@ -8,13 +8,13 @@ headers: a consumer that acts on records, the trainer above all, refuses it unle
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Record
 
 HEADER_REPLAY_ID = "tidemill-replay-id"
@@ -42,7 +42,7 @@ class LogReference(Protocol):
         """In the partition."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Position:
     """Where a record lies in the log."""
 
@@ -60,7 +60,7 @@ class Position:
         return f"{self.topic}[{self.partition}]@{self.offset}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ConsumedRecord:
     """A record with its position in the log."""
 

@@ -38,9 +38,6 @@ class AssemblyRules:
     shuffle_rewards: bool = False
 
 
-Decision = Group | Rejected
-
-
 class GroupAssembler:
     """The groups of one partition of the rollouts topic."""
 
@@ -51,8 +48,13 @@ class GroupAssembler:
         state = state or MachineState()
         head = group_state.decode_head(state.head) if state.head is not None else AssemblyHead(partition, NOT_BEGUN, 0)
         self._offset, self._clock_us = head.offset, head.clock_us
+        self._outputs: list[Output] = []
+        """What the record at hand decides."""
         self._store: TimedEntries[OpenGroup | DoneGroup] = TimedEntries(
-            state, group_state.encode, lambda key, data: group_state.decode(key, data, rules.done_ttl_us)
+            state,
+            group_state.encode,
+            lambda key, data: group_state.decode(key, data, rules.done_ttl_us),
+            lambda entry: isinstance(entry, OpenGroup),
         )
 
     def next_offset(self, topic: Topic = Topic.ROLLOUTS) -> int:
@@ -78,87 +80,90 @@ class GroupAssembler:
             return []
         self._offset = located.offset
         self._clock_us = max(self._clock_us, located.timestamp_ms * 1_000)
-        overdue = self._fall_due()
-        return [self._output(decision) for decision in (*overdue, *self._admit(located))]
-
-    def _output(self, decision: Decision) -> Output:
-        # A group lies in the partition with the number of its rollouts' partition.
-        if isinstance(decision, Group):
-            return Emit(Topic.GROUPS, decision.group_id, decision, self._partition)
-        return decision
+        self._outputs = []
+        self._fall_due()
+        problem = ""
+        match located.record:
+            case Rollout() as rollout:
+                problem = broken_contract(located.key, rollout)
+                if not problem and rollout.run_id == self._rules.run_id:
+                    problem = self._admit(located, rollout)
+            case Tick():
+                pass
+            case None:
+                problem = located.error
+            case other:
+                problem = f"{type(other).__name__} is no record of this topic"
+        if problem:
+            self._outputs.append(Rejected(located, problem))
+        return self._outputs
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         head = AssemblyHead(self._partition, self._offset, self._clock_us)
         return self._store.changes(group_state.encode_head(head))
 
-    def _fall_due(self) -> list[Group]:
+    def _fall_due(self) -> None:
         """Close the groups whose deadline has passed; forget those that closed long ago."""
-        groups = []
         for entry in self._store.due(self._clock_us):
-            match entry:
-                case OpenGroup():
-                    groups.append(self._close(entry, CloseReason.DEADLINE))
-                case DoneGroup():
-                    self._store.forget(entry)
-        return groups
+            if isinstance(entry, OpenGroup):
+                self._close(entry, CloseReason.DEADLINE)
+            else:
+                self._store.forget(entry)
 
-    def _admit(self, located: ConsumedRecord) -> list[Decision]:
-        match located.record:
-            case Tick():
-                return []
-            case Rollout() as rollout:
-                problem = broken_contract(located.key, rollout)
-                if problem:
-                    return [Rejected(located, problem)]
-                if rollout.run_id != self._rules.run_id:
-                    return []
-                entry = self._store.get(rollout.group_id)
-                if isinstance(entry, DoneGroup):
-                    if rollout.rollout_id in entry.rollout_ids:
-                        return []
-                    entry.rollout_ids.add(rollout.rollout_id)
-                    self._store.save(entry)
-                    member = _member(located, rollout)
-                    straggler = OpenGroup(
-                        entry.key, self._partition, GroupHeader.of(rollout), {member.rollout_id: member}
-                    )
-                    return [self._record(straggler, CloseReason.LATE)]
-                return self._join(entry, located, rollout)
-            case None:
-                return [Rejected(located, located.error)]
-            case other:
-                return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
-
-    def _join(self, group: OpenGroup | None, located: ConsumedRecord, rollout: Rollout) -> list[Decision]:
+    def _admit(self, located: ConsumedRecord, rollout: Rollout) -> str:
+        """Take a rollout into its group; why that cannot be, empty where it can."""
+        name, group = rollout.rollout_id, self._store.get(rollout.group_id)
+        member = Member(
+            rollout_id=name,
+            index=rollout.index,
+            offset=located.offset,
+            timestamp_us=located.timestamp_ms * 1_000,
+            status=rollout.status,
+            reward=rollout.reward,
+            success=rollout.success,
+            sampled_tokens=rollout.sampled_tokens,
+            version_min=rollout.version_min,
+            version_max=rollout.version_max,
+        )
         header = GroupHeader.of(rollout)
+        if isinstance(group, DoneGroup):
+            if name not in group.rollout_ids:
+                group.rollout_ids.add(name)
+                self._store.save(group)
+                self._put_out(OpenGroup(group.key, self._partition, header, {name: member}), CloseReason.LATE)
+            return ""
         if group is None:
             group = OpenGroup(rollout.group_id, self._partition, header)
-        elif rollout.rollout_id in group.members:
-            return []
-        problem = _disagreement(group, header, rollout)
-        if problem:
-            return [Rejected(located, problem)]
-        group.members[rollout.rollout_id] = _member(located, rollout)
+        elif name in group.members:
+            return ""
+        elif header != group.header:
+            return f"it disagrees with the earlier rollouts of its group: {header} against {group.header}"
+        for other in group.members.values():
+            if other.index == rollout.index:
+                return f"index {rollout.index} of the group is taken by rollout {other.rollout_id!r}"
+        group.members[name] = member
         if len(group.members) == header.group_size:
-            return [self._close(group, CloseReason.SIZE)]
-        self._store.save(group)
-        # A group that opens past its deadline has no other record to wait for.
-        return [*self._fall_due()]
+            self._close(group, CloseReason.SIZE)
+        else:
+            self._store.save(group)
+            # A group that opens past its deadline has no other record to wait for.
+            self._fall_due()
+        return ""
 
-    def _close(self, group: OpenGroup, reason: CloseReason) -> Group:
+    def _close(self, group: OpenGroup, reason: CloseReason) -> None:
         done = DoneGroup(group.key, self._partition, self._clock_us, set(group.members), self._rules.done_ttl_us)
         self._store.save(done)
-        return self._record(group, reason)
+        self._put_out(group, reason)
 
-    def _record(self, group: OpenGroup, reason: CloseReason) -> Group:
+    def _put_out(self, group: OpenGroup, reason: CloseReason) -> None:
         members = [group.members[name] for name in sorted(group.members)]
         rewards = _rewards(group.key, members, self._rules.shuffle_rewards)
         completed = [reward for reward in rewards if reward is not None]
         mean = math.fsum(completed) / len(completed) if len(completed) >= self._rules.min_completed else None
         times = [member.timestamp_us for member in members]
         header = group.header
-        return Group(
+        record = Group(
             group_id=group.key,
             task_id=header.task_id,
             run_id=header.run_id,
@@ -166,12 +171,29 @@ class GroupAssembler:
             mode=header.mode,
             closed_by=reason,
             expected_size=header.group_size,
-            members=[_reference(m, group.partition, r, mean) for m, r in zip(members, rewards, strict=True)],
+            members=[
+                GroupMember(
+                    rollout_id=member.rollout_id,
+                    topic=Topic.ROLLOUTS.value,
+                    partition=group.partition,
+                    offset=member.offset,
+                    status=member.status,
+                    reward=reward,
+                    advantage=None if reward is None or mean is None else reward - mean,
+                    success=member.success,
+                    sampled_tokens=member.sampled_tokens,
+                    version_min=member.version_min,
+                    version_max=member.version_max,
+                )
+                for member, reward in zip(members, rewards, strict=True)
+            ],
             mean_reward=mean,
             opened_at=min(times),
             closed_at=self._clock_us if reason is CloseReason.DEADLINE else max(times),
             rewards_shuffled=self._rules.shuffle_rewards,
         )
+        # A group lies in the partition with the number of its rollouts' partition.
+        self._outputs.append(Emit(Topic.GROUPS, record.group_id, record, self._partition))
 
 
 def broken_contract(key: bytes | None, rollout: Rollout) -> str:
@@ -190,30 +212,6 @@ def broken_contract(key: bytes | None, rollout: Rollout) -> str:
     return ""
 
 
-def _disagreement(group: OpenGroup, header: GroupHeader, rollout: Rollout) -> str:
-    if header != group.header:
-        return f"it disagrees with the earlier rollouts of its group: {header} against {group.header}"
-    holders = [m.rollout_id for m in group.members.values() if m.index == rollout.index]
-    if holders:
-        return f"index {rollout.index} of the group is taken by rollout {holders[0]!r}"
-    return ""
-
-
-def _member(located: ConsumedRecord, rollout: Rollout) -> Member:
-    return Member(
-        rollout_id=rollout.rollout_id,
-        index=rollout.index,
-        offset=located.offset,
-        timestamp_us=located.timestamp_ms * 1_000,
-        status=rollout.status,
-        reward=rollout.reward,
-        success=rollout.success,
-        sampled_tokens=rollout.sampled_tokens,
-        version_min=rollout.version_min,
-        version_max=rollout.version_max,
-    )
-
-
 def _rewards(group_id: str, members: Sequence[Member], shuffle: bool) -> list[float | None]:
     """The members' rewards, in their order; None where a member failed. Shuffled among the completed on request."""
     if not shuffle:
@@ -222,19 +220,3 @@ def _rewards(group_id: str, members: Sequence[Member], shuffle: bool) -> list[fl
     random.Random(group_id).shuffle(completed)
     drawn = iter(completed)
     return [None if member.reward is None else next(drawn) for member in members]
-
-
-def _reference(member: Member, partition: int, reward: float | None, mean: float | None) -> GroupMember:
-    return GroupMember(
-        rollout_id=member.rollout_id,
-        topic=Topic.ROLLOUTS.value,
-        partition=partition,
-        offset=member.offset,
-        status=member.status,
-        reward=reward,
-        advantage=None if reward is None or mean is None else reward - mean,
-        success=member.success,
-        sampled_tokens=member.sampled_tokens,
-        version_min=member.version_min,
-        version_max=member.version_max,
-    )

@@ -19,11 +19,9 @@ from tidemill.schemas.clock import to_s
 from tidemill.schemas.config import RunSettings
 from tidemill.schemas.gate_decisions import EVIDENCE, GENERATION
 from tidemill.schemas.records import CANARY_SHARE, GateDecision, GateVerdict, Record
-from tidemill.streams.gate.bench import BenchResult
 from tidemill.streams.gate.branch import Branch, Trial
 from tidemill.streams.gate.config import GateSettings
 from tidemill.streams.gate.guardrails import names
-from tidemill.streams.gate.trial import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,13 @@ class Keeper:
         """What is to be written now; at most one decision."""
         if self._branch.clock == 0:
             return []
-        if self._branch.standing.hold is not None:
-            return list(self._hold_again())
+        hold, late = self._branch.standing.hold, self._branch.standing.overrun
+        if hold is not None and late is not None:
+            came = f"{late.verdict.value} {late.version} came after it"
+            said = f"{hold.verdict.value} by {hold.decided_by} stands; {came}"
+            return [self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})]
+        if hold is not None:
+            return []
         steps = (self._admission, self._retreat, self._in_trial, self._open)
         return next((decisions for step in steps if (decisions := list(step()))), [])
 
@@ -108,14 +111,6 @@ class Keeper:
             serving=dict(sorted(branch.serving.items())),
         )
 
-    def _hold_again(self) -> Iterator[GateDecision]:
-        hold, late = self._branch.standing.hold, self._branch.standing.overrun
-        if hold is not None and late is not None:
-            said = (
-                f"{hold.verdict.value} by {hold.decided_by} stands; {late.verdict.value} {late.version} came after it"
-            )
-            yield self._decision(GateVerdict.ROLL_BACK, hold.version, said, {})
-
     def _admission(self) -> Iterator[GateDecision]:
         standing = self._branch.standing
         for version in sorted(self._branch.admissible - standing.learners - standing.rejected.keys()):
@@ -136,19 +131,16 @@ class Keeper:
             if older is not None:
                 yield self._decision(GateVerdict.ROLL_BACK, older, f"version {baseline} was rejected", {})
         elif watch is not None and watch.alerts:
-            yield from self._roll_back(watch)
-
-    def _roll_back(self, watch: Watch) -> Iterator[GateDecision]:
-        older = self._branch.standing.fallback(watch.version, self._branch.proved)
-        if older is None:
-            return
-        numbers = {"seconds_in_stage": self._seconds_since(watch.since), "promoted/users": float(watch.users)}
-        for alert in watch.alerts:
-            numbers[f"promoted/{alert.name}"] = alert.candidate
-            numbers[f"before/{alert.name}"] = alert.baseline
-            numbers[f"p_alert/{alert.name}"] = alert.p_value
-        reason = f"version {watch.version} collapsed after its promotion: {names(watch.alerts)}"
-        yield self._decision(GateVerdict.ROLL_BACK, older, reason, numbers)
+            older = standing.fallback(watch.version, self._branch.proved)
+            if older is None:
+                return
+            numbers = {"seconds_in_stage": self._seconds_since(watch.since), "promoted/users": float(watch.users)}
+            for alert in watch.alerts:
+                numbers[f"promoted/{alert.name}"] = alert.candidate
+                numbers[f"before/{alert.name}"] = alert.baseline
+                numbers[f"p_alert/{alert.name}"] = alert.p_value
+            reason = f"version {watch.version} collapsed after its promotion: {names(watch.alerts)}"
+            yield self._decision(GateVerdict.ROLL_BACK, older, reason, numbers)
 
     def _in_trial(self) -> Iterator[GateDecision]:
         trial = self._branch.trial
@@ -168,33 +160,26 @@ class Keeper:
             yield self._decision(GateVerdict.CANARY, trial.version, "the comparison goes on", numbers)
 
     def _in_bench(self, trial: Trial) -> Iterator[GateDecision]:
-        result = self._branch.bench.result(trial.version)
+        gate, bench = self._gate, self._branch.bench
+        result, baseline = bench.result(trial.version), bench.result(trial.baseline)
         if result is None:
-            yield from self._pass_over(trial)
+            # Not for ever does a candidate without a bench result keep newer ones waiting.
+            waited = self._seconds_since(trial.canary.opened_at)
+            if waited >= gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
+                rollouts = f"{bench.tally(trial.version).rollouts} of {gate.bench_rollouts} rollouts"
+                yield from self._open_newest(f"version {trial.version} is passed over: {rollouts} in {waited:g} s")
             return
-        objection = self._objection(result, self._branch.bench.result(trial.baseline))
-        numbers = self._trial_numbers(trial)
+        numbers, objection = self._trial_numbers(trial), ""
+        if result.rate < gate.floor:
+            objection = f", below the floor of {gate.floor:g}"
+        elif baseline is not None and result.surely_worse(baseline, gate.bench_margin, gate.bench_alpha):
+            objection = f" against {baseline.rate:.3g}: surely worse by more than {gate.bench_margin:g}"
         if objection:
-            yield self._decision(GateVerdict.REJECT, trial.version, objection, {**numbers, EVIDENCE: 1.0})
+            said = f"success on held-out tasks is {result.rate:.3g}{objection}"
+            yield self._decision(GateVerdict.REJECT, trial.version, said, {**numbers, EVIDENCE: 1.0})
             return
         said = f"passed the bench with {result.rate:.3g}; to be compared with {trial.baseline} among users"
-        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: self._gate.share})
-
-    def _pass_over(self, trial: Trial) -> Iterator[GateDecision]:
-        """Not for ever does a candidate without a bench result keep newer ones waiting."""
-        waited = self._seconds_since(trial.canary.opened_at)
-        if waited >= self._gate.bench_seconds and self._branch.candidate() not in (None, trial.version):
-            rollouts = f"{self._branch.bench.tally(trial.version).rollouts} of {self._gate.bench_rollouts} rollouts"
-            yield from self._open_newest(f"version {trial.version} is passed over: {rollouts} in {waited:g} s")
-
-    def _objection(self, result: BenchResult, baseline: BenchResult | None) -> str:
-        gate = self._gate
-        said = f"success on held-out tasks is {result.rate:.3g}"
-        if result.rate < gate.floor:
-            return f"{said}, below the floor of {gate.floor:g}"
-        if baseline is not None and result.surely_worse(baseline, gate.bench_margin, gate.bench_alpha):
-            return f"{said} against {baseline.rate:.3g}: surely worse by more than {gate.bench_margin:g}"
-        return ""
+        yield self._decision(GateVerdict.CANARY, trial.version, said, {**numbers, CANARY_SHARE: gate.share})
 
     def _open(self) -> Iterator[GateDecision]:
         rested = self._seconds_since(self._branch.settled_at) >= self._gate.settle_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -138,7 +139,7 @@ class RewardMap(Section):
             raise ValueError("no kind of signal has weight: give one a weight in `rules`, or set `target_rate`")
         return self
 
-    @property
+    @cached_property
     def target_kinds(self) -> frozenset[SignalKind]:
         """The kinds that the target rate reads."""
         target = self.target_rate

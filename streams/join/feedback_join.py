@@ -18,19 +18,11 @@ from collections import Counter
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import (
-    Interaction,
-    Outcome,
-    OutcomeExclusion,
-    SignalKind,
-    SignalUse,
-    UserRequest,
-    UserWish,
-)
+from tidemill.schemas.records import Outcome, OutcomeExclusion, SignalKind, SignalUse, UserRequest, UserWish
 from tidemill.streams.join import join_input, join_state
 from tidemill.streams.join.config import JoinSettings
-from tidemill.streams.join.join_input import Item, Tombstone, Vote
-from tidemill.streams.join.join_state import Case, Early, Entry, Held, JoinHead, JoinStore, Wish
+from tidemill.streams.join.join_input import Answer, Item, Tombstone, Vote
+from tidemill.streams.join.join_state import Case, Early, Held, JoinHead, JoinStore, Wish
 from tidemill.streams.join.merge import Merge
 from tidemill.streams.join.reward_map import RewardResult, Signal, map_version, reward_of, standing
 from tidemill.streams.machine import Emit, Output, Rejected
@@ -38,6 +30,7 @@ from tidemill.streams.state import NEVER, Changes, MachineState
 
 INPUTS = (Topic.INTERACTIONS, Topic.FEEDBACK)
 """Of two records of equal time, the interaction is decided first."""
+INTERACTIONS, FEEDBACK = Topic.INTERACTIONS.value, Topic.FEEDBACK.value
 OUTCOMES_PARTITION = 0
 
 
@@ -59,6 +52,8 @@ class FeedbackJoin:
         self._early_wait_us = to_us(self._settings.early_wait_s)
         self._bot_window_us = to_us(self._settings.bot_window_s)
         self._done_ttl_us = to_us(self._settings.done_ttl_s)
+        self._close_on = frozenset(settings.close_on)
+        self._too_many = f"the interaction has {settings.max_signals} signals already"
         self._horizons_us = {kind: to_us(self._map.horizon_s(kind)) for kind in SignalKind}
         state = state or MachineState()
         self._store = JoinStore(partition, state)
@@ -66,6 +61,8 @@ class FeedbackJoin:
         self._merge: Merge[Item] = Merge(INPUTS, {Topic(name): mark for name, mark in head.marks.items()})
         self.counts = Counter(head.counts)
         """Records that left no outcome of their own, by why."""
+        self._outputs: list[Output] = []
+        """What the record at hand decides."""
 
     @property
     def open_cases(self) -> int:
@@ -74,7 +71,7 @@ class FeedbackJoin:
 
     def next_offset(self, topic: Topic) -> int:
         """The first offset of a topic that is not decided yet."""
-        return self._merge.marks[topic].offset + 1
+        return self._merge.next_offset(topic)
 
     def clock_us(self, topic: Topic) -> int:
         """Event time of a topic, with the records that wait for the other."""
@@ -94,112 +91,80 @@ class FeedbackJoin:
             return []
         item = join_input.read(located, self._clock_skew_us)
         self._merge.read(located.topic, located.offset, located.timestamp_ms * 1_000, item)
-        outputs: list[Output] = []
+        self._outputs = []
         while (step := self._merge.take()) is not None:
-            outputs += self._advance(step.at_us)
-            outputs += self._decide(step.item, step.offset, step.at_us)
+            at_us, offset, item = step
+            self._advance(at_us)
+            match item:
+                case Answer():
+                    self._admit(item, at_us)
+                case Vote():
+                    self._hear(item, offset, at_us)
+                case UserRequest():
+                    self._heed(item, at_us)
+                case Tombstone():
+                    self._erase(item.key, at_us)
+                case Rejected():
+                    self._outputs.append(item)
             # What falls due at once is not told by `next_deadline_us`: no tick would come for it.
-            outputs += self._advance(step.at_us)
-        return outputs
+            self._advance(at_us)
+        return self._outputs
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         marks = {topic.value: mark for topic, mark in self._merge.marks.items()}
         return self._store.changes(join_state.encode_head(JoinHead(marks, dict(self.counts))))
 
-    def _advance(self, time_us: int) -> list[Output]:
+    def _advance(self, time_us: int) -> None:
         """Everything that falls due up to a time, in the order of time."""
-        return [output for entry in self._store.due(time_us) for output in self._fall_due(entry)]
-
-    def _fall_due(self, entry: Entry) -> list[Output]:
-        match entry:
-            case Case() if entry.open:
-                return [self._end(entry, self._exclusion(entry), entry.due_at)]
-            case Early():
-                overdue = [held for held in entry.held if self._patience_ends(held) <= entry.due_at]
+        for entry in self._store.due(time_us):
+            if isinstance(entry, Case) and entry.open:
+                self._end(entry, self._exclusion(entry), entry.due_at)
+            elif isinstance(entry, Early):
+                overdue = [held for held in entry.held if held.arrived_at + self._early_wait_us <= entry.due_at]
                 self._keep_held(entry, [held for held in entry.held if held not in overdue])
-                reason = f"unknown interaction: none came within {self._settings.early_wait_s:g} s"
-                return [self._rejected(held, reason) for held in overdue]
-            case _:
+                for held in overdue:
+                    self._reject(held, f"unknown interaction: none came within {self._settings.early_wait_s:g} s")
+            else:
                 self._store.forget(entry)
-                return []
-
-    def _patience_ends(self, held: Held) -> int:
-        return held.arrived_at + self._early_wait_us
 
     def _keep_held(self, early: Early, held: list[Held]) -> None:
         for user_id in {one.user_id for one in early.held} - {one.user_id for one in held}:
             self._store.release(early, user_id)
         early.held = held
         if held:
-            early.due_at = min(map(self._patience_ends, held))
+            early.due_at = min(one.arrived_at for one in held) + self._early_wait_us
             self._store.save(early)
         else:
             self._store.forget(early)
 
     # Records
 
-    def _decide(self, item: Item, offset: int, at_us: int) -> list[Output]:
-        match item:
-            case None:
-                return []
-            case Rejected():
-                return [item]
-            case Interaction():
-                return self._admit(item, offset, at_us)
-            case Vote():
-                return self._hear(item, offset, at_us)
-            case UserRequest():
-                return self._heed(item, at_us)
-            case Tombstone():
-                return self._erase(item.key, at_us)
-
-    def _admit(self, interaction: Interaction, offset: int, at_us: int) -> list[Output]:
-        if self._store.case(interaction.interaction_id) is not None:
+    def _admit(self, answer: Answer, at_us: int) -> None:
+        case = answer.case
+        if self._store.case(case.interaction_id) is not None:
             self.counts["duplicate_interaction"] += 1
-            return []
-        case = self._new_case(interaction, offset, at_us)
+            return
+        # Feedback may be as late on its way as the interaction was.
+        case.full_wait_at = case.due_at = max(case.served_at + self._wait_us, at_us) + self._grace_us
         early = self._store.early(case.interaction_id)
         if early is not None:
             self._store.forget(early)
-        outputs: list[Output] = []
-        if interaction.run_id != self._run_id:
+        if answer.run_id != self._run_id:
             # Remembered, so that its feedback is passed over as well, and is not one of an unknown interaction.
             self.counts["other_run"] += 1
-            self._seal(case, self._remembered_until(at_us))
+            self._seal(case, at_us + self._done_ttl_us)
         else:
-            outputs += self._begin(case, at_us)
-        return outputs + [o for held in (early.held if early else ()) for o in self._add(case, held, at_us)]
+            self._store.save(case)
+            case.bot = self._is_bot(case.user_id, at_us)
+            if self._store.wishes(case.user_id).erased(case.served_at):
+                self._end(case, OutcomeExclusion.ERASED, at_us)
+            elif at_us - case.served_at > self._late_us:
+                self._end(case, OutcomeExclusion.TOO_LATE, at_us)
+        for held in early.held if early else ():
+            self._add(case, held, at_us)
 
-    def _begin(self, case: Case, at_us: int) -> list[Output]:
-        self._store.save(case)
-        case.bot = self._is_bot(case.user_id, at_us)
-        if self._store.wishes(case.user_id).erased(case.served_at):
-            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
-        if at_us - case.served_at > self._late_us:
-            return [self._end(case, OutcomeExclusion.TOO_LATE, at_us)]
-        return []
-
-    def _new_case(self, interaction: Interaction, offset: int, at_us: int) -> Case:
-        # Feedback may be as late on its way as the interaction was.
-        full_wait_at = max(interaction.served_at + self._wait_us, at_us) + self._grace_us
-        return Case(
-            interaction_id=interaction.interaction_id,
-            offset=offset,
-            branch=interaction.branch,
-            user_id=interaction.user_id,
-            arm=interaction.arm,
-            version_min=interaction.version_min,
-            version_max=interaction.version_max,
-            sampled_tokens=interaction.sampled_tokens,
-            latency_ms=interaction.latency_ms,
-            consent=interaction.consent,
-            served_at=interaction.served_at,
-            full_wait_at=full_wait_at,
-            due_at=full_wait_at,
-        )
-
-    def _hear(self, vote: Vote, offset: int, at_us: int) -> list[Output]:
+    def _hear(self, vote: Vote, offset: int, at_us: int) -> None:
         feedback = vote.feedback
         signal = Signal(
             event_id=feedback.event_id,
@@ -211,61 +176,56 @@ class FeedbackJoin:
         )
         held = Held(at_us, feedback.user_id, signal, vote.key, vote.value, vote.timestamp_ms)
         case = self._store.case(feedback.interaction_id)
-        if case is None:
-            name = feedback.interaction_id
-            early = self._store.early(name) or Early(name, self._patience_ends(held))
-            # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
-            if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
-                self.counts["duplicate_feedback"] += 1
-                return []
-            self._is_bot(held.user_id, at_us)
-            if len(early.held) >= self._settings.max_signals:
-                return [self._too_many(held)]
+        if case is not None:
+            if not case.sealed and signal.event_id not in case.signals:
+                self._is_bot(feedback.user_id, at_us)
+            self._add(case, held, at_us)
+            return
+        early = self._store.early(feedback.interaction_id) or Early(feedback.interaction_id, NEVER)
+        # Whether a signal is within its horizon is not known yet: only an equal one is a duplicate for sure.
+        if any((h.user_id, h.value) == (held.user_id, held.value) for h in early.held):
+            self.counts["duplicate_feedback"] += 1
+            return
+        self._is_bot(held.user_id, at_us)
+        if len(early.held) >= self._settings.max_signals:
+            self._reject(held, self._too_many)
+        else:
             self._keep_held(early, [*early.held, held])
-            return []
-        if not case.sealed and signal.event_id not in case.signals:
-            self._is_bot(feedback.user_id, at_us)
-        return self._add(case, held, at_us)
 
-    def _add(self, case: Case, held: Held, at_us: int) -> list[Output]:
+    def _add(self, case: Case, held: Held, at_us: int) -> None:
         signal = held.signal
+        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
         if case.sealed:
             self.counts["after_exclusion"] += 1
-            return []
-        if held.user_id != case.user_id:
-            reason = f"user {held.user_id!r} was not served interaction {case.interaction_id!r}"
-            return [self._rejected(held, reason)]
-        if signal.event_id in case.signals:
+        elif held.user_id != case.user_id:
+            self._reject(held, f"user {held.user_id!r} was not served interaction {case.interaction_id!r}")
+        elif signal.event_id in case.signals:
             self.counts["duplicate_feedback"] += 1
-            return []
-        earliest = case.served_at - round(case.latency_ms * 1_000) - self._clock_skew_us
-        if not (earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]):
+        elif not earliest <= signal.observed_at <= case.served_at + self._horizons_us[signal.kind]:
             self.counts["out_of_horizon"] += 1
-            return []
-        if len(case.signals) >= self._settings.max_signals:
-            return [self._too_many(held)]
-        case.signals[signal.event_id] = signal
-        case.arrivals[signal.event_id] = at_us
-        return self._signals_changed(case, at_us)
-
-    def _signals_changed(self, case: Case, at_us: int) -> list[Output]:
-        if not case.open:
+        elif len(case.signals) >= self._settings.max_signals:
+            self._reject(held, self._too_many)
+        else:
+            case.signals[signal.event_id] = signal
+            case.arrivals[signal.event_id] = at_us
+            if case.open:
+                self._set_end(case, at_us)
+                return
             self._store.save(case)
             result = reward_of(self._map, case.signals.values())
-            if result.reward == case.reward or self._exclusion(case):
-                return []
-            previous, case.reward = case.reward, result.reward
-            case.revision += 1
-            return [self._outcome(case, result, "", previous, at_us)]
-        decisive = [
-            case.arrivals[signal.event_id]
-            for kind, signal in standing(case.signals.values()).items()
-            if kind in self._settings.close_on
-        ]
-        ends = [case.full_wait_at, *(arrived + self._settle_us for arrived in decisive)]
-        case.due_at = max(min(ends), at_us)
+            if result.reward != case.reward and not self._exclusion(case):
+                previous, case.reward = case.reward, result.reward
+                case.revision += 1
+                self._put_out(case, result, "", previous, at_us)
+
+    def _set_end(self, case: Case, at_us: int) -> None:
+        """When an open case ends, with the signals that it has now."""
+        end_at = case.full_wait_at
+        for kind, signal in standing(case.signals.values()).items():
+            if kind in self._close_on:
+                end_at = min(end_at, case.arrivals[signal.event_id] + self._settle_us)
+        case.due_at = max(end_at, at_us)
         self._store.save(case)
-        return []
 
     # Users
 
@@ -285,10 +245,10 @@ class FeedbackJoin:
         self._store.save(activity)
         return at_us < activity.bot_until
 
-    def _heed(self, request: UserRequest, at_us: int) -> list[Output]:
-        wishes = self._store.wishes(request.user_id)
+    def _heed(self, request: UserRequest, at_us: int) -> None:
+        user_id, wishes = request.user_id, self._store.wishes(request.user_id)
         if any(wish.request_id == request.request_id for wish in wishes.wishes):
-            return []
+            return
         # A demand is never for a later time than the one at which it was read.
         wish = Wish(min(request.at, at_us), request.request_id, request.wish)
         settings = self._settings
@@ -299,24 +259,22 @@ class FeedbackJoin:
         wishes.wishes = past[-1:] + [w for w in ordered if w.at + keep_us > at_us]
         wishes.due_at = NEVER if wishes.opted_out(at_us) else at_us + keep_us
         self._store.save(wishes)
-        return self._erase_user(request.user_id, wish.at, at_us) if wish.wish is UserWish.ERASE else []
-
-    def _erase_user(self, user_id: str, until_us: int, at_us: int) -> list[Output]:
-        outputs: list[Output] = []
+        if wish.wish is not UserWish.ERASE:
+            return
         for case in self._store.cases_of(user_id):
-            if case.served_at <= until_us:
-                outputs += self._erase_case(case, at_us)
+            if case.served_at <= wish.at:
+                self._erase_case(case, at_us)
         for early in self._store.early_of(user_id):
-            kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > until_us]
+            kept = [h for h in early.held if h.user_id != user_id or h.signal.observed_at > wish.at]
             self.counts["erased_feedback"] += len(early.held) - len(kept)
             self._keep_held(early, kept)
-        return outputs
 
-    def _erase(self, key: str, at_us: int) -> list[Output]:
+    def _erase(self, key: str, at_us: int) -> None:
         """A tombstone: of an interaction, or of one feedback event."""
         case = self._store.case(key)
         if case is not None:
-            return self._erase_case(case, at_us)
+            self._erase_case(case, at_us)
+            return
         unclaimed = self._store.early(key)
         if unclaimed is not None:
             self.counts["erased_feedback"] += len(unclaimed.held)
@@ -329,18 +287,18 @@ class FeedbackJoin:
                 del found.signals[event_id], found.arrivals[event_id]
                 self.counts["erased_feedback"] += 1
                 if found.open:
-                    return self._signals_changed(found, at_us)
+                    self._set_end(found, at_us)
+                    return
                 self._store.save(found)
             elif early is not None and any(held.signal.event_id == event_id for held in early.held):
                 self.counts["erased_feedback"] += 1
                 self._keep_held(early, [held for held in early.held if held.signal.event_id != event_id])
-        return []
 
-    def _erase_case(self, case: Case, at_us: int) -> list[Output]:
+    def _erase_case(self, case: Case, at_us: int) -> None:
         if case.open:
-            return [self._end(case, OutcomeExclusion.ERASED, at_us)]
-        self._seal(case, case.due_at)
-        return []
+            self._end(case, OutcomeExclusion.ERASED, at_us)
+        else:
+            self._seal(case, case.due_at)
 
     # Endings
 
@@ -357,23 +315,19 @@ class FeedbackJoin:
             return OutcomeExclusion.BOT
         return "" if case.sampled_tokens else OutcomeExclusion.NO_TOKENS
 
-    def _end(self, case: Case, exclusion: str, at_us: int) -> Emit:
+    def _end(self, case: Case, exclusion: str, at_us: int) -> None:
         """Give an interaction its one ending."""
         result = reward_of(self._map, case.signals.values())
         if exclusion:
             observed = {} if exclusion == OutcomeExclusion.ERASED else result.observed
             result = RewardResult(None, (), observed)
         case.revision, case.reward = 0, result.reward
-        outcome = self._outcome(case, result, exclusion, None, at_us)
+        self._put_out(case, result, exclusion, None, at_us)
         if exclusion:
-            self._seal(case, self._remembered_until(at_us))
+            self._seal(case, at_us + self._done_ttl_us)
         else:
-            case.due_at = self._remembered_until(at_us)
+            case.due_at = at_us + self._done_ttl_us
             self._store.save(case)
-        return outcome
-
-    def _remembered_until(self, ended_us: int) -> int:
-        return ended_us + self._done_ttl_us
 
     def _seal(self, case: Case, due_at: int) -> None:
         """Nothing changes this ending any more, and nothing is kept that could."""
@@ -383,16 +337,16 @@ class FeedbackJoin:
         case.due_at = due_at
         self._store.save(case)
 
-    def _outcome(
+    def _put_out(
         self, case: Case, result: RewardResult, exclusion: str, previous: float | None, closed_at: int
-    ) -> Emit:
+    ) -> None:
         signals = [
             SignalUse(
                 kind=use.signal.kind,
                 event_id=use.signal.event_id,
                 value=use.signal.value or 0.0,
                 contribution=use.contribution,
-                topic=Topic.FEEDBACK.value,
+                topic=FEEDBACK,
                 partition=self._partition,
                 offset=use.signal.offset,
             )
@@ -404,7 +358,7 @@ class FeedbackJoin:
             branch=case.branch,
             user_id=case.user_id,
             arm=case.arm,
-            topic=Topic.INTERACTIONS.value,
+            topic=INTERACTIONS,
             partition=self._partition,
             offset=case.offset,
             version_min=case.version_min,
@@ -422,12 +376,9 @@ class FeedbackJoin:
             feedback_at=max((use.signal.observed_at for use in result.uses), default=None),
             closed_at=closed_at,
         )
-        return Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION)
+        self._outputs.append(Emit(Topic.OUTCOMES, case.interaction_id, outcome, OUTCOMES_PARTITION))
 
-    def _too_many(self, held: Held) -> Rejected:
-        reason = f"the interaction has {self._settings.max_signals} signals already"
-        return self._rejected(held, reason)
-
-    def _rejected(self, held: Held, reason: str) -> Rejected:
+    def _reject(self, held: Held, reason: str) -> None:
         place = Topic.FEEDBACK, self._partition, held.signal.offset
-        return Rejected(ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None), reason)
+        located = ConsumedRecord(*place, held.timestamp_ms, held.key, held.value, None)
+        self._outputs.append(Rejected(located, reason))

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 from tidemill.schemas import signals
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.clock import to_s
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Feedback, Interaction, Tick, UserRequest
+from tidemill.streams.join.join_state import Case
 from tidemill.streams.machine import Rejected
 from tidemill.streams.state import NO_IDENTIFIER
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
+class Answer:
+    """An interaction, as far as it is joined: without its tokens, which stay in the log."""
+
+    run_id: str
+    case: Case
+    """How long it is waited for is not known yet."""
+
+
+@record(frozen=True, slots=True)
 class Vote:
     """Feedback, with its bytes: it is a dead letter when its interaction never comes."""
 
@@ -24,43 +34,41 @@ class Vote:
     timestamp_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Tombstone:
     """The record under this key is erased."""
 
     key: str
 
 
-Item = Interaction | Vote | UserRequest | Tombstone | Rejected | None
+Item = Answer | Vote | UserRequest | Tombstone | Rejected | None
 """None: only the clock moves."""
 
 
 def read(located: ConsumedRecord, clock_skew_us: int) -> Item:
-    """The item of a record of `interactions` or `feedback`; an interaction comes without its tokens."""
-    if located.value is None and located.record is None:
+    """The item of a record of `interactions` or `feedback`."""
+    topic, record = located.topic, located.record
+    if isinstance(record, Feedback) and topic is Topic.FEEDBACK:
+        problem = broken_feedback(located.key, record)
+        vote = Vote(record, located.key or b"", located.value or b"", located.timestamp_ms)
+        return Rejected(located, problem) if problem else vote
+    if isinstance(record, Interaction) and topic is Topic.INTERACTIONS:
+        problem = broken_interaction(located, record, clock_skew_us)
+        return Rejected(located, problem) if problem else Answer(record.run_id, Case.of(record, located.offset))
+    if isinstance(record, UserRequest) and topic is Topic.INTERACTIONS:
+        problem = "" if record.user_id and record.request_id else "a user's request names no user or has no id"
+        return Rejected(located, problem) if problem else record
+    if isinstance(record, Tick):
+        return None
+    if record is not None:
+        return Rejected(located, f"{type(record).__name__} is no record of {topic.value}")
+    if located.value is None:
         try:
             key = (located.key or b"").decode()
         except UnicodeDecodeError:
             return Rejected(located, f"the key {located.key!r} of a tombstone is no text")
         return None if key.startswith(NO_IDENTIFIER) else Tombstone(key)
-    match located.topic, located.record:
-        case _, None:
-            return Rejected(located, located.error)
-        case _, Tick():
-            return None
-        case Topic.INTERACTIONS, UserRequest() as request:
-            problem = "" if request.user_id and request.request_id else "a user's request names no user or has no id"
-            return Rejected(located, problem) if problem else request
-        case Topic.INTERACTIONS, Interaction() as interaction:
-            problem = broken_interaction(located, interaction, clock_skew_us)
-            # Tokens stay in the log: nothing here looks at them, and many interactions may wait at once.
-            return Rejected(located, problem) if problem else replace(interaction, segments=[], claim=None)
-        case Topic.FEEDBACK, Feedback() as feedback:
-            problem = broken_feedback(located.key, feedback)
-            vote = Vote(feedback, located.key or b"", located.value or b"", located.timestamp_ms)
-            return Rejected(located, problem) if problem else vote
-        case topic, other:
-            return Rejected(located, f"{type(other).__name__} is no record of {topic.value}")
+    return Rejected(located, located.error)
 
 
 def broken_interaction(located: ConsumedRecord, interaction: Interaction, clock_skew_us: int) -> str:

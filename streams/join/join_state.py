@@ -7,11 +7,11 @@ Each entry has a timer, `due_at`: the event time at which it is looked at again 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import field
 
-from tidemill.schemas.records import UserWish
+from tidemill.schemas.record_class import record
+from tidemill.schemas.records import Interaction, UserWish
 from tidemill.streams.join.merge import SourceMark
 from tidemill.streams.join.reward_map import Signal
 from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
@@ -19,7 +19,7 @@ from tidemill.streams.state import NEVER, EntryBytes, MachineState, TimedEntries
 OPEN = -1
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Case:
     """One interaction: open, or ended and remembered."""
 
@@ -49,6 +49,25 @@ class Case:
     arrivals: dict[str, int] = field(default_factory=dict)
     """Event time at which each signal was read, by event id."""
 
+    @classmethod
+    def of(cls, interaction: Interaction, offset: int) -> Case:
+        """That of an interaction; how long it is waited for is set when it is admitted."""
+        return cls(
+            interaction_id=interaction.interaction_id,
+            offset=offset,
+            branch=interaction.branch,
+            user_id=interaction.user_id,
+            arm=interaction.arm,
+            version_min=interaction.version_min,
+            version_max=interaction.version_max,
+            sampled_tokens=interaction.sampled_tokens,
+            latency_ms=interaction.latency_ms,
+            consent=interaction.consent,
+            served_at=interaction.served_at,
+            full_wait_at=NEVER,
+            due_at=NEVER,
+        )
+
     @property
     def open(self) -> bool:
         """Whether it has no ending yet."""
@@ -58,13 +77,8 @@ class Case:
     def key(self) -> str:
         return f"case/{self.interaction_id}"
 
-    @property
-    def awaited(self) -> bool:
-        """Whether an outcome follows when it falls due."""
-        return self.open
 
-
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Held:
     """Feedback that waits for its interaction; with its bytes, since it may yet be a dead letter."""
 
@@ -76,22 +90,20 @@ class Held:
     timestamp_ms: int
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Early:
     """The feedback of an interaction that is not known yet, in order of arrival."""
 
     interaction_id: str
     due_at: int
     held: list[Held] = field(default_factory=list)
-    awaited: ClassVar[bool] = True
-    """Its feedback is rejected when it falls due."""
 
     @property
     def key(self) -> str:
         return f"early/{self.interaction_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Wish:
     """What a user demanded, and since when."""
 
@@ -100,7 +112,7 @@ class Wish:
     wish: UserWish
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Wishes:
     """The demands of one user, as far as interactions that still come may need them."""
 
@@ -109,8 +121,6 @@ class Wishes:
     due_at: int
     """When they may be forgotten; never while the user has opted out."""
     wishes: list[Wish] = field(default_factory=list)
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
@@ -118,15 +128,17 @@ class Wishes:
 
     def opted_out(self, served_at: int) -> bool:
         """Whether the newest word before an interaction was served is a no."""
+        if not self.wishes:
+            return False
         said = [wish for wish in self.wishes if wish.wish is not UserWish.ERASE and wish.at <= served_at]
         return bool(said) and said[-1].wish is UserWish.OPT_OUT
 
     def erased(self, served_at: int) -> bool:
         """Whether an interaction served then was demanded to be erased."""
-        return any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
+        return bool(self.wishes) and any(wish.wish is UserWish.ERASE and wish.at >= served_at for wish in self.wishes)
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Activity:
     """How much one user did in the window that opened last."""
 
@@ -137,15 +149,13 @@ class Activity:
     opened_at: int
     events: int = 0
     bot_until: int = 0
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
         return f"activity/{self.partition}/{self.user_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class JoinHead:
     """How far the inputs were decided, by topic, and what was counted on the way."""
 
@@ -168,26 +178,27 @@ class JoinStore(TimedEntries[Entry]):
         """Raises StateError."""
         self._partition = partition
         self._of_user: dict[str, set[str]] = defaultdict(set)
-        super().__init__(state, encode, decode)
+        # An outcome follows, or feedback is rejected.
+        super().__init__(state, encode, decode, lambda e: isinstance(e, Early) or (isinstance(e, Case) and e.open))
 
     def case(self, interaction_id: str) -> Case | None:
         """An interaction, open or ended."""
-        entry = self.get(f"case/{interaction_id}")
+        entry = self._entries.get(f"case/{interaction_id}")
         return entry if isinstance(entry, Case) else None
 
     def early(self, interaction_id: str) -> Early | None:
         """The feedback that waits for an interaction."""
-        entry = self.get(f"early/{interaction_id}")
+        entry = self._entries.get(f"early/{interaction_id}")
         return entry if isinstance(entry, Early) else None
 
     def wishes(self, user_id: str) -> Wishes:
-        """What a user demanded; nothing, where he is not known."""
-        entry = self.get(f"wishes/{self._partition}/{user_id}")
+        """What a user demanded; nothing, where they are not known."""
+        entry = self._entries.get(f"wishes/{self._partition}/{user_id}")
         return entry if isinstance(entry, Wishes) else Wishes(self._partition, user_id, NEVER)
 
     def activity(self, user_id: str, at_us: int) -> Activity:
-        """What a user did lately; a window that opens at `at_us`, where he is not known."""
-        entry = self.get(f"activity/{self._partition}/{user_id}")
+        """What a user did lately; a window that opens at `at_us`, where they are not known."""
+        entry = self._entries.get(f"activity/{self._partition}/{user_id}")
         return entry if isinstance(entry, Activity) else Activity(self._partition, user_id, NEVER, at_us)
 
     def cases_of(self, user_id: str) -> list[Case]:
@@ -200,15 +211,23 @@ class JoinStore(TimedEntries[Entry]):
 
     def save(self, entry: Entry) -> None:
         """An entry is new or has changed."""
+        if isinstance(entry, Case):
+            # It stays its user's.
+            if entry.key not in self._entries:
+                self._of_user[entry.user_id].add(entry.key)
+        elif isinstance(entry, Early):
+            for held in entry.held:
+                self._of_user[held.user_id].add(entry.key)
         super().save(entry)
-        for user_id in _users(entry):
-            self._of_user[user_id].add(entry.key)
 
     def forget(self, entry: Entry) -> None:
         """An entry is over."""
         super().forget(entry)
-        for user_id in _users(entry):
-            self.release(entry, user_id)
+        if isinstance(entry, Case):
+            self.release(entry, entry.user_id)
+        elif isinstance(entry, Early):
+            for held in entry.held:
+                self.release(entry, held.user_id)
 
     def release(self, entry: Entry, user_id: str) -> None:
         """An entry holds nothing of a user any more."""
@@ -219,14 +238,3 @@ class JoinStore(TimedEntries[Entry]):
 
     def _data_of(self, user_id: str) -> list[Entry | None]:
         return [self.get(key) for key in sorted(self._of_user.get(user_id, ()))]
-
-
-def _users(entry: Entry) -> Collection[str]:
-    """Whose data an entry holds, where it must be found by user."""
-    match entry:
-        case Case():
-            return (entry.user_id,)
-        case Early():
-            return {held.user_id for held in entry.held}
-        case _:
-            return ()

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from itertools import islice
+from typing import Generic, TypeVar
 
 from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.record_class import record
 
 Item = TypeVar("Item")
 
@@ -21,7 +23,7 @@ MILLISECOND_US = 1_000
 """Kafka's timestamps are whole milliseconds."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SourceMark:
     """How far a topic is decided: the last decided offset, and the clock there in microseconds."""
 
@@ -29,21 +31,19 @@ class SourceMark:
     clock_us: int = 0
 
 
-class Step(NamedTuple, Generic[Item]):
-    """The next record in the common order."""
-
-    at_us: int
-    topic: Topic
-    offset: int
-    item: Item
-    """None: the record only moves the clock."""
+Step = tuple[int, int, Item]
+"""Time in microseconds, offset and item of the next record in the common order; a record without an item only moves
+the clock."""
 
 
 @dataclass(slots=True)
 class _Input(Generic[Item]):
     place: int
-    mark: SourceMark
-    read: SourceMark
+    decided: tuple[int, int]
+    """The last decided offset, and the clock there."""
+    read_offset: int
+    clock_us: int
+    """With the records that wait."""
     waiting: deque[Step[Item]] = field(default_factory=deque)
 
 
@@ -54,56 +54,60 @@ class Merge(Generic[Item]):
         self._inputs: dict[Topic, _Input[Item]] = {}
         for place, topic in enumerate(topics):
             mark = marks.get(topic, SourceMark())
-            self._inputs[topic] = _Input(place, mark, mark)
+            self._inputs[topic] = _Input(place, (mark.offset, mark.clock_us), mark.offset, mark.clock_us)
 
     @property
     def marks(self) -> dict[Topic, SourceMark]:
         """How far each topic is decided."""
-        return {topic: source.mark for topic, source in self._inputs.items()}
+        return {topic: SourceMark(*source.decided) for topic, source in self._inputs.items()}
+
+    def next_offset(self, topic: Topic) -> int:
+        """The first offset of a topic that is not decided yet."""
+        return self._inputs[topic].decided[0] + 1
 
     def clock_us(self, topic: Topic) -> int:
         """The clock of a topic, with the records that wait."""
-        return self._inputs[topic].read.clock_us
+        return self._inputs[topic].clock_us
 
     def wanted_us(self) -> int | None:
         """The clock that every topic must reach for the first waiting item to be decided; None when none waits.
 
         A record that only moves the clock asks for nothing: it would call for a tick, which waits, and so for ever.
         """
-        waiting = (next((s for s in source.waiting if s.item is not None), None) for source in self._inputs.values())
-        items = [step for step in waiting if step is not None]
-        if not items:
-            return None
-        first = min(items, key=self._order)
-        return first.at_us + (MILLISECOND_US if self._inputs[first.topic].place else 0)
+        waiting = (
+            (at_us, source.place)
+            for source in self._inputs.values()
+            for at_us, _offset, item in islice((step for step in source.waiting if step[2] is not None), 1)
+        )
+        at_us, place = min(waiting, default=(None, 0))
+        return at_us + MILLISECOND_US if at_us is not None and place else at_us
 
     def has_read(self, topic: Topic, offset: int) -> bool:
         """Whether a record was given before."""
-        return offset <= self._inputs[topic].read.offset
+        return offset <= self._inputs[topic].read_offset
 
     def read(self, topic: Topic, offset: int, timestamp_us: int, item: Item) -> None:
         """Add the next record of a topic."""
         source = self._inputs[topic]
-        source.read = SourceMark(offset, max(source.read.clock_us, timestamp_us))
-        source.waiting.append(Step(source.read.clock_us, topic, offset, item))
+        source.read_offset = offset
+        if timestamp_us > source.clock_us:
+            source.clock_us = timestamp_us
+        source.waiting.append((source.clock_us, offset, item))
 
     def take(self) -> Step[Item] | None:
         """The next record in the common order; None while a record that may still come could stand before it."""
         source: _Input[Item] | None = None
-        first: Step[Item] | None = None
+        at_us = 0
         for candidate in self._inputs.values():
             # Of equal times that of the earlier topic, which is met first.
-            if candidate.waiting and (first is None or candidate.waiting[0].at_us < first.at_us):
-                source, first = candidate, candidate.waiting[0]
-        if source is None or first is None:
+            if candidate.waiting and (source is None or candidate.waiting[0][0] < at_us):
+                source, at_us = candidate, candidate.waiting[0][0]
+        if source is None:
             return None
         for other in self._inputs.values():
             # The next record of a topic may have the time of the one before.
-            if other.read.clock_us < first.at_us + (other.place < source.place):
+            if other.clock_us < at_us + (other.place < source.place):
                 return None
-        source.waiting.popleft()
-        source.mark = SourceMark(first.offset, first.at_us)
+        first = source.waiting.popleft()
+        source.decided = first[1], at_us
         return first
-
-    def _order(self, step: Step[Item]) -> tuple[int, int, int]:
-        return step.at_us, self._inputs[step.topic].place, step.offset

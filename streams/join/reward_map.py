@@ -12,16 +12,18 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import SignalKind
 from tidemill.schemas.signals import LEGAL, YES_OR_NO
 from tidemill.streams.join.config import Reading, RewardMap, SignalRule, TargetRate
 
 HASH_DIGITS = 12
+_NAMES = {kind: kind.value for kind in SignalKind}
+"""Plain strings; to ask each kind for its value costs six times as much."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Signal:
     """One signal about an interaction."""
 
@@ -36,7 +38,7 @@ class Signal:
     """Where it lies in its partition of the feedback topic."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Use:
     """A signal that the reward was made of, and what it added."""
 
@@ -44,7 +46,7 @@ class Use:
     contribution: float
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RewardResult:
     """What the signals of an interaction amount to."""
 
@@ -65,18 +67,24 @@ def map_version(reward_map: RewardMap) -> str:
 def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
     """The reward of an interaction with these signals; each is within its kind's horizon."""
     latest = standing(signals)
-    uses = [
-        Use(signal, reward_map.rules[kind].weight * _read(reward_map.rules[kind], signal))
-        for kind, signal in latest.items()
-        if reward_map.weighs(kind) and kind not in reward_map.target_kinds
-    ]
+    rules, targeted = reward_map.rules, reward_map.target_kinds
+    uses: list[Use] = []
+    tells = False
+    for kind, signal in latest.items():
+        rule = rules.get(kind)
+        if rule is not None and rule.weight and kind not in targeted:
+            uses.append(Use(signal, rule.weight * _read(rule, signal)))
+            # "It did not ask" and "it did nothing" are reports of every answer, and no opinion of anybody's.
+            silent = not signal.value and LEGAL[kind] is YES_OR_NO
+            tells = tells or (rule.alone and not silent)
     if reward_map.target_rate is not None:
-        uses += _at_target_rate(reward_map.target_rate, latest)
-    observed = {kind.value: _value(signal) for kind, signal in latest.items()}
-    if not any(_tells(reward_map, use.signal) for use in uses):
+        found = _at_target_rate(reward_map.target_rate, latest)
+        uses, tells = uses + found, tells or bool(found)
+    observed = {_NAMES[kind]: _value(signal) for kind, signal in latest.items()}
+    if not tells:
         reward = None if reward_map.no_signal == "exclude" else reward_map.no_signal
         return RewardResult(reward, (), observed)
-    total = math.fsum(use.contribution for use in uses)
+    total = math.fsum([use.contribution for use in uses])
     bounded = min(max(total, reward_map.low), reward_map.high)
     return RewardResult(bounded, tuple(sorted(uses, key=lambda use: use.signal.event_id)), observed)
 
@@ -84,7 +92,7 @@ def reward_of(reward_map: RewardMap, signals: Iterable[Signal]) -> RewardResult:
 def standing(signals: Iterable[Signal]) -> dict[SignalKind, Signal]:
     """The signal of each kind that holds: not corrected by another, and the latest of those (then by event id)."""
     distinct = list(signals)
-    corrected = {(signal.kind, signal.corrects) for signal in distinct}
+    corrected = {(signal.kind, signal.corrects) for signal in distinct if signal.corrects is not None}
     held = [s for s in distinct if s.value is not None and (s.kind, s.event_id) not in corrected]
     return {signal.kind: signal for signal in sorted(held, key=lambda s: (s.observed_at, s.event_id))}
 
@@ -113,12 +121,3 @@ def _at_target_rate(target: TargetRate, latest: Mapping[SignalKind, Signal]) -> 
     if shown is not None:
         return [Use(shown, -target.rate if shown.value else 0.0)]
     return []
-
-
-def _tells(reward_map: RewardMap, signal: Signal) -> bool:
-    """Whether a signal is enough for a reward when there is no other."""
-    if signal.kind in reward_map.target_kinds:
-        return True
-    # "It did not ask" and "it did nothing" are reports of every answer, and no opinion of anybody's.
-    silent = LEGAL[signal.kind] == YES_OR_NO and not signal.value
-    return reward_map.rules[signal.kind].alone and not silent

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import ClassVar
 
-from tidemill.schemas.records import Outcome
+from tidemill.schemas.record_class import record
+from tidemill.schemas.records import OnlineMember, Outcome
 from tidemill.streams.state import NEVER, EntryBytes
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Figures:
     """What is compared of one interaction."""
 
@@ -37,7 +38,7 @@ class Figures:
         return cls(outcome.sampled_tokens, outcome.latency_ms, outcome.reward, outcome.arm, kinds)
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Tally:
     """Sums over interactions."""
 
@@ -92,7 +93,7 @@ class Fate(StrEnum):
     EXCLUDED = "excluded"
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Judged:
     """An outcome that was read."""
 
@@ -101,15 +102,13 @@ class Judged:
     fate: Fate
     due_at: int
     """When it is forgotten."""
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
         return f"mark/{self.interaction_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Waiting:
     """A rewarded interaction, or a correction, that waits for its batch to close."""
 
@@ -129,15 +128,49 @@ class Waiting:
     figures: Figures
     due_at: ClassVar[int] = NEVER
     """Its batch decides."""
-    awaited: ClassVar[bool] = False
-    """Its batch decides."""
 
     @property
     def key(self) -> str:
         return f"wait/{self.interaction_id}"
 
+    @classmethod
+    def of(cls, outcome: Outcome, order: int, reward: float, *, correction: bool) -> Waiting:
+        """That of an outcome, with the reward that its batch is to have."""
+        return cls(
+            interaction_id=outcome.interaction_id,
+            order=order,
+            user_id=outcome.user_id,
+            topic=outcome.topic,
+            partition=outcome.partition,
+            offset=outcome.offset,
+            reward=reward,
+            correction=correction,
+            version_min=outcome.version_min,
+            version_max=outcome.version_max,
+            feedback_at=outcome.feedback_at,
+            served_at=outcome.served_at,
+            figures=Figures.of(outcome),
+        )
 
-@dataclass(slots=True)
+    def member(self) -> OnlineMember:
+        """Its reference in a batch."""
+        return OnlineMember(
+            interaction_id=self.interaction_id,
+            user_id=self.user_id,
+            topic=self.topic,
+            partition=self.partition,
+            offset=self.offset,
+            reward=self.reward,
+            correction=self.correction,
+            sampled_tokens=self.figures.tokens,
+            version_min=self.version_min,
+            version_max=self.version_max,
+            arm=self.figures.arm,
+            feedback_at=self.feedback_at,
+        )
+
+
+@record(slots=True)
 class OpenBatch:
     """A batch that is being filled."""
 
@@ -147,37 +180,31 @@ class OpenBatch:
     overdue_at: int
     due_at: int
     """When it is overdue; never again, once it was looked at then."""
-    awaited: ClassVar[bool] = True
-    """It may close when it falls due."""
 
     @property
     def key(self) -> str:
         return f"open/{self.version}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ErasedUser:
     """A user whose interactions up to a time are kept out."""
 
     user_id: str
     until: int
     due_at: int
-    awaited: ClassVar[bool] = False
-    """It is only forgotten when it falls due."""
 
     @property
     def key(self) -> str:
         return f"erased/{self.user_id}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ServedUser:
     """A user who was served since the batch before."""
 
     user_id: str
     due_at: ClassVar[int] = NEVER
-    """The next batch ends it."""
-    awaited: ClassVar[bool] = False
     """The next batch ends it."""
 
     @property
@@ -188,7 +215,7 @@ class ServedUser:
 Entry = Judged | Waiting | OpenBatch | ErasedUser | ServedUser
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class BatchHead:
     """How far the outcomes were decided, and what was counted on the way."""
 

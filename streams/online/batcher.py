@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_us
 from tidemill.schemas.log.consumed import ConsumedRecord
-from tidemill.schemas.records import BatchClose, OnlineBatch, OnlineMember, Outcome, Tick, UserRequest, UserWish
+from tidemill.schemas.record_class import record
+from tidemill.schemas.records import BatchClose, OnlineBatch, Outcome, Tick, UserRequest, UserWish
 from tidemill.streams.machine import Emit, Output, Rejected
 from tidemill.streams.online import batch_state
 from tidemill.streams.online.batch_state import (
@@ -54,7 +55,7 @@ CORRECTION = "correction"
 REPLACED = "replaced"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Accounting:
     """What became of the outcomes that carried a reward, or changed one."""
 
@@ -72,11 +73,16 @@ class OnlineBatcher:
         self._run_id, self._branch = run_id, branch
         self._settings = settings
         state = state or MachineState()
-        self._store: TimedEntries[Entry] = TimedEntries(state, batch_state.encode, batch_state.decode)
+        # An open batch may close when it falls due.
+        self._store: TimedEntries[Entry] = TimedEntries(
+            state, batch_state.encode, batch_state.decode, lambda entry: isinstance(entry, OpenBatch)
+        )
         self._head = batch_state.decode_head(state.head) if state.head is not None else BatchHead()
         found = list(self._store.entries())
         self._room = WaitingRoom(entry for entry in found if isinstance(entry, Waiting))
         self._open = {entry.version: entry for entry in found if isinstance(entry, OpenBatch)}
+        self._outputs: list[Output] = []
+        """What the record at hand decides."""
         self._served_users = {entry.user_id: entry for entry in found if isinstance(entry, ServedUser)}
 
     @property
@@ -107,51 +113,49 @@ class OnlineBatcher:
             return []
         self._head.offset = located.offset
         self._head.clock_us = max(self._head.clock_us, located.timestamp_ms * 1_000)
-        outputs: list[Output] = []
+        self._outputs = []
         for entry in self._store.due(self._head.clock_us):
             match entry:
                 case OpenBatch():
                     entry.due_at = NEVER
                     self._store.save(entry)
-                    outputs += self._close_if_ready(entry)
+                    self._close_if_ready(entry)
                     self._end_leftovers()
                 case Judged() if self._waiting(entry.interaction_id) is not None:
                     # Who waits must not come in a second time.
                     self._mark(entry.interaction_id, entry.revision, entry.fate)
                 case _:
                     self._store.forget(entry)
-        return outputs + self._decide(located)
+        problem = ""
+        match located.record:
+            case Outcome() as outcome:
+                problem = broken_outcome(located.key, outcome)
+                if not problem and (outcome.run_id, outcome.branch) == (self._run_id, self._branch):
+                    self._take(outcome, located.offset)
+            case UserRequest() as request if request.wish is UserWish.ERASE:
+                self._erase(request)
+            case Tick() | UserRequest():
+                pass
+            case None if located.value is None:
+                try:
+                    key = (located.key or b"").decode()
+                except UnicodeDecodeError:
+                    problem = f"the key {located.key!r} of a tombstone is no text"
+                else:
+                    erased = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
+                    if erased is not None:
+                        self._drop(erased, ERASED)
+            case None:
+                problem = located.error
+            case other:
+                problem = f"{type(other).__name__} is no record of this topic"
+        if problem:
+            self._outputs.append(Rejected(located, problem))
+        return self._outputs
 
     def take_changes(self) -> Changes:
         """What changed since the last call."""
         return self._store.changes(batch_state.encode_head(self._head))
-
-    def _decide(self, located: ConsumedRecord) -> list[Output]:
-        if located.value is None and located.record is None:
-            try:
-                key = (located.key or b"").decode()
-            except UnicodeDecodeError:
-                return [Rejected(located, f"the key {located.key!r} of a tombstone is no text")]
-            waiting = None if key.startswith(NO_IDENTIFIER) else self._waiting(key)
-            if waiting is not None:
-                self._drop(waiting, ERASED)
-            return []
-        match located.record:
-            case Tick():
-                return []
-            case UserRequest() as request:
-                if request.wish is UserWish.ERASE:
-                    self._erase(request)
-                return []
-            case Outcome() as outcome:
-                problem = broken_outcome(located.key, outcome)
-                return [Rejected(located, problem)] if problem else [*self._take(outcome, located.offset)]
-            case None:
-                return [Rejected(located, located.error)]
-            case other:
-                return [Rejected(located, f"{type(other).__name__} is no record of this topic")]
-
-    # Erasure
 
     def _erase(self, request: UserRequest) -> None:
         # A demand is never for a later time than the one at which it was read.
@@ -170,65 +174,75 @@ class OnlineBatcher:
 
     # Outcomes
 
-    def _take(self, outcome: Outcome, order: int) -> list[Emit]:
-        if (outcome.run_id, outcome.branch) != (self._run_id, self._branch):
-            return []
+    def _take(self, outcome: Outcome, order: int) -> None:
         mark = self._store.get(f"mark/{outcome.interaction_id}")
         known = mark if isinstance(mark, Judged) else None
         if known is not None and outcome.revision <= known.revision:
-            return []
+            return
         if known is None:
             self._head.served.add(Figures.of(outcome))
             if outcome.user_id not in self._served_users:
                 self._served_users[outcome.user_id] = ServedUser(outcome.user_id)
                 self._store.save(self._served_users[outcome.user_id])
-        self._note_version(outcome)
+        version = outcome.version_max
+        if outcome.version_min == version >= 0 and self._learns_from(outcome.arm):
+            # Which versions are served now.
+            seen = {int(key): at for key, at in self._head.last_served.items()}
+            seen[version] = max(seen.get(version, 0), outcome.served_at)
+            oldest = max(seen.values()) - to_us(self._settings.version_idle_s)
+            self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
+            self._end_leftovers()
         if outcome.reward is None and outcome.previous_reward is None:
             self._mark(outcome.interaction_id, outcome.revision, Fate.EXCLUDED)
-            return []
+            return
         self._head.read += 1
         erased = self._store.get(f"erased/{outcome.user_id}")
         if isinstance(erased, ErasedUser) and outcome.served_at <= erased.until:
-            return self._lose(outcome, ERASED)
-        if outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
-            return self._correct(outcome, known, order)
-        return self._admit(outcome, order)
+            self._lose(outcome, ERASED)
+        elif outcome.previous_reward is not None or (known is not None and known.fate is Fate.BATCHED):
+            self._correct(outcome, known.fate if known is not None else Fate.DROPPED, order)
+        else:
+            self._admit(outcome, order)
 
-    def _note_version(self, outcome: Outcome) -> None:
-        """Keep which versions are served now."""
-        version = outcome.version_max
-        if version < 0 or outcome.version_min != version or not self._learns_from(outcome.arm):
-            return
-        seen = {int(key): at for key, at in self._head.last_served.items()}
-        seen[version] = max(seen.get(version, 0), outcome.served_at)
-        oldest = max(seen.values()) - to_us(self._settings.version_idle_s)
-        self._head.last_served = {str(v): at for v, at in sorted(seen.items()) if at >= oldest}
-        self._end_leftovers()
-
-    def _correct(self, outcome: Outcome, known: Judged | None, order: int) -> list[Emit]:
-        fate = known.fate if known is not None else Fate.DROPPED
+    def _correct(self, outcome: Outcome, fate: Fate, order: int) -> None:
         waiting = self._waiting(outcome.interaction_id)
         if waiting is not None and not waiting.correction:
             self._drop(waiting, REPLACED)
-            return self._lose(outcome, CORRECTION) if outcome.reward is None else self._admit(outcome, order)
-        if fate is Fate.DROPPED or self._settings.corrections is Corrections.COUNT:
-            return self._lose(outcome, CORRECTION, fate)
-        change = (outcome.reward or 0.0) - (outcome.previous_reward or 0.0)
-        if waiting is not None:
-            change += waiting.reward
-            self._drop(waiting, REPLACED)
-        self._wait(_waiting_of(outcome, order, change, correction=True))
-        self._mark(outcome.interaction_id, outcome.revision, Fate.BATCHED)
-        return []
+            if outcome.reward is None:
+                self._lose(outcome, CORRECTION)
+            else:
+                self._admit(outcome, order)
+        elif fate is Fate.DROPPED or self._settings.corrections is Corrections.COUNT:
+            self._lose(outcome, CORRECTION, fate)
+        else:
+            change = (outcome.reward or 0.0) - (outcome.previous_reward or 0.0)
+            if waiting is not None:
+                change += waiting.reward
+                self._drop(waiting, REPLACED)
+            self._wait(outcome, order, change, correction=True)
+            self._mark(outcome.interaction_id, outcome.revision, Fate.BATCHED)
 
-    def _admit(self, outcome: Outcome, order: int) -> list[Emit]:
+    def _admit(self, outcome: Outcome, order: int) -> None:
         reason = self._obstacle(outcome)
         if reason:
-            return self._lose(outcome, reason)
-        batches, batch = self._batch_for(outcome)
-        self._wait(_waiting_of(outcome, order, outcome.reward or 0.0, correction=False))
+            self._lose(outcome, reason)
+            return
+        batch = self._open.get(outcome.version_max)
+        if batch is not None and batch.map_version != outcome.map_version:
+            # Rewards of two maps are no rewards of one batch.
+            if len(self._kept(batch)) >= self._settings.min_members:
+                self._close(batch, BatchClose.TIME)
+            self._drop_all(batch.version, OLD_MAP)
+            batch = None
+        if batch is None:
+            opened_at = self._head.clock_us
+            overdue_at = opened_at + to_us(self._settings.max_wait_s)
+            batch = OpenBatch(outcome.version_max, outcome.map_version, opened_at, overdue_at, overdue_at)
+            self._store.save(batch)
+            self._open[batch.version] = batch
+        self._wait(outcome, order, outcome.reward or 0.0, correction=False)
         self._mark(outcome.interaction_id, outcome.revision, Fate.WAITING)
-        return batches + self._close_if_ready(batch)
+        self._close_if_ready(batch)
 
     def _obstacle(self, outcome: Outcome) -> str:
         if not self._learns_from(outcome.arm):
@@ -247,24 +261,6 @@ class OnlineBatcher:
 
     # Batches
 
-    def _batch_for(self, outcome: Outcome) -> tuple[list[Emit], OpenBatch]:
-        """The open batch of an outcome's version, and what had to close before it."""
-        found = self._open.get(outcome.version_max)
-        batches: list[Emit] = []
-        if found is not None:
-            if found.map_version == outcome.map_version:
-                return [], found
-            # Rewards of two maps are no rewards of one batch.
-            enough = len(self._kept(found)) >= self._settings.min_members
-            batches = self._close(found, BatchClose.TIME) if enough else []
-            self._drop_all(found.version, OLD_MAP)
-        opened_at = self._head.clock_us
-        overdue_at = opened_at + to_us(self._settings.max_wait_s)
-        batch = OpenBatch(outcome.version_max, outcome.map_version, opened_at, overdue_at, overdue_at)
-        self._store.save(batch)
-        self._open[batch.version] = batch
-        return batches, batch
-
     def _end_leftovers(self) -> None:
         """Drop the batches of versions that are not served now, as the policy says."""
         for batch in list(self._open.values()):
@@ -281,64 +277,54 @@ class OnlineBatcher:
         waiting = self._room.of_version(batch.version)
         return within_share(waiting, self._settings.max_share_per_user)[: self._settings.max_members]
 
-    def _close_if_ready(self, batch: OpenBatch) -> list[Emit]:
-        waiting = self._room.of_version(batch.version)
-        limits = self._settings
-        overdue = batch.overdue_at <= self._head.clock_us
-        full = sum(w.figures.tokens for w in waiting) >= limits.max_tokens or len(waiting) >= limits.max_members
-        if not (overdue or full):
-            return []
-        kept = self._kept(batch)
-        if len(kept) < limits.min_members:
-            return []
-        if sum(w.figures.tokens for w in kept) >= limits.max_tokens or len(kept) >= limits.max_members:
-            return self._close(batch, BatchClose.TOKENS)
-        return self._close(batch, BatchClose.TIME) if overdue else []
+    def _close_if_ready(self, batch: OpenBatch) -> None:
+        def full(waiting: Sequence[Waiting]) -> bool:
+            tokens = sum(w.figures.tokens for w in waiting)
+            return tokens >= self._settings.max_tokens or len(waiting) >= self._settings.max_members
 
-    def _close(self, batch: OpenBatch, reason: BatchClose) -> list[Emit]:
-        kept = self._kept(batch)
+        overdue = batch.overdue_at <= self._head.clock_us
+        if overdue or full(self._room.of_version(batch.version)):
+            kept = self._kept(batch)
+            if len(kept) >= self._settings.min_members and (overdue or full(kept)):
+                self._close(batch, BatchClose.TOKENS if full(kept) else BatchClose.TIME)
+
+    def _close(self, batch: OpenBatch, reason: BatchClose) -> None:
+        head, kept = self._head, self._kept(batch)
         names = {waiting.interaction_id for waiting in kept}
         for waiting in self._room.of_version(batch.version):
             if waiting.interaction_id not in names:
                 self._drop(waiting, USER_CAP)
         members = kept + self._room.corrections(self._settings.max_members - len(kept))
-        record = self._record(batch, members, kept, reason)
-        for waiting in members:
-            self._end_wait(waiting)
-            self._set_fate(waiting.interaction_id, Fate.BATCHED)
-        self._head.batched += len(members)
-        self._head.sequence += 1
-        self._head.dropped = {}
-        self._head.served = Tally()
-        for served in self._served_users.values():
-            self._store.forget(served)
-        self._served_users.clear()
-        return [Emit(Topic.ONLINE_BATCHES, record.batch_id, record, BATCHES_PARTITION)]
-
-    def _record(
-        self, batch: OpenBatch, members: Sequence[Waiting], kept: Sequence[Waiting], reason: BatchClose
-    ) -> OnlineBatch:
         named = sorted(members, key=lambda w: w.interaction_id)
         trained = Tally()
         for waiting in kept:
             trained.add(waiting.figures)
-        served = self._head.served.numbers(len(self._served_users))
+        served = head.served.numbers(len(self._served_users))
         first = hashlib.sha256(named[0].interaction_id.encode()).hexdigest()[:12]
-        return OnlineBatch(
-            batch_id=f"{self._run_id}.{self._branch}.{self._head.sequence:08d}-{first}",
+        made = OnlineBatch(
+            batch_id=f"{self._run_id}.{self._branch}.{head.sequence:08d}-{first}",
             run_id=self._run_id,
             branch=self._branch,
-            sequence=self._head.sequence,
+            sequence=head.sequence,
             version=batch.version,
-            members=[_member(waiting) for waiting in named],
+            members=[waiting.member() for waiting in named],
             tokens=sum(w.figures.tokens for w in named),
             closed_by=reason,
-            dropped=dict(sorted(self._head.dropped.items())),
+            dropped=dict(sorted(head.dropped.items())),
             selection=compared(served, trained.numbers(len({w.user_id for w in kept}))),
             map_version=batch.map_version,
             opened_at=batch.opened_at,
-            closed_at=self._head.clock_us,
+            closed_at=head.clock_us,
         )
+        for waiting in members:
+            self._end_wait(waiting, Fate.BATCHED)
+        head.batched += len(members)
+        head.sequence += 1
+        head.dropped, head.served = {}, Tally()
+        for user in self._served_users.values():
+            self._store.forget(user)
+        self._served_users.clear()
+        self._outputs.append(Emit(Topic.ONLINE_BATCHES, made.batch_id, made, BATCHES_PARTITION))
 
     # Entries
 
@@ -346,40 +332,37 @@ class OnlineBatcher:
         entry = self._store.get(f"wait/{interaction_id}")
         return entry if isinstance(entry, Waiting) else None
 
-    def _wait(self, waiting: Waiting) -> None:
+    def _wait(self, outcome: Outcome, order: int, reward: float, *, correction: bool) -> None:
+        waiting = Waiting.of(outcome, order, reward, correction=correction)
         self._store.save(waiting)
         self._room.add(waiting)
 
     def _drop(self, waiting: Waiting, reason: str) -> None:
-        self._end_wait(waiting)
         # What a dropped correction would have corrected was trained all the same.
-        self._set_fate(waiting.interaction_id, Fate.BATCHED if waiting.correction else Fate.DROPPED)
+        self._end_wait(waiting, Fate.BATCHED if waiting.correction else Fate.DROPPED)
         self._count(reason)
 
-    def _lose(self, outcome: Outcome, reason: str, fate: Fate = Fate.DROPPED) -> list[Emit]:
+    def _lose(self, outcome: Outcome, reason: str, fate: Fate = Fate.DROPPED) -> None:
         """An outcome that does not even wait."""
         self._mark(outcome.interaction_id, outcome.revision, fate)
         self._count(reason)
-        return []
 
     def _count(self, reason: str) -> None:
         self._head.lost += 1
         self._head.dropped[reason] = self._head.dropped.get(reason, 0) + 1
 
-    def _end_wait(self, waiting: Waiting) -> None:
+    def _end_wait(self, waiting: Waiting, fate: Fate) -> None:
         self._store.forget(waiting)
         self._room.remove(waiting)
         if not waiting.correction and not self._room.of_version(waiting.version_max):
             self._store.forget(self._open.pop(waiting.version_max))
+        mark = self._store.get(f"mark/{waiting.interaction_id}")
+        if isinstance(mark, Judged):
+            self._store.save(replace(mark, fate=fate))
 
     def _mark(self, interaction_id: str, revision: int, fate: Fate) -> None:
         due_at = self._head.clock_us + to_us(self._settings.done_ttl_s)
         self._store.save(Judged(interaction_id, revision, fate, due_at))
-
-    def _set_fate(self, interaction_id: str, fate: Fate) -> None:
-        mark = self._store.get(f"mark/{interaction_id}")
-        if isinstance(mark, Judged):
-            self._store.save(replace(mark, fate=fate))
 
 
 def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
@@ -397,38 +380,3 @@ def broken_outcome(key: bytes | None, outcome: Outcome) -> str:
     if outcome.reward is not None and (outcome.sampled_tokens < 1 or outcome.version_min < 0):
         return f"a reward for {outcome.sampled_tokens} tokens of version {outcome.version_min}"
     return ""
-
-
-def _waiting_of(outcome: Outcome, order: int, reward: float, *, correction: bool) -> Waiting:
-    return Waiting(
-        interaction_id=outcome.interaction_id,
-        order=order,
-        user_id=outcome.user_id,
-        topic=outcome.topic,
-        partition=outcome.partition,
-        offset=outcome.offset,
-        reward=reward,
-        correction=correction,
-        version_min=outcome.version_min,
-        version_max=outcome.version_max,
-        feedback_at=outcome.feedback_at,
-        served_at=outcome.served_at,
-        figures=Figures.of(outcome),
-    )
-
-
-def _member(waiting: Waiting) -> OnlineMember:
-    return OnlineMember(
-        interaction_id=waiting.interaction_id,
-        user_id=waiting.user_id,
-        topic=waiting.topic,
-        partition=waiting.partition,
-        offset=waiting.offset,
-        reward=waiting.reward,
-        correction=waiting.correction,
-        sampled_tokens=waiting.figures.tokens,
-        version_min=waiting.version_min,
-        version_max=waiting.version_max,
-        arm=waiting.figures.arm,
-        feedback_at=waiting.feedback_at,
-    )

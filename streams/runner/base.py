@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tidemill.schemas.catalogue import Names, Topic, co_partitioned, is_compacted, tick_key
 from tidemill.schemas.codec import Codec
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import admin_client
 from tidemill.schemas.log.producer import dead_letter_headers
+from tidemill.schemas.record_class import record
 from tidemill.schemas.records import Tick
 from tidemill.streams.machine import Emit, Machine, Output, Processor, Rejected
 from tidemill.streams.runner.journal import Written
@@ -98,7 +98,7 @@ class IdleInputs:
         self._ticked_us.clear()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Write:
     """One record to send."""
 
@@ -111,7 +111,7 @@ class Write:
     timestamp_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Writes:
     """Makes the records of one application."""
 

@@ -20,7 +20,6 @@ import asyncio
 import logging
 import os
 import signal
-import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tidemill.schemas.catalogue import Names, is_compacted
 from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.config import KafkaSettings, RunSettings
-from tidemill.schemas.log.consumed import ConsumedRecord, Partition
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.guard import RetentionGap
 from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.streams.config import StreamSettings
@@ -50,9 +49,8 @@ from tidemill.streams.runner.base import (
 from tidemill.streams.runner.faust_settings import checked_credentials, faust_settings, refuse_transactional_state
 from tidemill.streams.runner.faust_transport import PositionedTransport
 from tidemill.streams.runner.journal import Journal, partition_of_state
-from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
+from tidemill.streams.runner.watchdog import STOP_TIMEOUT_S, Progress, Stall, Watchdog
 
-STOP_TIMEOUT_S = 20.0
 LOG = logging.getLogger("tidemill.streams")
 
 
@@ -158,20 +156,16 @@ class FaustRunner:
         return bool(self._ready and generation == self.app.consumer_generation_id)
 
     def _observe(self, message: Any) -> list[Output]:  # noqa: ANN401 - a faust message
-        if not self._is_next(TP(message.topic, message.partition), message.offset):
-            return []
-        return self._machines[message.partition].observe(self._located(message))
-
-    def _is_next(self, tp: TP, offset: int) -> bool:
-        """Whether the machine has not had the record yet. Raises StreamFailure when records before it are missing."""
+        """What a record decides; nothing where the machine has had it. Raises StreamFailure where some are missing."""
+        tp, offset = TP(message.topic, message.partition), message.offset
         expected = self._next[tp]
         if offset < expected:
-            return False
+            return []
         if offset > expected:
             self._step_over(tp, expected, offset)
         self._reading.add(tp)
         self._next[tp] = offset + 1
-        return True
+        return self._machines[message.partition].observe(self._located(message))
 
     def _step_over(self, tp: TP, expected: int, offset: int) -> None:
         first = self._transport.holes.first_kept(tp, expected)
@@ -283,7 +277,12 @@ class FaustRunner:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._ended.set)
-        watchdog = self._watchdog(loop)
+
+        def stalled(stall: Stall) -> None:
+            loop.call_soon_threadsafe(self._fail, StreamFailure(str(stall)))
+
+        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, stalled)
+        watchdog.start()
         self.app.loop = loop
         self.app.finalize()
 
@@ -301,7 +300,7 @@ class FaustRunner:
         if reason is not None:
             raise StreamFailure(f"{self._processor.name} ended: {reason}") from reason
 
-    async def _stop(self, start: asyncio.Task[Any], watchdog: Watchdog | None) -> None:
+    async def _stop(self, start: asyncio.Task[Any], watchdog: Watchdog) -> None:
         self._stopping = True
         start.cancel()
         try:
@@ -311,37 +310,17 @@ class FaustRunner:
             LOG.error("Faust did not stop within %g s; ending the process", STOP_TIMEOUT_S)
             os._exit(EXIT_HUNG)
         finally:
-            if watchdog:
-                await asyncio.to_thread(watchdog.stop)
+            await asyncio.to_thread(watchdog.stop)
 
     def _fail(self, error: BaseException) -> None:
         if not self._stopping:
             self._failure = self._failure or error
             self._ended.set()
 
-    def _watchdog(self, loop: asyncio.AbstractEventLoop) -> Watchdog | None:
-        if not self._stream.stall_timeout_s:
-            return None
-
-        def end(stall: Stall) -> None:
-            LOG.error("%s", stall)
-            loop.call_soon_threadsafe(self._fail, StreamFailure(str(stall)))
-            # A hung event loop never gets there.
-            threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG]).start()
-
-        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, end)
-        watchdog.start()
-        return watchdog
-
     def _progress(self) -> Progress:
         ready = self._ready
-        if ready:
-            return Progress(ready, _places(self._next))
-        return Progress(ready, _places(self.app.tables.recovery.active_offsets))
-
-
-def _places(offsets: Mapping[TP, int | None]) -> dict[Partition, int]:
-    return {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())}
+        offsets: Mapping[TP, int | None] = self._next if ready else self.app.tables.recovery.active_offsets
+        return Progress(ready, {(tp.topic, tp.partition): offset or 0 for tp, offset in list(offsets.items())})
 
 
 def serve(kafka: KafkaSettings, run: RunSettings, stream: StreamSettings, processor: Processor) -> None:

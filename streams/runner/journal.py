@@ -21,19 +21,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-import fastavro
-
-from tidemill.streams.state import (
-    NO_IDENTIFIER,
-    Changes,
-    MachineState,
-    StateError,
-    read_avro,
-    record_schema,
-    write_avro,
-)
+from tidemill.schemas.avro_code import read_long
+from tidemill.schemas.record_class import record
+from tidemill.streams.state import NO_IDENTIFIER, Changes, MachineState, StateBytes, StateError
 
 PART_BYTES = 262_144
 """Size from which a part of the journal is closed: well below what one record may hold."""
@@ -46,11 +37,26 @@ _PART_PREFIX = f"{NO_IDENTIFIER}part/"
 _ENVELOPE = struct.Struct(">cI")
 _ENTRY, _HEAD, _PART = b"e", b"h", b"j"
 _BARE_ENTRIES = frozenset({b"o", b"d"})
-_BARE_PARTITION: Any = fastavro.parse_schema(record_schema("BareState", partition="long"))
-_HEAD_SCHEMA: Any = fastavro.parse_schema(record_schema("JournalHead", sequence="long", parts="long", body="bytes"))
-_PART_SCHEMA: Any = fastavro.parse_schema(
-    record_schema("JournalPart", sequence="long", entries={"type": "map", "values": ["null", "bytes"]})
-)
+
+
+@record(frozen=True, slots=True)
+class JournalHead:
+    """The newest batch: its number, in how many parts it is written, and the machine's own head."""
+
+    sequence: int
+    parts: int
+    body: bytes
+
+
+@record(frozen=True, slots=True)
+class JournalPart:
+    """Changes of a batch; None deletes."""
+
+    sequence: int
+    entries: Mapping[str, bytes | None]
+
+
+_HEADS, _PARTS = StateBytes(JournalHead), StateBytes(JournalPart)
 
 
 def partition_of_state(key: str, value: bytes) -> int:
@@ -62,7 +68,10 @@ def _opened(key: str, value: bytes) -> tuple[bytes, int, bytes]:
     """Kind, partition and body of a written value. Raises StateError."""
     kind = value[:1]
     if kind in _BARE_ENTRIES:
-        return _ENTRY, int(read_avro(_BARE_PARTITION, value[1:])["partition"]), value
+        try:
+            return _ENTRY, read_long(value, 1)[0], value
+        except (IndexError, OverflowError) as error:
+            raise StateError(f"a state of group assembly names no partition: {value[:12]!r}") from error
     if kind not in (_ENTRY, _HEAD, _PART) or len(value) < (_ENVELOPE.size if kind != _HEAD else 2):
         raise StateError(f"a state begins with its kind and its partition, not with {value[:8]!r}")
     if kind == _HEAD:
@@ -70,8 +79,7 @@ def _opened(key: str, value: bytes) -> tuple[bytes, int, bytes]:
         if not (key.startswith(_HEAD_PREFIX) and number.isdecimal()):
             raise StateError(f"a head lies under the key {key!r}")
         if value[1 : _ENVELOPE.size] != _ENVELOPE.pack(kind, int(number))[1:]:
-            bare = {"sequence": -1, "parts": 0, "body": value[1:]}
-            return kind, int(number), write_avro(_HEAD_SCHEMA, bare)
+            return kind, int(number), _HEADS.write(JournalHead(-1, 0, value[1:]))
     return kind, _ENVELOPE.unpack_from(value)[1], value[_ENVELOPE.size :]
 
 
@@ -127,8 +135,7 @@ class Journal:
         return _ENVELOPE.pack(kind, self._partition) + body
 
     def _sealed_head(self, parts: int, body: bytes) -> bytes:
-        head = {"sequence": self._sequence, "parts": parts, "body": body}
-        return self._sealed(_HEAD, write_avro(_HEAD_SCHEMA, head))
+        return _HEADS.write(JournalHead(self._sequence, parts, body), self._sealed(_HEAD, b""))
 
     def _split(self, entries: Written) -> Iterator[bytes]:
         part: dict[str, bytes | None] = {}
@@ -143,7 +150,7 @@ class Journal:
             yield self._encoded_part(part)
 
     def _encoded_part(self, entries: Written) -> bytes:
-        return self._sealed(_PART, write_avro(_PART_SCHEMA, {"sequence": self._sequence, "entries": entries}))
+        return _PARTS.write(JournalPart(self._sequence, entries), self._sealed(_PART, b""))
 
     def _recovered(self, bodies: Mapping[str, tuple[bytes, int, bytes]]) -> MachineState:
         for parity in self._parts:
@@ -151,10 +158,10 @@ class Journal:
         head = bodies.get(self._head_key)
         if head is None:
             return MachineState()
-        found = read_avro(_HEAD_SCHEMA, head[2])
-        self._sequence = found["sequence"]
+        found = _HEADS.read(head[2])
+        self._sequence = found.sequence
         entries = {key: body for key, (kind, _, body) in bodies.items() if kind == _ENTRY}
-        for index in range(found["parts"]):
+        for index in range(found.parts):
             for key, change in self._part(bodies, index).items():
                 if change is not None:
                     entries[key] = self._committed[key] = change
@@ -162,14 +169,14 @@ class Journal:
                 # Whether the deletion was written is not known: the next head commits it again.
                 entries.pop(key, None)
                 self._deleted[key] = None
-        return MachineState(entries, found["body"])
+        return MachineState(entries, found.body)
 
-    def _part(self, bodies: Mapping[str, tuple[bytes, int, bytes]], index: int) -> dict[str, bytes | None]:
+    def _part(self, bodies: Mapping[str, tuple[bytes, int, bytes]], index: int) -> Written:
         key = self._part_key(self._sequence % 2, index)
-        part: dict[str, Any] = read_avro(_PART_SCHEMA, bodies[key][2]) if key in bodies else {"sequence": "none"}
-        if part["sequence"] != self._sequence:
+        part = _PARTS.read(bodies[key][2]) if key in bodies else None
+        if part is None or part.sequence != self._sequence:
             raise StateError(
                 f"partition {self._partition}: head {self._sequence} needs part {index} of its journal, but the state "
-                f"topic has that of {part['sequence']}: records of the state topic are missing"
+                f"topic has that of {part.sequence if part else 'none'}: records of the state topic are missing"
             )
-        return dict(part["entries"])
+        return part.entries

@@ -17,7 +17,6 @@ Ticks are written outside of transactions: they are no outputs, and inputs stay 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -42,7 +41,6 @@ from tidemill.schemas.log.client_settings import (
 from tidemill.schemas.log.consumed import Partition, consumed_record
 from tidemill.schemas.log.fenced_producer import FENCED
 from tidemill.schemas.log.guard import OUT_OF_RANGE, RetentionGap
-from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.schemas.log.watermarks import watermarks
 from tidemill.schemas.shutdown import stop_on_signals
 from tidemill.streams.config import StreamSettings
@@ -58,7 +56,7 @@ from tidemill.streams.runner.base import (
     checked_partitions,
 )
 from tidemill.streams.runner.journal import Journal
-from tidemill.streams.runner.watchdog import Progress, Stall, Watchdog
+from tidemill.streams.runner.watchdog import Progress, Watchdog
 
 CLIENT = "tidemill-stream"
 TRANSACTION_TIMEOUT_MS = 15_000
@@ -70,7 +68,6 @@ CHUNK = 500
 IDLE_S = 0.1
 AGAIN_S = 0.5
 """Pause after an aborted transaction."""
-STOP_TIMEOUT_S = 20.0
 LOG = logging.getLogger("tidemill.streams")
 
 
@@ -159,7 +156,13 @@ class TransactionalRunner:
     def serve(self, stop: threading.Event) -> None:
         """Work until `stop` is set. Raises StreamFailure when the worker cannot go on."""
         self._stop = stop
-        watchdog = self._watchdog(stop)
+        watchdog = Watchdog(
+            self._kafka,
+            self._stream.stall_timeout_s,
+            lambda: Progress(self._ready, dict(self._next if self._ready else self._found)),
+            self._end,
+        )
+        watchdog.start()
         try:
             _call(self._producer.init_transactions, START_TIMEOUT_S)
             self._consumer.subscribe(
@@ -182,32 +185,15 @@ class TransactionalRunner:
         except (KafkaException, RetentionGap, ValueError) as error:
             raise StreamFailure(f"{self._processor.name} ended: {error}") from error
         finally:
-            if watchdog:
-                watchdog.stop()
+            watchdog.stop()
             for client in (self._consumer, self._state_reader, self._log_ends):
                 client.close()
         if self._failure is not None:
             raise StreamFailure(f"{self._processor.name} ended: {self._failure}")
 
-    def _watchdog(self, stop: threading.Event) -> Watchdog | None:
-        if not self._stream.stall_timeout_s:
-            return None
-
-        def end(stall: Stall) -> None:
-            LOG.error("%s", stall)
-            self._failure = str(stall)
-            stop.set()
-            # A loop that hangs in a call never gets there.
-            timer = threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG])
-            timer.daemon = True
-            timer.start()
-
-        watchdog = Watchdog(self._kafka, self._stream.stall_timeout_s, self._progress, end)
-        watchdog.start()
-        return watchdog
-
-    def _progress(self) -> Progress:
-        return Progress(self._ready, dict(self._next if self._ready else self._found))
+    def _end(self, reason: object) -> None:
+        self._failure = str(reason)
+        self._stop.set()
 
     # Reading
 
@@ -338,21 +324,17 @@ class TransactionalRunner:
                 raise
 
     def _send_ticks(self) -> None:
+        def written(error: KafkaError | None, _message: Message) -> None:
+            if error is not None:
+                # A deadline would pass unseen.
+                self._end(f"the log refused a tick: {error}")
+
         # Kafka keeps milliseconds: a tick must not fall short of the deadline that it is sent for.
         now_ms = to_ms(now_us())
         for topic, partition in self._idle.due(self._machines, now_ms * 1000):
             tick = self._writes.tick(topic, partition, now_ms)
-            self._ticks.produce(
-                tick.topic, tick.value, tick.key, partition, timestamp=now_ms, on_delivery=self._tick_written
-            )
+            self._ticks.produce(tick.topic, tick.value, tick.key, partition, timestamp=now_ms, on_delivery=written)
         self._ticks.poll(0)
-        if self._failure is not None:
-            raise StreamFailure(f"{self._processor.name} ended: {self._failure}")
-
-    def _tick_written(self, error: KafkaError | None, _message: Message) -> None:
-        if error is not None:
-            # A deadline would pass unseen.
-            self._failure = f"the log refused a tick: {error}"
 
     # Partitions
 

@@ -6,9 +6,12 @@ the end of each assigned partition over its own connection, from its own thread,
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from confluent_kafka import KafkaException
@@ -16,11 +19,15 @@ from confluent_kafka import KafkaException
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import Partition
 from tidemill.schemas.log.guard import Stillness
+from tidemill.schemas.log.liveness import EXIT_HUNG
 from tidemill.schemas.log.watermarks import EndsClient
 
 CHECKS_PER_TIMEOUT = 10
 REQUEST_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 20.0
+"""Longest that a worker takes to end."""
 WORKER = "worker"
+LOG = logging.getLogger("tidemill.streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +71,10 @@ class ProgressRule:
 
 
 class Watchdog:
-    """Looks at a worker's progress until stopped.
+    """Looks at a worker's progress until stopped; ends the process where the worker does not end by itself.
 
     Args:
+        timeout_s: without progress for this long the worker is stalled. 0: nobody looks.
         progress: asks the worker how far it is; called from the watchdog's thread.
         on_stall: called once, from the watchdog's thread.
     """
@@ -87,27 +95,30 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to look."""
-        self._thread.start()
+        if self._timeout_s:
+            self._thread.start()
 
     def stop(self) -> None:
         """Stop looking."""
         self._stopped.set()
-        self._thread.join(REQUEST_TIMEOUT_S * 2)
+        if self._timeout_s:
+            self._thread.join(REQUEST_TIMEOUT_S * 2)
         self._log.close()
 
     def _watch(self) -> None:
         rule = ProgressRule(self._timeout_s, time.monotonic())
         while not self._stopped.wait(self._timeout_s / CHECKS_PER_TIMEOUT):
-            progress = self._progress()
-            ends = self._ends(progress.positions) if progress.ready else {}
+            progress, ends = self._progress(), {}
+            if progress.ready:
+                # Without a broker nobody can make progress, and a fresh worker could not either.
+                with suppress(KafkaException):
+                    ends = self._log.ends(progress.positions, REQUEST_TIMEOUT_S)
             stall = rule.observe(time.monotonic(), progress, ends)
             if stall:
+                LOG.error("%s", stall)
                 self._on_stall(stall)
+                # A loop that hangs in a call never gets there.
+                timer = threading.Timer(STOP_TIMEOUT_S, os._exit, [EXIT_HUNG])
+                timer.daemon = True
+                timer.start()
                 return
-
-    def _ends(self, positions: Mapping[Partition, int]) -> dict[Partition, int]:
-        try:
-            return self._log.ends(positions, REQUEST_TIMEOUT_S)
-        except KafkaException:
-            # Without a broker nobody can make progress, and a fresh worker could not either.
-            return {}
