@@ -12,7 +12,7 @@ from tidemill.compose.progress import working
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.audit.report import AuditReport
+    from tidemill.consumers.operate.audit.audit import AuditReport
 
 SECOND_US = 1_000_000
 
@@ -63,7 +63,7 @@ def audit(
     """
     settings = with_reachable_log(settings_of({}))
     from tidemill.consumers.operate.audit.audit import audit_log
-    from tidemill.consumers.operate.audit.report import AuditRules
+    from tidemill.consumers.operate.audit.endings import AuditRules
 
     rules = AuditRules(
         run_id=settings.run.run_id,

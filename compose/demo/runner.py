@@ -31,7 +31,7 @@ from tidemill.compose.processes import Supervisor
 from tidemill.compose.progress import spinner
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import audit_log
-from tidemill.consumers.operate.audit.report import AuditRules
+from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
 from tidemill.schemas.log.reader import LogReader
 

@@ -33,7 +33,8 @@ from tidemill.compose.replay.copy import carry_out
 from tidemill.compose.rows import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.compose.weights import print_chain
-from tidemill.consumers.operate.audit.report import AuditReport, CheckResult, Finding
+from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
+from tidemill.consumers.operate.audit.endings import Finding
 from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
