@@ -16,9 +16,8 @@ from tidemill.compose.progress import working
 from tidemill.compose.rows import JsonOption, utc
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.trace.path import InteractionPath, Served
-    from tidemill.consumers.operate.trace.rollout import RolloutPath
-    from tidemill.consumers.operate.trace.user import UserPath
+    from tidemill.consumers.operate.trace.interaction import InteractionPath, Served
+    from tidemill.consumers.operate.trace.reading import RolloutPath, UserPath
     from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
 
 
@@ -42,8 +41,7 @@ def trace(
     if (name is None) == (user is None):
         raise typer.BadParameter("give the id of an interaction, event or rollout, or --user, and not both")
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.trace.reading import TraceReader
-    from tidemill.consumers.operate.trace.rollout import RolloutPath
+    from tidemill.consumers.operate.trace.reading import RolloutPath, TraceReader
 
     with working("reading the log") as bar:
         reader = TraceReader(settings.kafka, lambda done, of: bar.say(f"{done:,} of {of:,} records"))

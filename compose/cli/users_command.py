@@ -25,7 +25,7 @@ from tidemill.schemas.records import UserWish
 if TYPE_CHECKING:
     from tidemill.compose.demo.simulated_users.crowd import Seen
     from tidemill.consumers.operate.rights.erase import ConsentStatus, Erasure, LettersHeld
-    from tidemill.consumers.operate.rights.requests import RecordedWish
+    from tidemill.consumers.operate.rights.records import RecordedWish
     from tidemill.schemas.records import UserRequest
 
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
@@ -111,7 +111,7 @@ def _choose(
     settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
 ) -> None:
     settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.rights.requests import choose
+    from tidemill.consumers.operate.rights.records import choose
 
     made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
     _print(asdict(made), choice_lines(made), as_json)
@@ -126,7 +126,7 @@ def _print(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
     """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
-    from tidemill.consumers.operate.rights.requests import checked_pseudonym
+    from tidemill.consumers.operate.rights.records import checked_pseudonym
 
     if is_pseudonym:
         return checked_pseudonym(user)

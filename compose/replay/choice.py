@@ -106,10 +106,8 @@ def with_selection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
-    from tidemill.consumers.operate.replay.records import RANK
+    from tidemill.consumers.operate.replay.records import RANK, READ_COMMITTED, READ_UNCOMMITTED
     from tidemill.consumers.operate.replay.selection import (
-        READ_COMMITTED,
-        READ_UNCOMMITTED,
         Selection,
         offset_range,
         span,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,8 @@ from tidemill.compose.replay.choice import SelectionOf, with_selection
 from tidemill.compose.rows import CsvOption, JsonOption, print_rows
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.copy import Copied
-    from tidemill.consumers.operate.replay.session import LaneReport, Replay, ReplayManifest
+    from tidemill.consumers.operate.replay.copy import Copied, Replay, ReplayManifest
+    from tidemill.consumers.operate.replay.plan import LaneReport
 
 IntoOption = Annotated[
     str, typer.Option("--into", metavar="PREFIX", help="Topic prefix for this replay only, for instance replay-1.")
@@ -65,14 +66,10 @@ def export_command(
     selection = selection_of(settings)
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.archive import export
-    from tidemill.consumers.operate.replay.session import LogOrigin
+    from tidemill.consumers.operate.replay.copy import LogOrigin
 
-    origin = LogOrigin(kafka, selection)
-    try:
-        with remaining("reading") as progress:
-            made, sha256 = export(origin, file, progress)
-    finally:
-        origin.close()
+    with closing(LogOrigin(kafka, selection)) as origin, remaining("reading") as progress:
+        made, sha256 = export(origin, file, progress)
     if as_json:
         typer.echo(json.dumps({"file": str(file), "file_sha256": sha256, **asdict(made)}, indent=2))
         return
@@ -106,8 +103,7 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.consumers.operate.replay.copy import speed_of
-    from tidemill.consumers.operate.replay.session import Replay
+    from tidemill.consumers.operate.replay.copy import Replay, speed_of
     from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
@@ -120,7 +116,8 @@ def import_command(
     with remaining("checking") as progress:
         origin = ArchiveOrigin(file, progress)
     kafka = with_reachable_log(settings).kafka
-    with Replay(kafka, origin, into, resume=resume) as replay:
+    with closing(origin):
+        replay = Replay(kafka, origin, into, resume=resume)
         carry_out(
             replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
         )
@@ -156,15 +153,15 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.operate.replay.copy import speed_of
-    from tidemill.consumers.operate.replay.session import LogOrigin, Replay
+    from tidemill.consumers.operate.replay.copy import LogOrigin, Replay, speed_of
     from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
     selection = selection_of(settings)
     check_prefix(settings.kafka.topic_prefix, into)
     kafka = with_reachable_log(settings).kafka
-    with Replay(kafka, LogOrigin(kafka, selection), into, resume=resume) as replay:
+    with closing(LogOrigin(kafka, selection)) as origin:
+        replay = Replay(kafka, origin, into, resume=resume)
         carry_out(
             replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
         )

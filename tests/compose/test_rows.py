@@ -35,7 +35,8 @@ from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
 from tidemill.compose.weights import print_chain
 from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
 from tidemill.consumers.operate.audit.endings import Finding
-from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
+from tidemill.consumers.operate.replay.copy import ReplayManifest
+from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer

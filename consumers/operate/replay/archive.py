@@ -19,10 +19,10 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import LanePlan, Plan
+from tidemill.consumers.operate.replay.copy import ReplayOrigin
+from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, references
 from tidemill.consumers.operate.replay.selection import Selection
-from tidemill.consumers.operate.replay.session import LaneReport, ReplayOrigin, lane_reports
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import (
     RECORD_TYPES,
@@ -106,12 +106,18 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
     )
     written = _empty_plan(made)
     partial = file.with_name(file.name + ".partial")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for n, record in enumerate(_chosen(origin, plan)):
+            written.lanes[record.lane].add(record)
+            progress(n, plan.records)
+            yield {**asdict(record), "headers": [{"name": name, "value": value} for name, value in record.headers]}
+
     try:
         with partial.open("wb") as out:
-            rows = _counted(_chosen(origin, plan), written, progress, plan.records)
             text = json.dumps(asdict(made), sort_keys=True)
             metadata = {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
-            fastavro.writer(out, _SCHEMA, rows, codec="deflate", metadata=metadata)
+            fastavro.writer(out, _SCHEMA, rows(), codec="deflate", metadata=metadata)
             out.flush()
             os.fsync(out.fileno())
         if written.sha256() != made.sha256:
@@ -181,14 +187,6 @@ class ArchiveOrigin:
 
 def _chosen(origin: ReplayOrigin, plan: Plan) -> Iterator[RawRecord]:
     return (r for _, r in origin.ordered(plan) if plan.rank((*r.lane, r.offset)) is not None)
-
-
-def _counted(records: Iterable[RawRecord], plan: Plan, progress: Progress, total: int) -> Iterator[dict[str, Any]]:
-    for n, record in enumerate(records):
-        plan.lanes[record.lane].add(record)
-        progress(n, total)
-        headers = [{"name": name, "value": value} for name, value in record.headers]
-        yield {**asdict(record), "headers": headers}
 
 
 def _manifest_of(file: BinaryIO) -> ArchiveManifest:

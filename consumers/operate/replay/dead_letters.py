@@ -8,12 +8,11 @@ it went back, and it is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.records import RANK, Lane, RawRecord, topic_of
-from tidemill.consumers.operate.replay.source import LogSource, Range
+from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
@@ -183,14 +182,6 @@ def readable(value: bytes | None, topic: str, codec: Codec) -> tuple[Record | No
     return record, ""
 
 
-def headers_of(verdict: Verdict, prefix: str) -> Mapping[str, bytes]:
-    """Headers of a record that goes back."""
-    return {
-        HEADER_REDRIVE_OF: f"{prefix}{verdict.letter.origin}".encode(),
-        HEADER_ATTEMPTS: str(verdict.attempts).encode(),
-    }
-
-
 CLIENT_ID = "tidemill-redrive"
 
 
@@ -270,7 +261,10 @@ class DeadLetters:
                     key=verdict.letter.key,
                     partition=partition,
                     timestamp_ms=verdict.letter.source_timestamp_ms,
-                    headers=headers_of(verdict, self._prefix),
+                    headers={
+                        HEADER_REDRIVE_OF: f"{self._prefix}{verdict.letter.origin}".encode(),
+                        HEADER_ATTEMPTS: str(verdict.attempts).encode(),
+                    },
                 )
                 sent += 1
         return sent

@@ -20,20 +20,18 @@ import fsspec
 
 from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.rights.records import (
+    CLIENT_ID,
+    COPIED,
     SWEPT,
+    BadUser,
     Survey,
     UserRecord,
     UserRecords,
-    user_of,
-)
-from tidemill.consumers.operate.rights.requests import (
-    CLIENT_ID,
-    COPIED,
-    BadUser,
     copy_request,
     new_request,
     record_request,
     requests_of,
+    user_of,
 )
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter

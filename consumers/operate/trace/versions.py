@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from tidemill.consumers.operate import copied
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
@@ -89,14 +90,7 @@ class VersionHistory:
                     made.manifest_place, made.step_number = located.position, record.step
                     made.parent = record.parent if made.step is None else made.parent
             case GateDecision() if record.version is not None:
-                decided = VersionDecision(
-                    place=located.position,
-                    verdict=record.verdict.value,
-                    by=record.decided_by,
-                    reason=record.reason,
-                    numbers=dict(record.numbers),
-                    at=record.at,
-                )
+                decided = copied(VersionDecision, record, place=located.position, by=record.decided_by)
                 self._decisions.setdefault(record.version, []).append(decided)
             case WeightAck():
                 self._acks[record.replica_id] = record

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.consumers.operate.replay_support import group, manifest_of, rollout, step
 from tidemill.consumers.operate.replay.copy import Copier, Pacer, carried_on, speed_of
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan, StepIndex
-from tidemill.consumers.operate.replay.records import RANK, RawRecord, references, relocated
+from tidemill.consumers.operate.replay.records import RANK, OrderedMerge, RawRecord, references, relocated
 from tidemill.consumers.operate.replay.selection import (
     Filter,
     FilterError,
@@ -22,7 +22,6 @@ from tidemill.consumers.operate.replay.selection import (
     offset_range,
     span,
 )
-from tidemill.consumers.operate.replay.source import OrderedMerge
 from tidemill.consumers.operate.replay.target import (
     HEADER_REPLAY_BEGAN,
     Beginning,
