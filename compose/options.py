@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,16 +76,32 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     The command calls `settings_of(flag tree)` to load its settings.
     """
+    annotations = {name: annotation for name, (annotation, _) in _COMMON.items()}
+    return with_options(command, "settings_of", annotations, {}, settings_from)
+
+
+def with_options(
+    command: Callable[..., None],
+    parameter: str,
+    annotations: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    make: Callable[..., Any],
+) -> Callable[..., None]:
+    """Replace one parameter of a command by options, by name; the command gets `make` with their values in its place.
+
+    Args:
+        defaults: of options that are not None where they are not given.
+    """
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:  # noqa: ANN401 - typer's values
-        common = {name: arguments.pop(name) for name in _COMMON}
-        command(settings_of=functools.partial(settings_from, common), **arguments)
+        values = {name: arguments.pop(name) for name in annotations}
+        command(**{parameter: functools.partial(make, values)}, **arguments)
 
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings_of"]
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, (annotation, _) in _COMMON.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
+        for name, annotation in annotations.items()
     ]
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.options import key_values
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 

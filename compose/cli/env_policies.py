@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import aiohttp
@@ -44,9 +43,7 @@ class LocalModel:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         return None
 
     def policy(self, task: Task) -> TriedPolicy:
@@ -112,9 +109,7 @@ class EndpointModel:
             raise ConnectionError(f"{self._base_url}/models does not list a model: {error!r}") from error
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self._session.close()
 
     def policy(self, task: Task) -> TriedPolicy:

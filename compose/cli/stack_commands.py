@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import load_settings
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_rows
 from tidemill.compose.stack.config import StackError
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 

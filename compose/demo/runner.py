@@ -17,18 +17,25 @@ from functools import partial
 from rich.console import Console
 
 from tidemill.compose.config import Act, TidemillSettings
-from tidemill.compose.demo import act_one, act_two
-from tidemill.compose.demo.online_state import OnlineState
+from tidemill.compose.demo.acts import (
+    MAY_END_ONE,
+    MAY_END_TWO,
+    REFRESH_S,
+    WATCHED,
+    DemoWatch,
+    last_line,
+    leave_one,
+    play_one,
+    play_two,
+)
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
-from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import Summary, summarise
 from tidemill.compose.demo.view import closing
-from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line
-from tidemill.compose.guard import Guard
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import with_address
-from tidemill.compose.processes import Supervisor
-from tidemill.compose.progress import spinner
+from tidemill.compose.output import spinner
+from tidemill.compose.processes import Guard, Supervisor
 from tidemill.compose.stack import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import audit_log
 from tidemill.consumers.operate.audit.endings import AuditRules
@@ -110,7 +117,7 @@ def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: De
         deadline = time.monotonic() + settings.demo.endings_timeout_s
         while watch.state.open_groups and time.monotonic() < deadline:
             watch.listen(REFRESH_S)
-            supervisor.check((*act_one.MAY_END, *act_two.MAY_END))
+            supervisor.check((*MAY_END_ONE, *MAY_END_TWO))
             say(f"{watch.state.open_groups} groups are still played")
         rules = AuditRules(
             settings.run.run_id,
@@ -125,14 +132,14 @@ def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: De
 def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Summary:
     if plan.acts == (Act.TWO,):
         supervisor.start("stream", plan.arguments("stream"))
-        online = act_two.play(plan, supervisor, console, watch)
+        online = play_two(plan, supervisor, console, watch)
         return replace(_summary(plan, watch), online=online)
-    act_one.play(plan, supervisor, console, watch)
+    play_one(plan, supervisor, console, watch)
     summary = _summary(plan, watch)
     if Act.TWO not in plan.acts:
         return summary
-    act_one.leave(plan, supervisor)
-    return replace(summary, online=act_two.play(plan, supervisor, console, watch))
+    leave_one(plan, supervisor)
+    return replace(summary, online=play_two(plan, supervisor, console, watch))
 
 
 def _summary(plan: DemoPlan, watch: DemoWatch) -> Summary:

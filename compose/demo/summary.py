@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tidemill.compose.demo.online_state import OnlineState
-from tidemill.compose.demo.simulated_users.conversation import Satisfaction
-from tidemill.compose.demo.state import HeldOut, LoopState
+from tidemill.compose.demo.simulated_users.people import Satisfaction
+from tidemill.compose.demo.state import HeldOut, LoopState, OnlineState
 from tidemill.schemas.clock import to_s
 
 

@@ -14,19 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.conversation import (
+from tidemill.compose.demo.simulated_users.people import (
+    BOT_VOTES,
     Conversation,
     NoAnswer,
+    Persona,
+    PersonaRole,
+    Reaction,
     Satisfaction,
     SatisfactionTally,
     ServedTurn,
+    User,
     converse,
+    population,
+    questions,
 )
-from tidemill.compose.demo.simulated_users.crowd import Crowd, Pace, Seen, ThumbShuffle, UserReport
-from tidemill.compose.demo.simulated_users.questions import questions
-from tidemill.compose.demo.simulated_users.reaction import BOT_VOTES, Persona, PersonaRole, Reaction, User, population
+from tidemill.compose.demo.simulated_users.role import Crowd, Pace, Seen, ThumbShuffle, UserReport, simulate
 from tidemill.compose.demo.simulated_users.role import served as read_answer
-from tidemill.compose.demo.simulated_users.role import simulate
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas import signals as legal

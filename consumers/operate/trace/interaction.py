@@ -236,7 +236,9 @@ class InteractionTrace:
     def path(self) -> InteractionPath:
         """Everything observed so far."""
         history = self.history or VersionHistory(self.run_id or "")
-        served = self._served and copied(Served, self._served, place=self._places[0], repeats=self._places[1:])
+        served = None
+        if self._served is not None:
+            served = copied(Served, self._served, place=self._places[0], repeats=self._places[1:])
         outcomes = sorted(self._outcomes, key=lambda one: one[1].revision)
         ends = [
             copied(End, end, place=place, signals={use.event_id: use.contribution for use in end.signals})

@@ -1,40 +1,169 @@
-"""The second act: users arrive, and the model learns what they like.
+"""Both acts of the demonstration, and what they share: the reader of the log with the states folded from it, and the
+display.
 
-The runner is still an operator: it starts and stops processes, and takes the one decision that is a person's, which
-version users meet first. Everything after that is the gate's.
+In the first act the model learns in simulation, until the feeder has closed the last evaluation. In the second act
+users arrive, and it learns what they like. The runner is still an operator there: it starts and stops processes, and
+takes the one decision that is a person's, which version users meet first. Everything after that is the gate's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan, RoleArguments
-from tidemill.compose.demo.simulated_users.conversation import Satisfaction
-from tidemill.compose.demo.simulated_users.crowd import Seen
+from tidemill.compose.demo.simulated_users.people import Satisfaction
+from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import OnlineSummary, summarise_online
-from tidemill.compose.demo.view import online_screen
-from tidemill.compose.demo.watch import REFRESH_S, DemoWatch, display, last_line
+from tidemill.compose.demo.view import online_screen, screen
+from tidemill.compose.output import spinner
 from tidemill.compose.processes import Supervisor
-from tidemill.compose.progress import spinner
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import now_us
+from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.records import GateDecision, GateVerdict
+
+WATCHED = (
+    Topic.TASKS,
+    Topic.GROUPS,
+    Topic.STEPS,
+    Topic.MANIFESTS,
+    Topic.ACKS,
+    Topic.INTERACTIONS,
+    Topic.FEEDBACK,
+    Topic.OUTCOMES,
+    Topic.ONLINE_BATCHES,
+    Topic.GATE,
+)
+REFRESH_S = 0.25
+
+
+@dataclass(slots=True)
+class DemoWatch:
+    """A reader of the log and the states folded from it."""
+
+    reader: LogReader
+    state: LoopState
+    online: OnlineState
+    heard_at: float
+
+    def listen(self, timeout_s: float) -> None:
+        """Take what comes within the time."""
+        for located in self.reader.poll(timeout_s):
+            self._take(located)
+
+    def catch_up(self) -> None:
+        """Take what the log holds now."""
+        for located in self.reader.read_to_end():
+            self._take(located)
+
+    def _take(self, located: ConsumedRecord) -> None:
+        self.heard_at = time.monotonic()
+        if located.record is not None:
+            self.state.observe(located.record)
+            self.online.observe(located.record)
+
+    def give_up_when_silent(self, plan: DemoPlan) -> None:
+        """Raises RuntimeError when nothing has come for too long."""
+        silent_s = time.monotonic() - self.heard_at
+        if silent_s > plan.settings.demo.stall_timeout_s:
+            raise RuntimeError(
+                f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {plan.log_directory}"
+            )
+
+
+def last_line(log: Path) -> str:
+    """The end of a role's log, to show."""
+    lines = log.read_text("utf-8", errors="replace").splitlines()
+    return lines[-1][-80:] if lines else "starting"
+
+
+@contextlib.contextmanager
+def display(
+    console: Console, screen: Callable[[], RenderableType], line: Callable[[], str], news: Callable[[], object]
+) -> Iterator[Callable[[], None]]:
+    """Gives a function that shows how things stand: a live screen on a terminal, else a line when `news` changes."""
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=4) as live:
+            yield lambda: live.update(screen())
+        return
+    began, known = time.monotonic(), news()
+
+    def show() -> None:
+        nonlocal known
+        now = news()
+        if now != known:
+            known = now
+            console.print(f"{time.monotonic() - began:6.0f} s  {line()}", highlight=False, soft_wrap=True)
+
+    yield show
+
+
+MAY_END_ONE = ("documents", "midtrain", "feed", "train")
+"""Roles that end by themselves when their work is done."""
+
+
+def play_one(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> None:
+    """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
+    for name, arguments in plan.loop_roles():
+        supervisor.start(name, arguments)
+    began, state = time.monotonic(), watch.state
+    with display(
+        console,
+        lambda: _screen(plan, state, time.monotonic() - began),
+        lambda: _line_one(state),
+        lambda: (len(state.steps), sum(held_out.rollouts for held_out in state.held_out())),
+    ) as show:
+        while not supervisor.ended("feed"):
+            watch.listen(REFRESH_S)
+            supervisor.check(MAY_END_ONE)
+            show()
+            watch.give_up_when_silent(plan)
+        watch.catch_up()
+        show()
+
+
+def leave_one(plan: DemoPlan, supervisor: Supervisor) -> None:
+    """Stop what the second act does without: group assembly goes on."""
+    for name, _ in reversed(plan.loop_roles()):
+        if name != "stream":
+            supervisor.stop(name)
+
+
+def _screen(plan: DemoPlan, state: LoopState, elapsed_s: float) -> RenderableType:
+    run = plan.settings.run
+    stage = "starting" if not state.last_ack else "running" if len(state.steps) < run.max_steps else "evaluating"
+    return screen(state, steps=run.max_steps, bound=run.max_policy_lag, elapsed_s=elapsed_s, stage=stage)
+
+
+def _line_one(state: LoopState) -> str:
+    held_out = state.held_out()
+    newest = held_out[-1] if held_out else None
+    rate = f"held-out v{newest.version} {newest.rate:.2f} (n={newest.rollouts})" if newest else ""
+    reward = f"reward {state.mean_reward(state.steps[max(state.steps)]):.2f}" if state.steps else ""
+    served = " ".join(f"{name} v{ack.serving_version}" for name, ack in sorted(state.last_ack.items()))
+    lag = f"lag max {max(state.lag(), default=0)}"
+    return f"step {len(state.steps)}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
+
 
 BEFORE = "users-before"
 AFTER = "users-after"
-MAY_END = ("documents", "midtrain", "train-online", "feed-online", BEFORE, AFTER)
+MAY_END_TWO = ("documents", "midtrain", "train-online", "feed-online", BEFORE, AFTER)
 """Roles that end by themselves when their work is done."""
 PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
@@ -63,7 +192,7 @@ class _Stage:
         deadline = time.monotonic() + timeout_s
         while not done():
             self.watch.listen(REFRESH_S)
-            self.supervisor.check(MAY_END)
+            self.supervisor.check(MAY_END_TWO)
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"{what}: not within {timeout_s:.0f} s; the roles' logs are in {self.plan.log_directory}"
@@ -74,7 +203,7 @@ class _Stage:
         return newest_report(self.plan.log_directory / f"{name}.log")
 
 
-def play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
+def play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
     """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
     stage = _Stage(plan, supervisor, console, watch)
     first = _open(stage)
@@ -150,12 +279,12 @@ def _let_users_in(stage: _Stage) -> float:
     with display(
         stage.console,
         lambda: online_screen(watch.online, stage.report("users"), plan.settings.demo.online_batches, elapsed_s()),
-        lambda: _line(stage),
+        lambda: _line_two(stage),
         lambda: (watch.online.learnt_batches, len(watch.online.decisions)),
     ) as show:
         while not _enough(stage) and elapsed_s() < plan.settings.demo.online_limit_s:
             watch.listen(REFRESH_S)
-            stage.supervisor.check(MAY_END)
+            stage.supervisor.check(MAY_END_TWO)
             watch.give_up_when_silent(plan)
             show()
     stage.supervisor.stop("users")
@@ -181,7 +310,7 @@ def _wait_for_endings(stage: _Stage) -> None:
         stage.wait(ended, limit_s, "interactions without an ending")
 
 
-def _line(stage: _Stage) -> str:
+def _line_two(stage: _Stage) -> str:
     online = stage.watch.online
     seen = stage.report("users")
     rates = " ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in (seen.satisfaction if seen else [])[-3:])
