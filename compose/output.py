@@ -195,8 +195,6 @@ EVERY = 20
 
 
 class Working:
-    """The work, and how much is done."""
-
     def __init__(self, bar: Progress, title: str, total: int | None) -> None:
         self._bar, self._title = bar, title
         self._task = bar.add_task(title, total=total)

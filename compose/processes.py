@@ -49,8 +49,6 @@ class RoleDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One child process."""
-
     name: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -60,7 +58,6 @@ class Role:
     began: float = field(default_factory=time.monotonic)
 
     def tail(self) -> str:
-        """The last lines of its log."""
         lines = self.log.read_text("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines)
 
@@ -216,7 +213,6 @@ class Guard:
         )
 
     def watch(self, pid: int) -> None:
-        """Tell it of a role."""
         self._tell(str(pid))
 
     def __enter__(self) -> Self:
@@ -235,7 +231,6 @@ class Guard:
 
 
 def main() -> None:
-    """Entry point of the guard's own process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     roles = []

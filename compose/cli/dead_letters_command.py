@@ -280,7 +280,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a JSON tree with bytes in it
 
 
 def verdict_document(verdict: Verdict) -> dict[str, Any]:
-    """What becomes of one letter."""
     return {
         "letter": verdict.letter.name,
         "source": verdict.letter.origin,

@@ -113,7 +113,6 @@ class EndpointModel:
         await self._session.close()
 
     def policy(self, task: Task) -> TriedPolicy:
-        """The policy of one episode."""
         return _EndpointPolicy(self, task.max_turns)
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool], max_tokens: int | None) -> Reply:

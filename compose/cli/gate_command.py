@@ -285,7 +285,6 @@ releasing(
 
 
 def print_status(found: Snapshot) -> None:
-    """Print where a branch stands."""
     if found.held_by is not None:
         hold = found.held_by
         stage = f"held by {hold.decided_by} ({hold.verdict.value} {hold.version}): {hold.reason}"
@@ -315,6 +314,5 @@ def print_status(found: Snapshot) -> None:
 
 
 def print_decisions(decisions: Iterable[GateDecision], *, as_csv: bool = False) -> None:
-    """Print decisions, one a row."""
     rows = ((utc(made.at), made.verdict.value, made.version, made.decided_by, made.reason) for made in decisions)
     print_rows(("decided_at", "verdict", "version", "by", "reason"), rows, as_csv=as_csv)

@@ -176,7 +176,6 @@ def trace(
 
 
 def path_lines(path: InteractionPath) -> list[str]:
-    """The path of an interaction."""
     served, feedback, outcomes = [], [], []
     if path.served is not None:
         one = path.served
@@ -215,7 +214,6 @@ def path_lines(path: InteractionPath) -> list[str]:
 
 
 def rollout_lines(path: RolloutPath) -> list[str]:
-    """The path of a rollout."""
     reward = "failed: " + path.failure if path.failure else f"reward {_number(path.reward)}"
     groups = (
         f"{one.group_id} closed by {one.closed_by}, advantage {_number(one.advantage)}, {_ended(one.ended)} · "
@@ -232,7 +230,6 @@ def rollout_lines(path: RolloutPath) -> list[str]:
 
 
 def user_lines(path: UserPath) -> list[str]:
-    """The path of a user's data."""
     demands = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
     endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
     batches = (

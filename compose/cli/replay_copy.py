@@ -76,7 +76,6 @@ def with_selection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
-    """What the options select. Raises ValueError."""
     from tidemill.consumers.operate.replay.records import RANK, READ_COMMITTED, READ_UNCOMMITTED
     from tidemill.consumers.operate.replay.selection import Selection, offset_range, span
 

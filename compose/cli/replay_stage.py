@@ -125,7 +125,6 @@ def comparison_lines(found: OutputComparison, there: str, here: str, show: int) 
 
 
 def field_lines(difference: Difference) -> list[str]:
-    """One line a field that differs."""
     shown = [f"  {field.path}: {field.there} -> {field.here}" for field in difference.fields[:SHOWN_FIELDS]]
     more = len(difference.fields) - len(shown)
     return [*shown, *([f"  and {more} more fields"] if more > 0 else [])]

@@ -100,8 +100,6 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class TrainerFinding:
-    """The result of one check."""
-
     check: str
     passed: bool
     detail: str
@@ -145,7 +143,6 @@ class TrainerTrial:
                 return process.returncode
 
     def tail(self) -> str:
-        """The last lines that the trainer printed."""
         lines = (self.directory / "trainer.log").read_text("utf-8", errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
@@ -187,7 +184,7 @@ class TrainerFault(Exception):
 
     def __init__(self, check: str, detail: str) -> None:
         super().__init__(detail)
-        self.finding = TrainerFinding(check, False, detail)
+        self.check = check
 
 
 def examine(
@@ -200,63 +197,54 @@ def examine(
         kills: how often the second one is killed at most; fewer where it ends before.
         say: told of each stage.
     """
+    from tidemill.consumers.weights.chain import read_chain
+
     findings: list[TrainerFinding] = []
+
+    def passed(check: str, detail: str) -> None:
+        findings.append(TrainerFinding(check, True, detail))
+
     try:
-        for finding in _checks(undisturbed, killed, kills, say):
-            findings.append(finding)
+        say("running the trainer to its end")
+        _run_to_end("first run", undisturbed)
+        first = read_chain(undisturbed.kafka, undisturbed.run)
+        found = sorted(first.manifests)
+        if len(found) < LEAST_VERSIONS:
+            least = f"at least {LEAST_VERSIONS} are needed: an anchor and two deltas"
+            raise TrainerFault("first run", f"it published versions {found}; {least}")
+        passed("first run", f"{len(found)} versions, {found[0]} to {found[-1]}")
+        say("verifying its versions")
+        passed("versions of the first run", _verified("versions of the first run", first, undisturbed.kafka))
+        say("running it again")
+        _run_to_end("second start", undisturbed)
+        again = read_chain(undisturbed.kafka, undisturbed.run)
+        weights = {version: manifest.fingerprint for version, manifest in first.manifests.items()}
+        other = [v for v in found if again.manifests[v].fingerprint != weights[v] or v in again.forks]
+        if other:
+            raise TrainerFault("second start", f"versions {other} were published again with other weights")
+        passed("second start", f"{len(again.manifests) - len(found)} further versions, none again")
+        points = {DeltaChunk: 0, Manifest: 0}
+        for number in range(kills):
+            say(f"kill {number + 1} of {kills}")
+            before = read_chain(killed.kafka, killed.run).newest_version
+            if killed.play((DeltaChunk, Manifest)[number % 2]) is not None:
+                break
+            after = read_chain(killed.kafka, killed.run).newest_version
+            points[DeltaChunk if after == before else Manifest] += 1
+        say("running it to its end after the kills")
+        _run_to_end("end after kills", killed)
+        chain = read_chain(killed.kafka, killed.run)
+        passed("kills", f"{points[DeltaChunk]} before the manifest of a version, {points[Manifest]} after one")
+        passed("versions after kills", _verified("versions after kills", chain, killed.kafka))
+        if chain.newest_version != found[-1]:
+            raise TrainerFault("end after kills", f"version {chain.newest_version}, and {found[-1]} without kills")
+        same = sum(v in chain.manifests and chain.manifests[v].fingerprint == weights[v] for v in found)
+        passed("end after kills", f"version {found[-1]}; {same} of {len(found)} versions as without kills")
     except TrainerFault as fault:
-        findings.append(fault.finding)
+        findings.append(TrainerFinding(fault.check, False, str(fault)))
     except TimeoutError as error:
         findings.append(TrainerFinding("time", False, str(error)))
     return findings
-
-
-def _checks(
-    undisturbed: TrainerTrial, killed: TrainerTrial, kills: int, say: Callable[[str], None]
-) -> Iterator[TrainerFinding]:
-    from tidemill.consumers.weights.chain import read_chain
-
-    say("running the trainer to its end")
-    _run_to_end("first run", undisturbed)
-    first = read_chain(undisturbed.kafka, undisturbed.run)
-    found = sorted(first.manifests)
-    if len(found) < LEAST_VERSIONS:
-        raise TrainerFault(
-            "first run",
-            f"it published versions {found}; at least {LEAST_VERSIONS} are needed: an anchor and two deltas",
-        )
-    yield TrainerFinding("first run", True, f"{len(found)} versions, {found[0]} to {found[-1]}")
-    say("verifying its versions")
-    yield _verified("versions of the first run", first, undisturbed.kafka)
-    say("running it again")
-    _run_to_end("second start", undisturbed)
-    again = read_chain(undisturbed.kafka, undisturbed.run)
-    other = [v for v in found if again.manifests[v].fingerprint != first.manifests[v].fingerprint or v in again.forks]
-    if other:
-        raise TrainerFault("second start", f"versions {other} were published again with other weights")
-    yield TrainerFinding("second start", True, f"{len(again.manifests) - len(found)} further versions, none again")
-    points = {DeltaChunk: 0, Manifest: 0}
-    for number in range(kills):
-        say(f"kill {number + 1} of {kills}")
-        before = read_chain(killed.kafka, killed.run).newest_version
-        kind = (DeltaChunk, Manifest)[number % 2]
-        if killed.play(kind) is not None:
-            break
-        after = read_chain(killed.kafka, killed.run).newest_version
-        points[DeltaChunk if after == before else Manifest] += 1
-    say("running it to its end after the kills")
-    _run_to_end("end after kills", killed)
-    chain = read_chain(killed.kafka, killed.run)
-    yield TrainerFinding(
-        "kills", True, f"{points[DeltaChunk]} before the manifest of a version, {points[Manifest]} after one"
-    )
-    yield _verified("versions after kills", chain, killed.kafka)
-    if chain.newest_version != found[-1]:
-        raise TrainerFault("end after kills", f"version {chain.newest_version}, and {found[-1]} without kills")
-    same = sum(chain.manifests[v].fingerprint == first.manifests[v].fingerprint for v in found if v in chain.manifests)
-    yield TrainerFinding(
-        "end after kills", True, f"version {found[-1]}; {same} of {len(found)} versions as without kills"
-    )
 
 
 def _run_to_end(check: str, trial: TrainerTrial) -> None:
@@ -265,7 +253,7 @@ def _run_to_end(check: str, trial: TrainerTrial) -> None:
         raise TrainerFault(check, f"it ended with status {status}; it printed:\n{trial.tail()}")
 
 
-def _verified(check: str, chain: Chain, kafka: KafkaSettings) -> TrainerFinding:
+def _verified(check: str, chain: Chain, kafka: KafkaSettings) -> str:
     from tidemill.consumers.weights.builder import open_builder
     from tidemill.consumers.weights.verify import Verifier, default_start
 
@@ -273,4 +261,4 @@ def _verified(check: str, chain: Chain, kafka: KafkaSettings) -> TrainerFinding:
         report = Verifier(chain, builder).run(default_start(chain))
     if report.offender is not None:
         raise TrainerFault(check, str(report.offender))
-    return TrainerFinding(check, True, f"{report.versions} versions and {report.anchors} anchors, bit for bit")
+    return f"{report.versions} versions and {report.anchors} anchors, bit for bit"

@@ -176,7 +176,11 @@ async def measure(
             begun = time.perf_counter()
             answer = await _exchange(session, "POST", load.address + COMPLETIONS, body)
             latencies.append(time.perf_counter() - begun)
-            tokens += _sampled(answer, load.address)
+            try:
+                tokens += int(answer["usage"]["completion_tokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                what = "does not say how many tokens it sampled (usage.completion_tokens)"
+                raise LoadFailed(f"{load.address} {what}") from error
             done(len(latencies))
 
     begun = time.perf_counter()
@@ -216,10 +220,3 @@ _ADVICE = {
     401: " (give --api-key)",
     429: " (it takes fewer requests: lower --most, or raise its limit)",
 }
-
-
-def _sampled(answer: Mapping[str, Any], address: str) -> int:
-    try:
-        return int(answer["usage"]["completion_tokens"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise LoadFailed(f"{address} does not say how many tokens it sampled (usage.completion_tokens)") from error

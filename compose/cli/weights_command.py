@@ -152,7 +152,6 @@ def checkout(
 
 
 def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
-    """Print the versions of a chain."""
     print_rows(
         ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed", "anchor", "skips_from", "proved_by",
          "remarks"),

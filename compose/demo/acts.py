@@ -13,7 +13,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -53,6 +53,12 @@ WATCHED = (
 REFRESH_S = 0.25
 
 
+BEFORE = "users-before"
+AFTER = "users-after"
+MAY_END = ("documents", "midtrain", "feed", "train", "train-online", "feed-online", BEFORE, AFTER)
+"""Roles that end by themselves when their work is done."""
+
+
 @dataclass(slots=True)
 class DemoWatch:
     """A reader of the log and the states folded from it."""
@@ -62,33 +68,61 @@ class DemoWatch:
     online: OnlineState
     heard_at: float
 
-    def listen(self, timeout_s: float) -> None:
-        """Take what comes within the time."""
-        for located in self.reader.poll(timeout_s):
-            self._take(located)
+    def take(self, found: Iterable[ConsumedRecord]) -> None:
+        """Take records in."""
+        for located in found:
+            self.heard_at = time.monotonic()
+            if located.record is not None:
+                self.state.observe(located.record)
+                self.online.observe(located.record)
 
-    def catch_up(self) -> None:
-        """Take what the log holds now."""
-        for located in self.reader.read_to_end():
-            self._take(located)
 
-    def _take(self, located: ConsumedRecord) -> None:
-        self.heard_at = time.monotonic()
-        if located.record is not None:
-            self.state.observe(located.record)
-            self.online.observe(located.record)
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where an act is played."""
 
-    def give_up_when_silent(self, plan: DemoPlan) -> None:
-        """Raises RuntimeError when nothing has come for too long."""
-        silent_s = time.monotonic() - self.heard_at
-        if silent_s > plan.settings.demo.stall_timeout_s:
-            raise RuntimeError(
-                f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {plan.log_directory}"
-            )
+    plan: DemoPlan
+    supervisor: Supervisor
+    console: Console
+    watch: DemoWatch
+
+    def start_product(self, role: RoleArguments) -> None:
+        """Start a process of the product's side, which needs its keys."""
+        self.supervisor.start(*role, self.plan.product_environment())
+
+    def listen(self) -> None:
+        """Take what comes within a moment, and look after the roles. Raises RoleDied."""
+        self.watch.take(self.watch.reader.poll(REFRESH_S))
+        self.supervisor.check(MAY_END)
+
+    def play(self, show: Callable[[], None], done: Callable[[], bool]) -> None:
+        """Show the log until `done`. Raises RuntimeError when nothing has come for too long, RoleDied."""
+        while not done():
+            self.listen()
+            show()
+            silent_s = time.monotonic() - self.watch.heard_at
+            if silent_s > self.plan.settings.demo.stall_timeout_s:
+                logs = self.plan.log_directory
+                raise RuntimeError(
+                    f"nothing has happened in the log for {silent_s:.0f} s; the roles' own logs are in {logs}"
+                )
+
+    def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Watch the log until `done`. Raises RuntimeError in the end, RoleDied."""
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            self.listen()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{what}: not within {timeout_s:.0f} s; the roles' logs are in {self.plan.log_directory}"
+                )
+
+    def report(self, name: str) -> Seen | None:
+        """The newest report of users."""
+        return newest_report(self.plan.log_directory / f"{name}.log")
 
 
 def last_line(log: Path) -> str:
-    """The end of a role's log, to show."""
     lines = log.read_text("utf-8", errors="replace").splitlines()
     return lines[-1][-80:] if lines else "starting"
 
@@ -114,27 +148,33 @@ def display(
     yield show
 
 
-MAY_END_ONE = ("documents", "midtrain", "feed", "train")
-"""Roles that end by themselves when their work is done."""
-
-
-def play_one(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> None:
+def play_one(stage: Stage) -> None:
     """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
-    for name, arguments in plan.loop_roles():
-        supervisor.start(name, arguments)
-    began, state = time.monotonic(), watch.state
-    with display(
-        console,
-        lambda: _screen(plan, state, time.monotonic() - began),
-        lambda: _line_one(state),
-        lambda: (len(state.steps), sum(held_out.rollouts for held_out in state.held_out())),
-    ) as show:
-        while not supervisor.ended("feed"):
-            watch.listen(REFRESH_S)
-            supervisor.check(MAY_END_ONE)
-            show()
-            watch.give_up_when_silent(plan)
-        watch.catch_up()
+    run, state = stage.plan.settings.run, stage.watch.state
+    for role in stage.plan.loop_roles():
+        stage.supervisor.start(*role)
+    began = time.monotonic()
+
+    def picture() -> RenderableType:
+        doing = "starting" if not state.last_ack else "running" if len(state.steps) < run.max_steps else "evaluating"
+        elapsed_s = time.monotonic() - began
+        return screen(state, steps=run.max_steps, bound=run.max_policy_lag, elapsed_s=elapsed_s, stage=doing)
+
+    def line() -> str:
+        held_out = state.held_out()
+        newest = held_out[-1] if held_out else None
+        rate = f"held-out v{newest.version} {newest.rate:.2f} (n={newest.rollouts})" if newest else ""
+        reward = f"reward {state.mean_reward(state.steps[max(state.steps)]):.2f}" if state.steps else ""
+        served = " ".join(f"{name} v{ack.serving_version}" for name, ack in sorted(state.last_ack.items()))
+        lag = f"lag max {max(state.lag(), default=0)}"
+        return f"step {len(state.steps)}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
+
+    def news() -> object:
+        return len(state.steps), sum(held_out.rollouts for held_out in state.held_out())
+
+    with display(stage.console, picture, line, news) as show:
+        stage.play(show, lambda: stage.supervisor.ended("feed"))
+        stage.watch.take(stage.watch.reader.read_to_end())
         show()
 
 
@@ -145,117 +185,67 @@ def leave_one(plan: DemoPlan, supervisor: Supervisor) -> None:
             supervisor.stop(name)
 
 
-def _screen(plan: DemoPlan, state: LoopState, elapsed_s: float) -> RenderableType:
-    run = plan.settings.run
-    stage = "starting" if not state.last_ack else "running" if len(state.steps) < run.max_steps else "evaluating"
-    return screen(state, steps=run.max_steps, bound=run.max_policy_lag, elapsed_s=elapsed_s, stage=stage)
-
-
-def _line_one(state: LoopState) -> str:
-    held_out = state.held_out()
-    newest = held_out[-1] if held_out else None
-    rate = f"held-out v{newest.version} {newest.rate:.2f} (n={newest.rollouts})" if newest else ""
-    reward = f"reward {state.mean_reward(state.steps[max(state.steps)]):.2f}" if state.steps else ""
-    served = " ".join(f"{name} v{ack.serving_version}" for name, ack in sorted(state.last_ack.items()))
-    lag = f"lag max {max(state.lag(), default=0)}"
-    return f"step {len(state.steps)}  {reward}  {rate}  {lag}  trainer v{state.version}  {served}"
-
-
-BEFORE = "users-before"
-AFTER = "users-after"
-MAY_END_TWO = ("documents", "midtrain", "train-online", "feed-online", BEFORE, AFTER)
-"""Roles that end by themselves when their work is done."""
 PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """Where the act is played."""
-
-    plan: DemoPlan
-    supervisor: Supervisor
-    console: Console
-    watch: DemoWatch
-
-    def start(self, role: RoleArguments) -> None:
-        name, arguments = role
-        self.supervisor.start(name, arguments)
-
-    def start_product(self, role: RoleArguments) -> None:
-        """Start a process of the product's side, which needs its keys."""
-        name, arguments = role
-        self.supervisor.start(name, arguments, self.plan.product_environment())
-
-    def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Watch the log until `done`. Raises RuntimeError in the end, RoleDied."""
-        deadline = time.monotonic() + timeout_s
-        while not done():
-            self.watch.listen(REFRESH_S)
-            self.supervisor.check(MAY_END_TWO)
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{what}: not within {timeout_s:.0f} s; the roles' logs are in {self.plan.log_directory}"
-                )
-
-    def report(self, name: str) -> Seen | None:
-        """What users said last."""
-        return newest_report(self.plan.log_directory / f"{name}.log")
-
-
-def play_two(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> OnlineSummary:
+def play_two(stage: Stage) -> OnlineSummary:
     """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
-    stage = _Stage(plan, supervisor, console, watch)
-    first = _open(stage)
+    plan, online = stage.plan, stage.watch.online
+    _open(stage)
+    first = online.branch.served[-1]
     before = _measure(stage, BEFORE, "measuring how satisfied held-out users are")
     seconds = _let_users_in(stage)
     after = _measure(stage, AFTER, "measuring how satisfied they are now")
-    _wait_for_endings(stage)
+    with spinner(stage.console, "waiting until every interaction has ended") as say:
+
+        def ended() -> bool:
+            say(f"{len(online.endings)} of {len(online.interactions)}")
+            return len(online.endings) == len(online.interactions)
+
+        stage.wait(ended, plan.settings.demo.endings_timeout_s, "interactions without an ending")
     return summarise_online(
-        watch.state,
-        watch.online,
+        stage.watch.state,
+        online,
         before=rate_of(before, first),
-        after=rate_of(after, watch.online.branch.served[-1]),
+        after=rate_of(after, online.branch.served[-1]),
         thumbs_shuffled=plan.settings.users.shuffle_thumbs,
         seconds=seconds,
     )
 
 
-def _open(stage: _Stage) -> int:
-    """Start everything but the users; the version that they meet first."""
+def _open(stage: Stage) -> None:
+    """Start everything but the users."""
     plan, online, limit_s = stage.plan, stage.watch.online, stage.plan.settings.demo.start_timeout_s
+
+    def serves(replica: str) -> bool:
+        return bool(online.branch.served) and online.serving.get(replica, -1) >= online.branch.served[0]
+
+    def is_up() -> bool:
+        try:
+            with urllib.request.urlopen(f"{plan.router_address}/healthz", timeout=PROBE_TIMEOUT_S) as answer:
+                return int(answer.status) == HTTPStatus.OK
+        except (urllib.error.URLError, OSError):
+            return False
+
     with spinner(stage.console, "starting a stable and a canary replica, the router, the join and the gate") as say:
         known = stage.watch.state.version
         if known >= 0:
             promote_first(plan.settings, known, OPERATOR)
         for role in plan.online_roles():
-            stage.start(role)
+            stage.supervisor.start(*role)
         stage.wait(lambda: stage.watch.state.version >= 0, limit_s, "the trainer has published no version")
         if known < 0:
             promote_first(plan.settings, stage.watch.state.version, OPERATOR)
         stage.start_product(plan.router_role())
         for replica in (STABLE, CANARY):
             say(f"waiting for {replica}")
-            stage.wait(partial(_serves, stage, replica), limit_s, f"{replica} does not serve")
+            stage.wait(partial(serves, replica), limit_s, f"{replica} does not serve")
         say("waiting for the router")
-        stage.wait(lambda: _is_up(f"{plan.router_address}/healthz"), limit_s, "the router does not answer")
-    return online.branch.served[-1]
+        stage.wait(is_up, limit_s, "the router does not answer")
 
 
-def _serves(stage: _Stage, replica: str) -> bool:
-    online = stage.watch.online
-    return bool(online.branch.served) and online.serving.get(replica, -1) >= online.branch.served[0]
-
-
-def _is_up(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S) as answer:
-            return int(answer.status) == HTTPStatus.OK
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _measure(stage: _Stage, name: str, text: str) -> Seen | None:
+def _measure(stage: Stage, name: str, text: str) -> Seen | None:
     stage.start_product(stage.plan.measuring_role(name))
     with spinner(stage.console, text) as say:
 
@@ -267,58 +257,36 @@ def _measure(stage: _Stage, name: str, text: str) -> Seen | None:
     return stage.report(name)
 
 
-def _let_users_in(stage: _Stage) -> float:
+def _let_users_in(stage: Stage) -> float:
     """Let everyone use the product until enough was learnt from them; how long they were there, in seconds."""
-    plan, watch = stage.plan, stage.watch
+    demo, online = stage.plan.settings.demo, stage.watch.online
     began = time.monotonic()
-    stage.start_product(plan.users_role())
+    stage.start_product(stage.plan.users_role())
 
     def elapsed_s() -> float:
         return time.monotonic() - began
 
-    with display(
-        stage.console,
-        lambda: online_screen(watch.online, stage.report("users"), plan.settings.demo.online_batches, elapsed_s()),
-        lambda: _line_two(stage),
-        lambda: (watch.online.learnt_batches, len(watch.online.decisions)),
-    ) as show:
-        while not _enough(stage) and elapsed_s() < plan.settings.demo.online_limit_s:
-            watch.listen(REFRESH_S)
-            stage.supervisor.check(MAY_END_TWO)
-            watch.give_up_when_silent(plan)
-            show()
+    def done() -> bool:
+        """Whether the time is up, or every batch was learnt from and the gate has decided about the last version."""
+        learnt = online.learnt_batches >= demo.online_batches and online.decided(online.learnt_versions[-1])
+        return learnt or elapsed_s() >= demo.online_limit_s
+
+    def line() -> str:
+        seen = stage.report("users")
+        rates = " ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in (seen.satisfaction if seen else [])[-3:])
+        served = " ".join(f"{name} v{version}" for name, version in sorted(online.serving.items()))
+        return (
+            f"batch {online.learnt_batches}  satisfied {rates or '-'}  {len(online.interactions)} interactions  "
+            f"{online.votes} votes  gate: {online.stage()}  {served}"
+        )
+
+    def picture() -> RenderableType:
+        return online_screen(online, stage.report("users"), demo.online_batches, elapsed_s())
+
+    with display(stage.console, picture, line, lambda: (online.learnt_batches, len(online.decisions))) as show:
+        stage.play(show, done)
     stage.supervisor.stop("users")
     return elapsed_s()
-
-
-def _enough(stage: _Stage) -> bool:
-    """Whether every batch was learnt from and the gate has decided about what came of the last one."""
-    online = stage.watch.online
-    if online.learnt_batches < stage.plan.settings.demo.online_batches:
-        return False
-    return online.decided(online.learnt_versions[-1])
-
-
-def _wait_for_endings(stage: _Stage) -> None:
-    online, limit_s = stage.watch.online, stage.plan.settings.demo.endings_timeout_s
-    with spinner(stage.console, "waiting until every interaction has ended") as say:
-
-        def ended() -> bool:
-            say(f"{len(online.endings)} of {len(online.interactions)}")
-            return len(online.endings) == len(online.interactions)
-
-        stage.wait(ended, limit_s, "interactions without an ending")
-
-
-def _line_two(stage: _Stage) -> str:
-    online = stage.watch.online
-    seen = stage.report("users")
-    rates = " ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in (seen.satisfaction if seen else [])[-3:])
-    served = " ".join(f"{name} v{version}" for name, version in sorted(online.serving.items()))
-    return (
-        f"batch {online.learnt_batches}  satisfied {rates or '-'}  {len(online.interactions)} interactions  "
-        f"{online.votes} votes  gate: {online.stage()}  {served}"
-    )
 
 
 def promote_first(settings: TidemillSettings, version: int, decided_by: str) -> None:

@@ -84,7 +84,6 @@ class DemoPlan:
 
     @property
     def acts(self) -> tuple[Act, ...]:
-        """The acts to play, in order."""
         act = self.settings.demo.act
         return (Act.ONE, Act.TWO) if act is Act.BOTH else (act,)
 
@@ -117,12 +116,10 @@ class DemoPlan:
 
     @property
     def router_address(self) -> str:
-        """HTTP address of the router."""
         return _address(self.ports.router)
 
     @property
     def view_address(self) -> str:
-        """HTTP address of the page."""
         return _address(self.ports.view)
 
     def write_config(self) -> None:
@@ -150,7 +147,6 @@ class DemoPlan:
         return [*command, "--config", str(self.directory / CONFIG_NAME)]
 
     def loop_roles(self) -> list[RoleArguments]:
-        """Every role of the simulated loop."""
         replicas = [
             (f"replica-{n}", [*self.arguments("serve"), "--replica-id", f"replica-{n}", "--port", str(port)])
             for n, port in enumerate(self.ports.replicas)
@@ -178,11 +174,9 @@ class DemoPlan:
         ]
 
     def router_role(self) -> RoleArguments:
-        """The router."""
         return "route", self._online("route")
 
     def users_role(self) -> RoleArguments:
-        """Everyone who uses the product."""
         return "users", [*self._online("users", "simulate"), "--json"]
 
     def measuring_role(self, name: str) -> RoleArguments:

@@ -100,7 +100,6 @@ class LoopState:
 
     @property
     def version(self) -> int:
-        """Newest committed version; -1 before the first."""
         return max(self.manifests, default=-1)
 
     @property
@@ -109,7 +108,6 @@ class LoopState:
         return len(self._issued - self.groups.keys())
 
     def train_groups(self) -> list[Group]:
-        """Groups assembled for training."""
         return [group for group in self.groups.values() if group.mode is Mode.TRAIN]
 
     def held_out(self) -> list[HeldOut]:
@@ -125,7 +123,6 @@ class LoopState:
         return found
 
     def lag(self) -> Counter[int]:
-        """Trained tokens by policy lag."""
         total: Counter[int] = Counter()
         for step in self.steps.values():
             for count in step.lag:
@@ -133,7 +130,6 @@ class LoopState:
         return total
 
     def trained_members(self) -> list[GroupMember]:
-        """Every rollout that a step trained on."""
         trained = [self.groups[i.group_id] for s in self.steps.values() for i in s.inputs if i.group_id in self.groups]
         return [member for group in trained for member in group.members if member.advantage is not None]
 
@@ -170,7 +166,6 @@ class LoopState:
         return bool(proofs) and matches and newest
 
     def mean_reward(self, step: TrainStep) -> float:
-        """Mean reward of the rollouts of a step."""
         groups = [self.groups[i.group_id] for i in step.inputs if i.group_id in self.groups]
         rewards = [m.reward for g in groups for m in g.members if m.reward is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
@@ -260,13 +255,11 @@ class OnlineState:
         return len(self._recent) / to_s(span_us) if span_us > 0 else 0.0
 
     def exclusions(self) -> dict[str, int]:
-        """Interactions that ended without a reward, by reason."""
         counts = Counter(ending for ending in self.endings.values() if ending != REWARDED)
         return dict(sorted(counts.items()))
 
     @property
     def rewarded(self) -> int:
-        """Interactions that ended in a reward."""
         return sum(ending == REWARDED for ending in self.endings.values())
 
     @property
@@ -294,7 +287,6 @@ class OnlineState:
         return sum(trial.on_evidence for trial in self.branch.trials)
 
     def verdicts(self) -> dict[str, int]:
-        """Decisions by verdict."""
         return dict(sorted(Counter(decision.verdict.value for decision in self.decisions).items()))
 
     def stage(self) -> str:

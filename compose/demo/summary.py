@@ -15,8 +15,6 @@ from tidemill.schemas.clock import to_s
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Median and 95th percentile."""
-
     p50: float
     p95: float
 
@@ -117,7 +115,6 @@ def percentiles(values: list[float]) -> Percentiles:
 
 
 def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_dir: Path) -> Summary:
-    """The summary of a finished loop."""
     held_out = state.held_out()
     first, last = (held_out[0], held_out[-1]) if held_out else (None, None)
     updates = state.updates()

@@ -26,7 +26,6 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
 
 
 def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage: str) -> RenderableType:
-    """The whole screen."""
     held_out, groups, lag = state.held_out(), state.train_groups(), state.lag()
     learning = Table.grid(padding=(0, 2))
     rates = ", ".join(f"v{h.version} {h.rate:.2f} (n={h.rollouts})" for h in held_out[-4:]) or "waiting"
@@ -58,7 +57,6 @@ def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage:
 
 
 def online_screen(online: OnlineState, seen: Seen | None, batches: int, elapsed_s: float) -> RenderableType:
-    """The whole screen while users are there."""
     users = Table.grid(padding=(0, 2))
     rates = seen.satisfaction if seen is not None else []
     said = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"
@@ -88,7 +86,6 @@ def _spread(seconds: Percentiles) -> str:
 
 
 def closing(summary: Summary, queries: list[str]) -> RenderableType:
-    """What remains on the screen at the end."""
     table = Table.grid(padding=(0, 2))
     equal = "equal" if summary.fingerprints_equal else "NOT EQUAL"
     success = f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}"

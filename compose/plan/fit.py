@@ -35,12 +35,10 @@ class RoleMemory:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
         return self.case.ranks
 
     @property
     def total(self) -> float:
-        """Bytes of one device."""
         return sum(self.bytes.values())
 
 
@@ -72,7 +70,6 @@ class FitPlan:
 
     @property
     def parts(self) -> list[RoleMemory]:
-        """All that was looked at."""
         return [*self.trainers, *self.replicas]
 
     @property
@@ -88,11 +85,11 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
         trainer: how a trainer runs; the number of ranks is looked for.
         replica: how a replica runs; its tensor parallel size is looked for where it is 0.
     """
-    trainers = [trainer_part(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
+    trainers = [part_of(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
     cases = [replace(replica, tensor_parallel=tensor) for tensor in splits]
     tried = [case for case in cases if case.ranks <= devices.count]
-    replicas = [replica_part(size, case) for case in tried]
+    replicas = [part_of(size, case) for case in tried]
     best = next((part for part in trainers if part.total <= devices.usable), None)
     served = next((part for part in replicas if part.total <= devices.usable), None)
     count, shared = 0, False
@@ -113,13 +110,10 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     return FitPlan(trainers, replicas, best, served, count, shared, changes)
 
 
-def trainer_part(size: ModelSize, case: TrainerCase) -> RoleMemory:
-    """A trainer's memory."""
-    return RoleMemory("trainer", case, trainer_bytes(size, case))
-
-
-def replica_part(size: ModelSize, case: ReplicaCase) -> RoleMemory:
-    """A replica's memory."""
+def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
+    """The memory of a trainer or a replica."""
+    if isinstance(case, TrainerCase):
+        return RoleMemory("trainer", case, trainer_bytes(size, case))
     return RoleMemory("replica", case, replica_bytes(size, case))
 
 
@@ -139,9 +133,9 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
     if len(smaller) > 1:
         smaller["all of these together"] = every
     for what, tried in smaller.items():
-        yield _changed(devices, what, trainer_part(size, tried))
+        yield _changed(devices, what, part_of(size, tried))
     counts = (count for count in _powers(FURTHEST) if count > case.ranks)
-    parts = (trainer_part(size, replace(case, ranks=count)) for count in counts)
+    parts = (part_of(size, replace(case, ranks=count)) for count in counts)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:
         yield _changed(devices, f"{enough.devices} ranks, each on a device of its own", enough)
@@ -150,13 +144,13 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
 def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[Change]:
     """As many requests as there is room for, then how many devices it takes as it is."""
     engines = case.data_parallel
-    least, two = (replica_part(size, replace(case, requests=n * engines)).total for n in (1, 2))
+    least, two = (part_of(size, replace(case, requests=n * engines)).total for n in (1, 2))
     if least < devices.usable:
         requests = engines * (1 + int((devices.usable - least) / (two - least)))
-        part = replica_part(size, replace(case, requests=requests))
+        part = part_of(size, replace(case, requests=requests))
         yield _changed(devices, f"--requests {requests}, of {case.context:,} tokens each", part)
     splits = (tensor for tensor in _divisors(size.heads, size.heads) if tensor > case.tensor_parallel)
-    parts = (replica_part(size, replace(case, tensor_parallel=tensor)) for tensor in splits)
+    parts = (part_of(size, replace(case, tensor_parallel=tensor)) for tensor in splits)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:
         yield _changed(devices, f"{enough.devices} devices for each replica", enough)
@@ -200,7 +194,6 @@ class Devices:
         return USABLE * self.gib * GIB
 
     def __str__(self) -> str:
-        """As a person reads it."""
         what = "GPU" if self.gpu else "host without a GPU"
         many = "GPUs" if self.gpu else "hosts without a GPU"
         return f"{self.count} {what if self.count == 1 else many} of {self.gib:g} GiB"

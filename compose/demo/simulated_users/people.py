@@ -54,7 +54,6 @@ class Conversation:
 
     @property
     def last(self) -> int:
-        """Place of the turn that ended it."""
         return len(self.turns) - 1
 
     @property
@@ -64,13 +63,11 @@ class Conversation:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the ledger's balance."""
         found = closing(self.turns[-1].message)
         return found is not None and found[0] == self.balance
 
     @property
     def polite(self) -> bool:
-        """Whether the answer closes politely."""
         found = closing(self.turns[-1].message)
         return found is not None and found[1]
 
@@ -88,8 +85,6 @@ class NoAnswer(RuntimeError):
 
 
 class _ServedPolicy(Policy):
-    """The router as a policy."""
-
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self.turns: list[ServedTurn] = []
@@ -138,8 +133,6 @@ class Satisfaction:
 
 
 class SatisfactionTally:
-    """Counts held-out answers."""
-
     def __init__(self) -> None:
         self._answers: Counter[int] = Counter()
         self._satisfied: Counter[int] = Counter()
@@ -184,8 +177,6 @@ class PersonaRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Persona:
-    """One user's habits."""
-
     name: str
     """The product's own identifier of the user."""
     role: PersonaRole
@@ -202,29 +193,22 @@ class Persona:
 def population(settings: UsersSettings) -> list[Persona]:
     """Everyone, in the order in which they were drawn."""
     rng = Random(f"users {settings.seed}")
-    ordinary = [_ordinary(f"user-{n:04d}", settings, rng) for n in range(settings.ordinary)]
-    bots = [_persona(f"bot-{n:04d}", PersonaRole.BOT, consents=True, vote_rate=1.0) for n in range(settings.bots)]
-    held_out = [_persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT) for n in range(settings.held_out)]
-    return [*ordinary, *bots, *held_out]
-
-
-def _ordinary(name: str, settings: UsersSettings, rng: Random) -> Persona:
-    consents = rng.random() < settings.consent_rate
-    # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
-    vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
-    delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
-    leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
-    return Persona(name, PersonaRole.ORDINARY, consents, vote_rate, delay, leaves)
-
-
-def _persona(name: str, role: PersonaRole, *, consents: bool = False, vote_rate: float = 0.0) -> Persona:
-    return Persona(name, role, consents, vote_rate, vote_delay_s=0.0, leaves_at=None)
+    everyone = []
+    for n in range(settings.ordinary):
+        consents = rng.random() < settings.consent_rate
+        # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
+        vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
+        delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
+        leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
+        everyone.append(Persona(f"user-{n:04d}", PersonaRole.ORDINARY, consents, vote_rate, delay, leaves))
+    everyone += (Persona(f"bot-{n:04d}", PersonaRole.BOT, True, 1.0, 0.0, None) for n in range(settings.bots))
+    held_out = range(settings.held_out)
+    everyone += (Persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT, False, 0.0, 0.0, None) for n in held_out)
+    return everyone
 
 
 @dataclass(frozen=True, slots=True)
 class Reaction:
-    """One report about one turn of a conversation."""
-
     name: str
     """Unique within the conversation."""
     turn: int
@@ -318,8 +302,6 @@ def _delay(mean_s: float, rng: Random) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One user's next question."""
-
     user: User
     number: int
     """Their questions before this one."""

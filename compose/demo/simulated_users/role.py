@@ -18,17 +18,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.compose.demo.simulated_users.people import (
-    Conversation,
     NoAnswer,
     PersonaRole,
     Question,
-    Reaction,
     Satisfaction,
     SatisfactionTally,
     ServedModel,
@@ -63,13 +61,9 @@ class UserReport:
 class Product(Protocol):
     """The product that the users use: the router, and feedback."""
 
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> ServedModel:
-        """The model, for one conversation of a user."""
-        ...
+    def model(self, user_id: str, session_id: str, *, consent: bool) -> ServedModel: ...
 
-    async def report(self, report: UserReport) -> None:
-        """Send one signal."""
-        ...
+    async def report(self, report: UserReport) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +118,6 @@ class Crowd:
                 group.create_task(self._hold(question))
 
     def seen(self) -> Seen:
-        """What has happened so far."""
         counts = self._counts
         return Seen(
             counts["conversations"],
@@ -135,53 +128,40 @@ class Crowd:
         )
 
     async def _hold(self, question: Question) -> None:
-        try:
-            answer = await self._converse(question)
-        finally:
-            self._slots.release()
-        if answer is not None:
-            await self._react(question, answer)
-
-    async def _converse(self, question: Question) -> Conversation | None:
         user = question.user
         model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
         try:
             answer = await converse(
                 self._environment, question.ledger, question.max_turns, _Paced(model, self._pace, self._counts)
             )
+            self._counts["conversations"] += 1
         except NoAnswer as error:
             LOG.info("conversation %s was given up: %s", question.name, error)
             self._counts["failed"] += 1
             await asyncio.sleep(COOL_OFF_S)
-            return None
-        self._counts["conversations"] += 1
-        return answer
-
-    async def _react(self, question: Question, answer: Conversation) -> None:
+            return
+        finally:
+            self._slots.release()
         ended = self._loop.time()
         at_s = ended - self._began
-        if question.user.persona.role is PersonaRole.HELD_OUT:
-            self._tally.count(answer, satisfied=question.user.satisfied(answer, at_s))
-        signals = question.user.react(answer, question.number, at_s)
-        for each in sorted(signals, key=lambda each: each.after_s):
-            await asyncio.sleep(max(0.0, ended + each.after_s - self._loop.time()))
-            await self._send(question, answer, each)
-
-    async def _send(self, question: Question, answer: Conversation, signal: Reaction) -> None:
-        value = signal.value
-        if self._shuffle is not None and signal.kind is SignalKind.THUMB:
-            value = self._shuffle.exchange(value)
-        self._signals[signal.kind.value] += 1
-        await self._product.report(
-            UserReport(
-                event_id=f"{question.name}-{signal.name}",
-                interaction=answer.turns[signal.turn].interaction,
-                user_id=question.user.persona.name,
-                kind=signal.kind,
-                value=value,
-                corrects=signal.corrects and f"{question.name}-{signal.corrects}",
+        if user.persona.role is PersonaRole.HELD_OUT:
+            self._tally.count(answer, satisfied=user.satisfied(answer, at_s))
+        for reaction in sorted(user.react(answer, question.number, at_s), key=lambda each: each.after_s):
+            await asyncio.sleep(max(0.0, ended + reaction.after_s - self._loop.time()))
+            value = reaction.value
+            if self._shuffle is not None and reaction.kind is SignalKind.THUMB:
+                value = self._shuffle.exchange(value)
+            self._signals[reaction.kind.value] += 1
+            await self._product.report(
+                UserReport(
+                    event_id=f"{question.name}-{reaction.name}",
+                    interaction=answer.turns[reaction.turn].interaction,
+                    user_id=user.persona.name,
+                    kind=reaction.kind,
+                    value=value,
+                    corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",
+                )
             )
-        )
 
 
 class _Paced:
@@ -236,17 +216,7 @@ class _ServedModel:
         """The next turn after a conversation. Raises NoAnswer, RuntimeError."""
         began = time.monotonic()
         headers = {CONSENT_HEADER: "yes" if self.consent else "no"}
-        try:
-            async with self.session.post(PATH, json=self._body(messages, tools), headers=headers) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
-        return served(body, time.monotonic() - began)
-
-    def _body(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
-        return {
+        asked = {
             "messages": list(messages),
             "tools": list(tools),
             "max_tokens": self.settings.max_turn_tokens,
@@ -255,6 +225,14 @@ class _ServedModel:
             "user": self.user_id,
             "metadata": {"session_id": self.session_id},
         }
+        try:
+            async with self.session.post(PATH, json=asked, headers=headers) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
+        return served(body, time.monotonic() - began)
 
 
 def served(body: bytes, latency_s: float) -> ServedTurn:
@@ -281,7 +259,6 @@ class ServedProduct:
     settings: UsersSettings
 
     def model(self, user_id: str, session_id: str, *, consent: bool) -> _ServedModel:
-        """The model, for one conversation of a user."""
         return _ServedModel(self.session, self.settings, user_id, session_id, consent)
 
     async def report(self, report: UserReport) -> None:
@@ -345,7 +322,13 @@ async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Qu
     """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
     crowd = Crowd(settings, product)
     asking = asyncio.create_task(crowd.ask(asked))
-    telling = asyncio.create_task(_tell(crowd, settings.report_every_s, say))
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(settings.report_every_s)
+            say(crowd.seen())
+
+    telling = asyncio.create_task(tell())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asking.cancel)
@@ -359,9 +342,3 @@ async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Qu
     say(crowd.seen())
     if not asking.cancelled():
         asking.result()
-
-
-async def _tell(crowd: Crowd, every_s: float, say: Say) -> None:
-    while True:
-        await asyncio.sleep(every_s)
-        say(crowd.seen())

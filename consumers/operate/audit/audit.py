@@ -37,7 +37,6 @@ from tidemill.schemas.log.reader import LogReader
     "no partition has lost its beginning, and nothing refers to what is gone (allowed with --allow-truncated)",
 )
 def retention(run: AuditedRun) -> Iterator[Finding]:
-    """Find records that the log no longer keeps."""
     facts = run.facts
     if run.rules.allow_truncated:
         return
@@ -58,7 +57,6 @@ def retention(run: AuditedRun) -> Iterator[Finding]:
     "every offset that the broker keeps has its record, but for the marks of transactions and what compaction dropped",
 )
 def offsets(run: AuditedRun) -> Iterator[Finding]:
-    """Find offsets without a record."""
     for (topic, number), partition in sorted(run.facts.partitions.items()):
         if partition.hidden and topic not in TRANSACTIONAL and not is_compacted(topic):
             place = Position(topic.value, number, partition.first_gap)
@@ -68,7 +66,6 @@ def offsets(run: AuditedRun) -> Iterator[Finding]:
 
 @check("dead_letters", "every record that cannot be read lies in its topic's dead-letter topic")
 def dead_letters(run: AuditedRun) -> Iterator[Finding]:
-    """Find unreadable records without a dead letter."""
     for place, timestamp_us, error in run.facts.unreadable:
         # The reader of the topic may not have read so far yet.
         if place not in run.facts.letters and is_overdue(run.facts, run.rules, timestamp_us):
@@ -111,8 +108,6 @@ TopicProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check."""
-
     name: str
     holds: str
     offenders: int
@@ -120,7 +115,6 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the check found nothing."""
         return self.offenders == 0
 
 
@@ -145,16 +139,13 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        """The checks that did not pass."""
         return tuple(check for check in self.checks if not check.passed)
 
     def verdict(self) -> str:
-        """One line for people."""
         if self.passed:
             return f"sound, {len(self.checks)} checks over {self.records:,} records"
         first = self.failed[0]
@@ -164,7 +155,6 @@ class AuditReport:
         )
 
     def document(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
         checks = [{"passed": one.passed, **asdict(one)} for one in self.checks]
         return {"passed": self.passed, **{**asdict(self), "checks": checks}}
 

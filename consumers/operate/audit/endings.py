@@ -56,8 +56,6 @@ class AuditRules:
 
 
 class RolloutState(StrEnum):
-    """The state of a rollout."""
-
     QUEUED = "queued"
     DISPATCHED = "dispatched"
     RUNNING = "running"
@@ -85,8 +83,6 @@ OPEN = frozenset(RolloutState(name) for name in ("queued", "dispatched", "runnin
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnding:
-    """One ending of a rollout."""
-
     state: RolloutState
     reason: str
     place: Position
@@ -218,8 +214,6 @@ class _Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One offender."""
-
     place: Position | None
     """The record that shows the fault; None where no record of the log does."""
     what: str

@@ -59,7 +59,6 @@ class RolloutFacts:
         """Number of different turns of a rollout."""
 
     def observe(self, consumed: ConsumedRecord) -> None:
-        """Take in a record of the run."""
         place = consumed.position
         match consumed.record:
             case Task() as task:
@@ -111,7 +110,6 @@ class ModelFacts:
         self.repeats: Counter[str] = Counter()
 
     def observe(self, consumed: ConsumedRecord) -> None:
-        """Take in a record of the run."""
         match consumed.record:
             case Group() as record:
                 group = record_at(consumed, record)
@@ -147,8 +145,6 @@ def references(step: TrainStep) -> list[StepInput | StepExclusion]:
 
 
 class OnlineFacts:
-    """Interactions, outcomes and online batches."""
-
     def __init__(self) -> None:
         self.served: dict[str, RecordAt[Interaction]] = {}
         self.served_at_place: dict[Position, Interaction] = {}
@@ -233,8 +229,6 @@ class PartitionFacts:
 
 
 class Facts:
-    """The facts of one run."""
-
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.played, self.model, self.online = RolloutFacts(), ModelFacts(), OnlineFacts()
@@ -256,7 +250,6 @@ class Facts:
         self.partitions.update({where: PartitionFacts(low, high, low) for where, (low, high) in ends.items()})
 
     def observe(self, consumed: ConsumedRecord) -> None:
-        """Take in a record."""
         where = (consumed.topic, consumed.partition)
         if where not in self.partitions:
             self.expect({where: (consumed.offset, consumed.offset)})

@@ -24,7 +24,6 @@ from tidemill.schemas.records import (
 
 @check("tasks", "every rollout that was taken, sampled or written belongs to a task that was issued, as the task says")
 def tasks(run: AuditedRun) -> Iterator[Finding]:
-    """Find rollouts without a task, and rollouts that disagree with theirs."""
     facts = run.facts
     if facts.is_truncated(Topic.TASKS):
         return
@@ -59,7 +58,6 @@ def tasks(run: AuditedRun) -> Iterator[Finding]:
     "late or rejected, or it is on its way within its time",
 )
 def endings(run: AuditedRun) -> Iterator[Finding]:
-    """Find rollouts that are lost, left open, or ended more than once."""
     for life in run.lives:
         if life.state is RolloutState.LOST:
             yield Finding(life.place, f"rollout {life.rollout_id} is lost: {life.reason}")
@@ -72,7 +70,6 @@ def endings(run: AuditedRun) -> Iterator[Finding]:
 
 @check("trained_once", "no rollout and no online batch was trained by two steps, nor by one step twice")
 def trained_once(run: AuditedRun) -> Iterator[Finding]:
-    """Find records that were trained twice."""
     before: dict[str, Position] = {}
     for step in run.facts.model.steps:
         for reference in step.record.inputs:
@@ -96,7 +93,6 @@ def trained_once(run: AuditedRun) -> Iterator[Finding]:
     "it says, its advantages follow from them, and its second record is the same byte for byte",
 )
 def groups(run: AuditedRun) -> Iterator[Finding]:
-    """Find groups that disagree with their task or their rollouts, and groups with two contents."""
     for at in run.facts.model.groups:
         group = at.record
         for problem in (*_size(run.facts, group), *_members(run.facts, group), *_advantages(group)):
@@ -185,7 +181,6 @@ def _equal(one: float | None, other: float | None) -> bool:
     "horizon has not passed or its user had it erased",
 )
 def interactions(run: AuditedRun) -> Iterator[Finding]:
-    """Find answers that never ended, and ends that contradict each other or their answer."""
     facts, rules = run.facts, run.rules
     for name, ends in facts.online.ends.items():
         last = ends[-1]
@@ -221,7 +216,6 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
     "say, each in one batch, with the reward of its outcome",
 )
 def batches(run: AuditedRun) -> Iterator[Finding]:
-    """Find gaps in the batches, batches with two contents, and members that contradict their interaction."""
     known: dict[str, RecordAt[OnlineBatch]] = {}
     batch_of: dict[str, RecordAt[OnlineBatch]] = {}
     following: Counter[str] = Counter()
@@ -266,7 +260,6 @@ def _problem(facts: Facts, batch: OnlineBatch, member: OnlineMember) -> str:
 
 @check("erasures", "no step trained on a user's answers after they had demanded to be erased")
 def erasures(run: AuditedRun) -> Iterator[Finding]:
-    """Find steps that trained on users after their erasure."""
     online = run.facts.online
     batch_at = {at.place: at.record for at in online.batches} if online.erasures else {}
     for step in run.facts.model.steps if batch_at else ():

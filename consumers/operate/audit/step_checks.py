@@ -43,7 +43,6 @@ _Published = dict[tuple[str, int], Manifest]
     "erasure stood against the first plan",
 )
 def plans(run: AuditedRun) -> Iterator[Finding]:
-    """Find steps without a plan or against it, and plans that changed without a reason."""
     planned: dict[int, tuple[Position, StepPlan]] = {}
     taken: dict[int, Position] = {}
     inputs = _Inputs(run.facts, run.rules.grace_us)
@@ -127,7 +126,6 @@ class _Inputs:
     "inputs, within the bound",
 )
 def inputs(run: AuditedRun) -> Iterator[Finding]:
-    """Find steps that disagree with the records that they name."""
     read = _Inputs(run.facts)
     for step in run.facts.model.steps:
         for reference in references(step.record):
@@ -201,7 +199,6 @@ def _trained(found: Group | OnlineBatch, step: TrainStep) -> list[TrainedMember]
 
 @check("steps", "the steps are numbered without a gap, and each starts from the weights that an earlier step made")
 def steps(run: AuditedRun) -> Iterator[Finding]:
-    """Find gaps in the steps, and steps that start from other weights than an earlier one made."""
     facts = run.facts
     start = (one.record.fingerprint for one in facts.model.manifests if one.record.version == 0)
     # None where the log does not say what the run starts from.
@@ -229,7 +226,6 @@ def steps(run: AuditedRun) -> Iterator[Finding]:
 
 @check("versions", "every published version continues a published one, and has the weights that its step made")
 def versions(run: AuditedRun) -> Iterator[Finding]:
-    """Find versions that disagree with their parents or their steps."""
     model = run.facts.model
     steps = {step.record.version: step.record for step in model.steps}
     published: _Published = {}
@@ -283,7 +279,6 @@ def _chain(facts: Facts, published: _Published, manifest: Manifest) -> Iterator[
     "the replica's live tensors, with the published fingerprint; a refusal is no fault",
 )
 def served(run: AuditedRun) -> Iterator[Finding]:
-    """Find versions that were served without a proof."""
     facts = run.facts
     published = {(m.record.branch, m.record.version): m.record.fingerprint for m in facts.model.manifests}
     proved: set[tuple[str, str, int]] = set()
@@ -323,7 +318,6 @@ def served(run: AuditedRun) -> Iterator[Finding]:
     "no step trained on what was sampled in another life of the version numbers, and every version is of its parent's",
 )
 def incarnations(run: AuditedRun) -> Iterator[Finding]:
-    """Find version numbers of one incarnation that were compared with those of another."""
     model = run.facts.model
     batches = {batch.place: batch.record for batch in run.facts.online.batches}
     for step in model.steps:

@@ -65,8 +65,6 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveManifest:
-    """What an archive holds."""
-
     format: int
     made_at: int
     """Microseconds since the Unix epoch."""
@@ -140,7 +138,8 @@ class ArchiveOrigin:
         self._file = file.open("rb")
         try:
             self.manifest = _manifest_of(self._file)
-            self._plan = self._checked(progress)
+            self._plan = _empty_plan(self.manifest)
+            self._check(progress)
         except BaseException:  # the file is given back after any error
             self._file.close()
             raise
@@ -148,7 +147,6 @@ class ArchiveOrigin:
         self.selection = Selection(topics=tuple(self._plan.topics))
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """Everything in the archive."""
         return self._plan
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
@@ -159,11 +157,10 @@ class ArchiveOrigin:
             yield reached[record.lane], record
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
-    def _checked(self, progress: Progress) -> Plan:
-        plan, codec = _empty_plan(self.manifest), Codec()
+    def _check(self, progress: Progress) -> None:
+        plan, codec = self._plan, Codec()
         for n, record in enumerate(_records(self._file)):
             lane = plan.lanes.get(record.lane)
             if lane is None or not lane.start <= record.offset < lane.end:
@@ -182,7 +179,6 @@ class ArchiveOrigin:
                 )
         if plan.sha256() != self.manifest.sha256:
             raise ArchiveError("the records are not those that were exported: the file is damaged or was changed")
-        return plan
 
 
 def _chosen(origin: ReplayOrigin, plan: Plan) -> Iterator[RawRecord]:

@@ -86,7 +86,6 @@ class LogOrigin:
         )
 
     def close(self) -> None:
-        """Give the connections back."""
         self._source.close()
 
 
@@ -151,7 +150,6 @@ class Replay:
 
     @property
     def already_copied(self) -> int:
-        """Copies that an earlier run wrote."""
         return self._standing.records
 
     def run(
@@ -188,8 +186,6 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class ReplayManifest:
-    """What a replay is made of."""
-
     replay_id: str
     began_at: int
     """Microseconds since the Unix epoch."""

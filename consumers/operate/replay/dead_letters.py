@@ -39,8 +39,6 @@ Transform = Callable[["StoredLetter"], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class StoredLetter:
-    """One dead letter."""
-
     raw: RawRecord
     """As it lies in the dead-letter topic."""
     source: Lane
@@ -64,12 +62,10 @@ class StoredLetter:
 
     @property
     def value(self) -> bytes | None:
-        """The bytes that could not be used."""
         return self.raw.value
 
     @property
     def key(self) -> bytes | None:
-        """The key that they were written under."""
         return self.raw.key
 
 
@@ -109,7 +105,6 @@ class Sequel:
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
 
     def observe(self, record: RawRecord, prefix: str) -> None:
-        """The next record of a source partition."""
         of = _text(record, HEADER_REDRIVE_OF, "")
         if of:
             self._sent_back.add(of.removeprefix(prefix))
@@ -143,8 +138,6 @@ class Sequel:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of one letter."""
-
     letter: StoredLetter
     value: bytes | None
     """What goes back; None when nothing does."""
@@ -186,8 +179,6 @@ CLIENT_ID = "tidemill-redrive"
 
 
 class DeadLetters:
-    """The dead letters under one prefix."""
-
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._prefix, self._progress = kafka, kafka.topic_prefix, progress
         self._source = LogSource(kafka)
@@ -270,5 +261,4 @@ class DeadLetters:
         return sent
 
     def close(self) -> None:
-        """Give the connections back."""
         self._source.close()

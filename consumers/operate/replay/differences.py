@@ -32,8 +32,6 @@ SHOWN_BYTES = 16
 
 
 class DifferenceKind(StrEnum):
-    """How two sides differ in one record."""
-
     CHANGED = "changed"
     ONLY_THERE = "only_there"
     ONLY_HERE = "only_here"
@@ -41,8 +39,6 @@ class DifferenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record of one side."""
-
     key: bytes | None
     value: bytes | None
     record: Record | None
@@ -62,8 +58,6 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One record in which two sides differ."""
-
     name: str
     kind: DifferenceKind
     at_us: int
@@ -76,8 +70,6 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class OutputComparison:
-    """Two sides, record by record."""
-
     there: int
     here: int
     """Records of each side, repetitions left out."""
@@ -95,11 +87,9 @@ class OutputComparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first record that differs."""
         return self.differences[0] if self.differences else None
 
     def count(self, kind: DifferenceKind) -> int:
-        """How many records differ in one way."""
         return sum(difference.kind is kind for difference in self.differences)
 
 

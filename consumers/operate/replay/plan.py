@@ -36,8 +36,6 @@ from tidemill.schemas.records import Record, StepPlan, TrainStep
 
 @dataclass(slots=True)
 class LanePlan:
-    """What is chosen of one partition."""
-
     topic: str
     partition: int
     start: int
@@ -96,17 +94,14 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """Names of the topics, in the order of the catalogue."""
         return list(self.partitions)
 
     @property
     def records(self) -> int:
-        """Records chosen."""
         return sum(len(plan.offsets) for plan in self.lanes.values())
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of their keys, values and headers."""
         return sum(plan.n_bytes for plan in self.lanes.values())
 
     def rank(self, place: Place) -> int | None:
@@ -119,7 +114,6 @@ class Plan:
         return (place for place in sorted(self.referred) if self.rank(place) is None)
 
     def sha256(self) -> str:
-        """Digest of everything chosen."""
         total = hashlib.sha256()
         for plan in self.lanes.values():
             total.update(f"{plan.topic}/{plan.partition}/{len(plan.offsets)}/{plan.sha256}\n".encode())
@@ -128,8 +122,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """What was chosen of one partition."""
-
     topic: str
     """Full name."""
     partition: int
@@ -146,7 +138,6 @@ class LaneReport:
 
 
 def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
-    """What is chosen of each partition."""
     return [
         LaneReport(
             topic=source_prefix + lane.topic,

@@ -42,8 +42,6 @@ RANK = {
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """One record of the log."""
-
     topic: str
     """Without its prefix."""
     partition: int
@@ -55,12 +53,10 @@ class RawRecord:
 
     @property
     def lane(self) -> Lane:
-        """Its topic and partition."""
         return self.topic, self.partition
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of key, value and headers."""
         named = sum(len(name.encode()) + len(value or b"") for name, value in self.headers)
         return len(self.key or b"") + len(self.value or b"") + named
 
@@ -178,7 +174,6 @@ class LogSource:
         return offset_since(self._log.client, self._full(lane), timestamp_ms)
 
     def first(self, lane: Lane) -> RawRecord | None:
-        """The oldest record that the log holds of a partition."""
         return next(self.scan({lane: self.bounds(lane)}), None)
 
     def scan(self, ranges: Mapping[Lane, Range]) -> Iterator[RawRecord]:
@@ -208,7 +203,6 @@ class LogSource:
                 log.hold_back(self._full(lane) for lane in open_lanes if merge.held_bytes(lane) > HELD_BYTES)
 
     def close(self) -> None:
-        """Give the connections back."""
         self._log.close()
 
     def _full(self, lane: Lane) -> Lane:
@@ -234,7 +228,6 @@ class OrderedMerge:
         self._awaited = set(self._held)
 
     def add(self, record: RawRecord) -> None:
-        """The next record of its partition."""
         lane = record.lane
         self._reached[lane] = max(record.timestamp_ms, self._reached.get(lane, record.timestamp_ms))
         order = (self._reached[lane], RANK[record.topic], record.partition, record.offset)

@@ -55,8 +55,6 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is to be replayed."""
-
     topics: tuple[str, ...] = ()
     """Without prefix, in the order of the catalogue. Empty: those that the steps, versions or groups lie in."""
     from_ms: int | None = None
@@ -89,7 +87,6 @@ class Selection:
         return bool(self.steps or self.versions or self.groups)
 
     def in_times(self, timestamp_ms: int) -> bool:
-        """Whether a record's time is within the range."""
         after = self.from_ms is None or timestamp_ms >= self.from_ms
         return after and (self.to_ms is None or timestamp_ms < self.to_ms)
 

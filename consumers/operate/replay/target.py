@@ -60,8 +60,6 @@ def check_prefix(source: str, into: str) -> None:
 
 @dataclass(slots=True)
 class TargetState:
-    """What lies in the topics of a replay."""
-
     begun: Beginning | None = None
     """None: it has no record there."""
     copied: dict[Lane, list[int]] = field(default_factory=dict)
@@ -71,7 +69,6 @@ class TargetState:
 
     @property
     def records(self) -> int:
-        """Copies."""
         return sum(len(offsets) for offsets in self.copied.values())
 
 
@@ -191,7 +188,6 @@ class Beginning:
     """Where each partition of the source ended."""
 
     def to_json(self) -> str:
-        """As it stands in a header."""
         ends = {f"{topic}/{partition}": end for (topic, partition), end in sorted(self.ends.items())}
         return json.dumps(
             {"replay_id": self.replay_id, "began_at": self.began_at, "selected": self.selected, "ends": ends}
@@ -232,5 +228,4 @@ def copied_offset(record: RawRecord, replay_id: str) -> int | None:
 
 
 def header(record: RawRecord, name: str) -> bytes | None:
-    """The value of a header; None without one."""
     return next((value for found, value in record.headers if found == name), None)

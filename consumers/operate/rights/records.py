@@ -67,7 +67,6 @@ class UserRequests:
 
     @property
     def newest(self) -> UserRequest | None:
-        """The demand that holds now."""
         return self.made[-1] if self.made else None
 
     def standing(self, wish: UserWish) -> UserRequest | None:
@@ -153,8 +152,6 @@ Slot = tuple[Topic, int, bytes]
 
 
 class UserRecords:
-    """The records of one user, by slot."""
-
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
         self._held: dict[Slot, UserRecord] = {}
@@ -167,7 +164,6 @@ class UserRecords:
 
     @property
     def held(self) -> list[UserRecord]:
-        """What is there now, in the order in which it was read."""
         return list(self._held.values())
 
     @property
@@ -181,7 +177,6 @@ class UserRecords:
         return max((held.dated_at for held in self._held.values()), default=-1)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in, in the order of its partition."""
         slot = (located.topic, located.partition, located.key or b"")
         if located.value is None:
             self._held.pop(slot, None)
@@ -189,26 +184,21 @@ class UserRecords:
         if located.record is None:
             self.unreadable[located.topic] += 1
             return
-        dated_at = self._dated(located.record)
-        if dated_at is None:
-            return
+        match located.record:
+            case Interaction(user_id=self._user_id) as record:
+                self._interactions.add(record.interaction_id)
+                dated_at = record.served_at
+            case Outcome() as record if self._is_of_user(record):
+                dated_at = record.served_at
+            case Feedback() as record if self._is_of_user(record):
+                dated_at = record.observed_at
+            case _:
+                return
         claims = self._held[slot].claims if slot in self._held else ()
-        if isinstance(located.record, Interaction) and located.record.claim is not None:
-            claims = tuple(dict.fromkeys([*claims, located.record.claim]))
+        if isinstance(record, Interaction) and record.claim is not None:
+            claims = tuple(dict.fromkeys([*claims, record.claim]))
         self._held[slot] = UserRecord(*slot, dated_at, claims)
         self.slots.add(slot)
-
-    def _dated(self, record: object) -> int | None:
-        """Event time of a record of the user; None for any other."""
-        match record:
-            case Interaction() if record.user_id == self._user_id:
-                self._interactions.add(record.interaction_id)
-                return record.served_at
-            case Outcome() if self._is_of_user(record):
-                return record.served_at
-            case Feedback() if self._is_of_user(record):
-                return record.observed_at
-        return None
 
     def _is_of_user(self, record: Outcome | Feedback) -> bool:
         return record.user_id == self._user_id or record.interaction_id in self._interactions
@@ -220,7 +210,6 @@ class UserRecords:
 
 
 def user_of(record: object) -> str | None:
-    """The user that a record names."""
     return record.user_id if isinstance(record, Interaction | Outcome | Feedback | UserRequest) else None
 
 

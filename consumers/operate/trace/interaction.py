@@ -20,8 +20,6 @@ from tidemill.schemas.records import Feedback, Interaction, OnlineBatch, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The answer."""
-
     place: Position
     repeats: list[Position]
     """Further records of the same interaction: they count once."""
@@ -40,8 +38,6 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One signal about it."""
-
     place: Position
     event_id: str
     user_id: str
@@ -95,8 +91,6 @@ class InBatch:
 
 @dataclass(frozen=True, slots=True)
 class InteractionPath:
-    """Everything that the log says of one interaction."""
-
     interaction_id: str
     served: Served | None
     erased: Position | None
@@ -193,7 +187,6 @@ class InteractionTrace:
 
     @property
     def found(self) -> bool:
-        """Whether the log has a record of it."""
         return bool(self._served or self._erased or self._feedback or self._outcomes or self._batches or self._letters)
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -234,7 +227,6 @@ class InteractionTrace:
             self._letters.append(RefusedRecord(place, letter.reason, letter.found_by))
 
     def path(self) -> InteractionPath:
-        """Everything observed so far."""
         history = self.history or VersionHistory(self.run_id or "")
         served = None
         if self._served is not None:

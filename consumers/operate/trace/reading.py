@@ -41,8 +41,6 @@ from tidemill.schemas.records import (
 
 @dataclass(frozen=True, slots=True)
 class InGroup:
-    """A group that it is in."""
-
     place: Position
     group_id: str
     closed_by: str
@@ -53,8 +51,6 @@ class InGroup:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPath:
-    """Everything that the log says of one rollout."""
-
     rollout_id: str
     place: Position
     run_id: str
@@ -73,8 +69,6 @@ class RolloutPath:
 
 
 class RolloutTrace:
-    """What the log says of one rollout."""
-
     def __init__(self, rollout_id: str) -> None:
         self._id = rollout_id
         self._rollout: tuple[Position, Rollout] | None = None
@@ -120,8 +114,6 @@ class RolloutTrace:
 
 @dataclass(frozen=True, slots=True)
 class UserBatch:
-    """A batch that has interactions of the user."""
-
     place: Position
     batch_id: str
     run_id: str
@@ -151,8 +143,6 @@ class RunTouched:
 
 @dataclass(frozen=True, slots=True)
 class UserPath:
-    """What the log says of one user."""
-
     user_id: str
     demands: list[UserRequest]
     outcomes: dict[str, int]
@@ -177,7 +167,6 @@ class UserTrace:
 
     @property
     def found(self) -> bool:
-        """Whether the log holds anything of the user."""
         return bool(self._demands.made or self._endings or self._batches)
 
     def observe(self, located: ConsumedRecord) -> None:
@@ -238,8 +227,6 @@ def checked_name(text: str) -> str:
 
 
 class TraceReader:
-    """Traces over one log."""
-
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._progress = kafka, progress
 

@@ -17,8 +17,6 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 
 @dataclass(frozen=True, slots=True)
 class VersionDecision:
-    """A decision about a version."""
-
     place: Position
     verdict: str
     by: str
@@ -99,7 +97,6 @@ class VersionHistory:
                     self._served_at.setdefault(record.serving_version, record.at)
 
     def made(self, version: int) -> TracedVersion:
-        """What became of a version."""
         known = self._versions.get(version, _Version())
         containing = self.containing([version])
         step = known.step
@@ -118,7 +115,6 @@ class VersionHistory:
         )
 
     def containing(self, versions: Iterable[int]) -> set[int]:
-        """The versions and their descendants."""
         children: dict[int, list[int]] = {}
         for version, made in self._versions.items():
             if made.parent is not None:
@@ -172,7 +168,6 @@ WAITING = Ended(None, None, "")
 
 
 def ended(history: VersionHistory, topic: Topic, name: str) -> Ended:
-    """The ending of a batch or group."""
     for place, step in history.steps:
         if any((read.topic, read.group_id) == (topic.value, name) for read in step.inputs):
             return Ended(place, step.version, "")
