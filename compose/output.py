@@ -60,6 +60,7 @@ def print_rows(
     as_json: bool = False,
     as_csv: bool = False,
     formats: Mapping[str, str] | None = None,
+    document: object = None,
 ) -> None:
     """Print rows on standard output, whole.
 
@@ -70,10 +71,12 @@ def print_rows(
     Args:
         heads: names of the columns.
         formats: format specifications of columns of numbers, for a terminal only.
+        document: what is JSON in place of the rows.
     """
     values = [list(row) for row in rows]
     if as_json:
-        typer.echo(json.dumps([dict(zip(heads, row, strict=True)) for row in values], indent=2, default=str))
+        told = [dict(zip(heads, row, strict=True)) for row in values] if document is None else document
+        typer.echo(json.dumps(told, indent=2, default=str))
     elif as_csv:
         csv.writer(sys.stdout).writerows([heads, *([_text(value) for value in row] for row in values)])
     elif not sys.stdout.isatty():

@@ -52,12 +52,9 @@ def list_environments(
     from tidemill.producers.environments.find import listed
 
     found = list(listed(family))
-    if as_json:
-        rows = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
-        typer.echo(json.dumps(rows, indent=2))
-        return
+    document = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
     told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
-    print_rows(("name", "about"), told, as_csv=as_csv)
+    print_rows(("name", "about"), told, as_json=as_json, as_csv=as_csv, document=document)
 
 
 @env_app.command()

@@ -52,15 +52,13 @@ def topics(
     kafka = with_local_log(settings_from(options)).kafka
     created = create_topics(kafka) if create else []
     states = check_topics(kafka)
-    if as_json:
-        typer.echo(json.dumps({"created": created, "topics": [asdict(state) for state in states]}, indent=2))
-    else:
-        fine = {name: "created" for name in created}
-        rows = (
-            (state.name, state.partitions, "; ".join(state.drift) or fine.get(state.name, "as declared"))
-            for state in states
-        )
-        print_rows(("topic", "partitions", "state"), rows, as_csv=as_csv)
+    fine = {name: "created" for name in created}
+    rows = (
+        (state.name, state.partitions, "; ".join(state.drift) or fine.get(state.name, "as declared"))
+        for state in states
+    )
+    document = {"created": created, "topics": [asdict(state) for state in states]}
+    print_rows(("topic", "partitions", "state"), rows, as_json=as_json, as_csv=as_csv, document=document)
     if any(state.drift for state in states):
         raise typer.Exit(1)
 
@@ -308,10 +306,8 @@ def query(
     from tidemill.consumers.sink.query import ask, named_queries
 
     if list_names or sql is None:
-        if as_json:
-            typer.echo(json.dumps(named_queries(), indent=2))
-        else:
-            print_rows(("query", "answers"), named_queries().items(), as_csv=as_csv)
+        named = named_queries()
+        print_rows(("query", "answers"), named.items(), as_json=as_json, as_csv=as_csv, document=named)
         return
     flags = given(sink__path=None if data_dir is None else str(data_dir))
     settings = settings_from({"config": config, "assignments": assignments}, flags)

@@ -201,11 +201,10 @@ def corrections(
                 typer.echo(f"step {made.record.step} comes out with other weights than recorded", err=True)
     candidates = (*PUBLISHED, PublishedCorrection("this run", own.kind, own.low, own.high))
     trials = try_corrections(tokens, candidates)
-    if as_json:
-        typer.echo(json.dumps({"steps": [first, last], "trials": [asdict(trial) for trial in trials]}, indent=2))
-    else:
-        rows = [list(asdict(trial).values()) for trial in trials]
-        print_rows(CORRECTIONS, rows, as_csv=as_csv, formats=dict.fromkeys(CORRECTIONS[4:], ".4g"))
+    rows = [list(asdict(trial).values()) for trial in trials]
+    document = {"steps": [first, last], "trials": [asdict(trial) for trial in trials]}
+    formats = dict.fromkeys(CORRECTIONS[4:], ".4g")
+    print_rows(CORRECTIONS, rows, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
     best = trials[0]
     typer.echo(
         f"chosen: {best.name}: trainer.correction.kind={best.kind}, trainer.correction.low={best.low:g}, "

@@ -7,7 +7,6 @@ weights, and the killed run ends at the version at which the other one did.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -83,11 +82,9 @@ def check(
         finally:
             broker.down()
     passed = all(finding.passed for finding in findings)
-    if as_json:
-        typer.echo(json.dumps({"passed": passed, "checks": [asdict(finding) for finding in findings]}, indent=2))
-    else:
-        rows = [(finding.check, "passed" if finding.passed else "FAILED", finding.detail) for finding in findings]
-        print_rows(("check", "result", "detail"), rows, as_csv=as_csv)
+    rows = [(finding.check, "passed" if finding.passed else "FAILED", finding.detail) for finding in findings]
+    document = {"passed": passed, "checks": [asdict(finding) for finding in findings]}
+    print_rows(("check", "result", "detail"), rows, as_json=as_json, as_csv=as_csv, document=document)
     raise typer.Exit(0 if passed else 1)
 
 

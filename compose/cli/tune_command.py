@@ -78,15 +78,13 @@ def replica(
         # Requests of one level fail together; one of them says why.
         raise next(error for error in errors.exceptions if isinstance(error, LoadFailed)) from None
     chosen = enough(levels, gain)
-    if as_json:
-        told = {"address": address, "gain": gain, "levels": [asdict(level) for level in levels],
-                "chosen": None if chosen is None else chosen.concurrency, "load": asdict(load)}  # fmt: skip
-        typer.echo(json.dumps(told, indent=2))
-    else:
-        rows = [list(asdict(level).values()) for level in levels]
-        rounded = [[*row[:2], *(round(value, 1) for value in row[2:])] for row in rows]
-        heads = ("concurrency", "requests", "tokens_per_s", "latency_ms_p50", "latency_ms_p95")
-        print_rows(heads, rounded, as_csv=as_csv, formats=dict.fromkeys(heads[2:], ",.1f"))
+    told = {"address": address, "gain": gain, "levels": [asdict(level) for level in levels],
+            "chosen": None if chosen is None else chosen.concurrency, "load": asdict(load)}  # fmt: skip
+    rows = [list(asdict(level).values()) for level in levels]
+    rounded = [[*row[:2], *(round(value, 1) for value in row[2:])] for row in rows]
+    heads = ("concurrency", "requests", "tokens_per_s", "latency_ms_p50", "latency_ms_p95")
+    formats = dict.fromkeys(heads[2:], ",.1f")
+    print_rows(heads, rounded, as_json=as_json, as_csv=as_csv, formats=formats, document=told)
     if chosen is not None:
         typer.echo(f"chosen: {chosen.concurrency} requests at a time ({chosen.tokens_per_s:,.0f} tokens/s)", err=True)
     elif not status:

@@ -78,7 +78,7 @@ class DemoWatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DemoStage:
     """Where an act is played."""
 
     plan: DemoPlan
@@ -148,7 +148,7 @@ def display(
     yield show
 
 
-def play_one(stage: Stage) -> None:
+def play_one(stage: DemoStage) -> None:
     """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
     run, state = stage.plan.settings.run, stage.watch.state
     for role in stage.plan.loop_roles():
@@ -189,7 +189,7 @@ PROBE_TIMEOUT_S = 2.0
 OPERATOR = "demonstration"
 
 
-def play_two(stage: Stage) -> OnlineSummary:
+def play_two(stage: DemoStage) -> OnlineSummary:
     """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
     plan, online = stage.plan, stage.watch.online
     _open(stage)
@@ -214,7 +214,7 @@ def play_two(stage: Stage) -> OnlineSummary:
     )
 
 
-def _open(stage: Stage) -> None:
+def _open(stage: DemoStage) -> None:
     """Start everything but the users."""
     plan, online, limit_s = stage.plan, stage.watch.online, stage.plan.settings.demo.start_timeout_s
 
@@ -245,7 +245,7 @@ def _open(stage: Stage) -> None:
         stage.wait(is_up, limit_s, "the router does not answer")
 
 
-def _measure(stage: Stage, name: str, text: str) -> Seen | None:
+def _measure(stage: DemoStage, name: str, text: str) -> Seen | None:
     stage.start_product(stage.plan.measuring_role(name))
     with spinner(stage.console, text) as say:
 
@@ -257,7 +257,7 @@ def _measure(stage: Stage, name: str, text: str) -> Seen | None:
     return stage.report(name)
 
 
-def _let_users_in(stage: Stage) -> float:
+def _let_users_in(stage: DemoStage) -> float:
     """Let everyone use the product until enough was learnt from them; how long they were there, in seconds."""
     demo, online = stage.plan.settings.demo, stage.watch.online
     began = time.monotonic()

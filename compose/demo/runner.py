@@ -22,7 +22,7 @@ from tidemill.compose.demo.acts import (
     REFRESH_S,
     WATCHED,
     DemoWatch,
-    Stage,
+    DemoStage,
     last_line,
     leave_one,
     play_one,
@@ -113,7 +113,7 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     with LogReader(settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
         online = OnlineState(run.run_id, frozenset({STABLE}), frozenset({CANARY}))
         watch = DemoWatch(reader, LoopState(run.run_id), online, time.monotonic())
-        stage = Stage(plan, supervisor, console, watch)
+        stage = DemoStage(plan, supervisor, console, watch)
         figures = partial(
             summarise, watch.state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
         )
@@ -134,7 +134,7 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
     return replace(summary, online=users, audit_sound=report.passed, audit=report.verdict(), seconds=seconds)
 
 
-def _audit(stage: Stage) -> AuditReport:
+def _audit(stage: DemoStage) -> AuditReport:
     """The audit of the log, once every rollout that was asked for has ended."""
     settings, state = stage.plan.settings, stage.watch.state
     with spinner(stage.console, "auditing the log") as say:

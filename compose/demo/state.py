@@ -10,28 +10,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.clock import to_s, to_us
 from tidemill.schemas.gate_decisions import BranchDecisions
-from tidemill.schemas.records import (
-    AckStatus,
-    CloseReason,
-    Feedback,
-    GateDecision,
-    Group,
-    GroupMember,
-    Interaction,
-    Manifest,
-    Mode,
-    OnlineBatch,
-    Outcome,
-    Record,
-    RolloutStatus,
-    SignalKind,
-    Task,
-    TrainStep,
-    WeightAck,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +36,11 @@ class LoopState:
     """The loop as its log tells it, for one run."""
 
     run_id: str
-    steps: dict[int, TrainStep] = field(default_factory=dict)
-    manifests: dict[int, Manifest] = field(default_factory=dict)
-    groups: dict[str, Group] = field(default_factory=dict)
-    last_ack: dict[str, WeightAck] = field(default_factory=dict)
-    served: dict[tuple[str, int], WeightAck] = field(default_factory=dict)
+    steps: dict[int, r.TrainStep] = field(default_factory=dict)
+    manifests: dict[int, r.Manifest] = field(default_factory=dict)
+    groups: dict[str, r.Group] = field(default_factory=dict)
+    last_ack: dict[str, r.WeightAck] = field(default_factory=dict)
+    served: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
     """First proof of each version by each replica."""
     environments: dict[str, int] = field(default_factory=dict)
     """Tasks issued, by environment."""
@@ -69,29 +51,29 @@ class LoopState:
     _issued: set[str] = field(default_factory=set)
     _eval_version: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: r.Record) -> None:
         """Take one record of the log; records of other runs and duplicates change nothing."""
         if getattr(record, "run_id", None) != self.run_id:
             return
         match record:
-            case Task():
+            case r.Task():
                 self._issued.add(record.group_id)
                 self.environments[record.environment] = self.environments.get(record.environment, 0) + 1
-                if record.mode is Mode.EVAL:
+                if record.mode is r.Mode.EVAL:
                     self._eval_version[record.group_id] = record.issued_version
                 elif not self.first_task_at or record.issued_at < self.first_task_at:
                     self.first_task_at = record.issued_at
-            case Group(closed_by=CloseReason.LATE):
+            case r.Group(closed_by=r.CloseReason.LATE):
                 self.late += 1
-            case Group():
+            case r.Group():
                 self.groups.setdefault(record.group_id, record)
-            case Manifest():
+            case r.Manifest():
                 self.manifests.setdefault(record.version, record)
-            case TrainStep():
+            case r.TrainStep():
                 self.steps.setdefault(record.step, record)
-            case WeightAck():
+            case r.WeightAck():
                 self.last_ack[record.replica_id] = record
-                if record.status is AckStatus.REFUSED:
+                if record.status is r.AckStatus.REFUSED:
                     self.refusals += 1
                 else:
                     self.served.setdefault((record.replica_id, record.version), record)
@@ -107,14 +89,14 @@ class LoopState:
         """Groups that were asked for and are not closed."""
         return len(self._issued - self.groups.keys())
 
-    def train_groups(self) -> list[Group]:
-        return [group for group in self.groups.values() if group.mode is Mode.TRAIN]
+    def train_groups(self) -> list[r.Group]:
+        return [group for group in self.groups.values() if group.mode is r.Mode.TRAIN]
 
     def held_out(self) -> list[HeldOut]:
         """Held-out success by the version under which the tasks were issued, oldest first."""
-        by_version: dict[int, list[Group]] = defaultdict(list)
+        by_version: dict[int, list[r.Group]] = defaultdict(list)
         for group in self.groups.values():
-            if group.mode is Mode.EVAL and group.group_id in self._eval_version:
+            if group.mode is r.Mode.EVAL and group.group_id in self._eval_version:
                 by_version[self._eval_version[group.group_id]].append(group)
         found = []
         for version, groups in sorted(by_version.items()):
@@ -129,7 +111,7 @@ class LoopState:
                 total[count.lag] += count.tokens
         return total
 
-    def trained_members(self) -> list[GroupMember]:
+    def trained_members(self) -> list[r.GroupMember]:
         trained = [self.groups[i.group_id] for s in self.steps.values() for i in s.inputs if i.group_id in self.groups]
         return [member for group in trained for member in group.members if member.advantage is not None]
 
@@ -143,20 +125,20 @@ class LoopState:
         seconds = to_s(max((s.finished_at for s in self.steps.values()), default=0) - self.first_task_at)
         return self._taken(self.steps.values()) / seconds if self.first_task_at and seconds > 0 else 0.0
 
-    def _taken(self, steps: Iterable[TrainStep]) -> int:
+    def _taken(self, steps: Iterable[r.TrainStep]) -> int:
         taken: set[str] = set()
         for step in steps:
             taken |= {place.group_id for place in step.inputs} | {place.group_id for place in step.exclusions}
         groups = [self.groups[group_id] for group_id in taken if group_id in self.groups]
-        return sum(member.status is RolloutStatus.COMPLETED for group in groups for member in group.members)
+        return sum(member.status is r.RolloutStatus.COMPLETED for group in groups for member in group.members)
 
     def spanning(self) -> int:
         """Trained rollouts whose tokens were sampled under more than one version."""
         return sum(member.version_min != member.version_max for member in self.trained_members())
 
-    def updates(self) -> list[WeightAck]:
+    def updates(self) -> list[r.WeightAck]:
         """Proved in-place updates, one a replica and version; joining from an anchor is none."""
-        return [ack for ack in self.served.values() if ack.status is AckStatus.PROVED and ack.pause_ms > 0]
+        return [ack for ack in self.served.values() if ack.status is r.AckStatus.PROVED and ack.pause_ms > 0]
 
     def fingerprints_equal(self) -> bool:
         """Whether every proof equals its version's manifest and every replica serves the newest version."""
@@ -165,7 +147,7 @@ class LoopState:
         newest = all(ack.serving_version == self.version for ack in self.last_ack.values())
         return bool(proofs) and matches and newest
 
-    def mean_reward(self, step: TrainStep) -> float:
+    def mean_reward(self, step: r.TrainStep) -> float:
         groups = [self.groups[i.group_id] for i in step.inputs if i.group_id in self.groups]
         rewards = [m.reward for g in groups for m in g.members if m.reward is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
@@ -190,8 +172,8 @@ class OnlineState:
     """How each interaction ended: `REWARDED`, or why it was excluded."""
     corrections: int = 0
     votes: int = 0
-    batches: dict[str, OnlineBatch] = field(default_factory=dict)
-    decisions: list[GateDecision] = field(default_factory=list)
+    batches: dict[str, r.OnlineBatch] = field(default_factory=dict)
+    decisions: list[r.GateDecision] = field(default_factory=list)
     branch: BranchDecisions = field(default_factory=BranchDecisions)
     """The meaning of the decisions."""
     serving: dict[str, int] = field(default_factory=dict)
@@ -203,45 +185,45 @@ class OnlineState:
     """Interactions that the trainer took out of their batches."""
     _parents: dict[int, int] = field(default_factory=dict)
     _fingerprints: dict[int, str] = field(default_factory=dict)
-    _proofs: dict[tuple[str, int], WeightAck] = field(default_factory=dict)
+    _proofs: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
     """First proof of each version by each replica of a pool."""
     _votes_seen: set[str] = field(default_factory=set)
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: r.Record) -> None:
         """Take one record of the log; records of other runs and duplicates change nothing."""
         if getattr(record, "run_id", self.run_id) != self.run_id:
             return
         match record:
-            case Interaction() if record.interaction_id not in self.interactions:
+            case r.Interaction() if record.interaction_id not in self.interactions:
                 self.interactions.add(record.interaction_id)
                 # Partitions are read one after another, so that times do not come in order.
                 newest = self._recent[-1] if self._recent else 0
                 self._recent.append(max(newest, record.served_at))
                 while self._recent[0] < self._recent[-1] - RATE_WINDOW_US:
                     self._recent.popleft()
-            case Feedback(kind=SignalKind.THUMB) if record.event_id not in self._votes_seen:
+            case r.Feedback(kind=r.SignalKind.THUMB) if record.event_id not in self._votes_seen:
                 self._votes_seen.add(record.event_id)
                 self.votes += 1
-            case Outcome(revision=0):
+            case r.Outcome(revision=0):
                 self.endings.setdefault(record.interaction_id, record.exclusion or REWARDED)
-            case Outcome():
+            case r.Outcome():
                 self.corrections += 1
-            case OnlineBatch():
+            case r.OnlineBatch():
                 self.batches.setdefault(record.batch_id, record)
-            case GateDecision():
+            case r.GateDecision():
                 self.decisions.append(record)
                 self.branch.observe(record)
-            case Manifest():
+            case r.Manifest():
                 self._fingerprints.setdefault(record.version, record.fingerprint)
-            case TrainStep():
+            case r.TrainStep():
                 self._parents[record.version] = record.parent_version
                 batches = [place.group_id for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
                 if batches:
                     self._learnt[record.version] = batches
                 self._dropped |= {e.group_id for e in record.exclusions if e.topic == Topic.INTERACTIONS}
-            case WeightAck() if record.replica_id in self.stable | self.canary:
+            case r.WeightAck() if record.replica_id in self.stable | self.canary:
                 self.serving[record.replica_id] = record.serving_version
-                if record.status is not AckStatus.REFUSED:
+                if record.status is not r.AckStatus.REFUSED:
                     self._proofs.setdefault((record.replica_id, record.version), record)
             case _:
                 pass

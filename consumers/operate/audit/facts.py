@@ -13,28 +13,9 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from tidemill.consumers.operate import RecordAt, record_at
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, is_compacted
 from tidemill.schemas.log.consumed import ConsumedRecord, LogReference, Position
-from tidemill.schemas.records import (
-    Dispatch,
-    GateDecision,
-    Group,
-    Interaction,
-    Manifest,
-    OnlineBatch,
-    Outcome,
-    Rollout,
-    SkipDelta,
-    StepExclusion,
-    StepInput,
-    StepPlan,
-    Task,
-    TrainStep,
-    Turn,
-    UserRequest,
-    UserWish,
-    WeightAck,
-)
 
 TRAINED = "trained"
 
@@ -43,12 +24,12 @@ class RolloutFacts:
     """Tasks, the workers that took them, and the results of their rollouts."""
 
     def __init__(self) -> None:
-        self.tasks: dict[str, RecordAt[Task]] = {}
-        self.rollouts: defaultdict[str, list[RecordAt[Rollout]]] = defaultdict(list)
+        self.tasks: dict[str, RecordAt[r.Task]] = {}
+        self.rollouts: defaultdict[str, list[RecordAt[r.Rollout]]] = defaultdict(list)
         """By rollout id. A worker that could not know of the first record may have written it again."""
         self.dispatched: dict[str, tuple[Position, set[int]]] = {}
         """By task: the first dispatch, and the indexes in the group that workers took."""
-        self.turns: dict[str, RecordAt[Turn]] = {}
+        self.turns: dict[str, RecordAt[r.Turn]] = {}
         """By rollout id: its first turn."""
         self.sampled_by: dict[tuple[str, int], Position] = {}
         """The first turn that a replica sampled under a version."""
@@ -61,21 +42,21 @@ class RolloutFacts:
     def observe(self, consumed: ConsumedRecord) -> None:
         place = consumed.position
         match consumed.record:
-            case Task() as task:
+            case r.Task() as task:
                 self.repeats["tasks"] += task.task_id in self.tasks
                 self.tasks.setdefault(task.task_id, record_at(consumed, replace(task, payload="")))
-            case Dispatch() as dispatch:
+            case r.Dispatch() as dispatch:
                 known = self.dispatched.setdefault(dispatch.task_id, (place, set()))[1]
                 self.repeats["dispatched rollouts"] += len(known.intersection(dispatch.indexes))
                 known.update(dispatch.indexes)
-            case Turn() as turn:
+            case r.Turn() as turn:
                 first = replace(turn, token_ids=b"", logprobs=b"", context="", expert_ids=b"")
                 self.turns.setdefault(turn.rollout_id, record_at(consumed, first))
                 self.repeats["turns"] += turn.turn < self._turns[turn.rollout_id]
                 self._turns[turn.rollout_id] = max(self._turns[turn.rollout_id], turn.turn + 1)
                 for span in turn.spans:
                     self.sampled_by.setdefault((turn.replica_id, span.version), place)
-            case Rollout() as rollout:
+            case r.Rollout() as rollout:
                 known_records = self.rollouts[rollout.rollout_id]
                 if known_records:
                     self.repeats["rollouts"] += 1
@@ -84,7 +65,7 @@ class RolloutFacts:
                 for version in {rollout.version_min, rollout.version_max}:
                     self.sampled_under.setdefault(version, place)
 
-    def record_of(self, rollout_id: str, reference: LogReference) -> Rollout | None:
+    def record_of(self, rollout_id: str, reference: LogReference) -> r.Rollout | None:
         """The record of a rollout at the place that a reference names; None where it has none there."""
         place = Position.of(reference)
         return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
@@ -94,65 +75,65 @@ class ModelFacts:
     """Groups, the steps that used them, the versions that the steps made, and the replicas that held those."""
 
     def __init__(self) -> None:
-        self.groups: list[RecordAt[Group]] = []
-        self.group_at: dict[Position, RecordAt[Group]] = {}
-        self.groups_of: defaultdict[str, list[RecordAt[Group]]] = defaultdict(list)
+        self.groups: list[RecordAt[r.Group]] = []
+        self.group_at: dict[Position, RecordAt[r.Group]] = {}
+        self.groups_of: defaultdict[str, list[RecordAt[r.Group]]] = defaultdict(list)
         """By group id, in the order read."""
-        self.steps: list[RecordAt[TrainStep]] = []
-        self.plans_and_steps: list[RecordAt[StepPlan | TrainStep]] = []
+        self.steps: list[RecordAt[r.TrainStep]] = []
+        self.plans_and_steps: list[RecordAt[r.StepPlan | r.TrainStep]] = []
         """In the order of the log."""
-        self.uses: defaultdict[Position, list[tuple[RecordAt[TrainStep], str]]] = defaultdict(list)
+        self.uses: defaultdict[Position, list[tuple[RecordAt[r.TrainStep], str]]] = defaultdict(list)
         """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
-        self.manifests: list[RecordAt[Manifest]] = []
-        self.skips: list[RecordAt[SkipDelta]] = []
-        self.acks: list[RecordAt[WeightAck]] = []
-        self.decisions: list[RecordAt[GateDecision]] = []
+        self.manifests: list[RecordAt[r.Manifest]] = []
+        self.skips: list[RecordAt[r.SkipDelta]] = []
+        self.acks: list[RecordAt[r.WeightAck]] = []
+        self.decisions: list[RecordAt[r.GateDecision]] = []
         self.repeats: Counter[str] = Counter()
 
     def observe(self, consumed: ConsumedRecord) -> None:
         match consumed.record:
-            case Group() as record:
+            case r.Group() as record:
                 group = record_at(consumed, record)
                 known = self.groups_of[record.group_id]
                 self.repeats["groups"] += any(other.digest == group.digest for other in known)
                 known.append(group)
                 self.groups.append(group)
                 self.group_at[group.place] = group
-            case TrainStep() as record:
+            case r.TrainStep() as record:
                 step = record_at(consumed, record)
                 self.steps.append(step)
                 self.plans_and_steps.append(step)
                 for reference in references(record):
-                    reason = reference.reason if isinstance(reference, StepExclusion) else TRAINED
+                    reason = reference.reason if isinstance(reference, r.StepExclusion) else TRAINED
                     self.uses[Position.of(reference)].append((step, reason))
-            case StepPlan() as plan:
+            case r.StepPlan() as plan:
                 last = self.plans_and_steps[-1].record if self.plans_and_steps else None
-                self.repeats["plans"] += isinstance(last, StepPlan) and last.step == plan.step
+                self.repeats["plans"] += isinstance(last, r.StepPlan) and last.step == plan.step
                 self.plans_and_steps.append(record_at(consumed, plan))
-            case Manifest() as manifest:
+            case r.Manifest() as manifest:
                 self.manifests.append(record_at(consumed, replace(manifest, tensors=[], tensor_table=None, shards=[])))
-            case SkipDelta() as skip:
+            case r.SkipDelta() as skip:
                 self.skips.append(record_at(consumed, replace(skip, shards=[])))
-            case WeightAck() as ack:
+            case r.WeightAck() as ack:
                 self.acks.append(record_at(consumed, ack))
-            case GateDecision() as decision:
+            case r.GateDecision() as decision:
                 self.decisions.append(record_at(consumed, decision))
 
 
-def references(step: TrainStep) -> list[StepInput | StepExclusion]:
+def references(step: r.TrainStep) -> list[r.StepInput | r.StepExclusion]:
     """Everything that a step names: what it trained on, then what it left out."""
     return [*step.inputs, *step.exclusions]
 
 
 class OnlineFacts:
     def __init__(self) -> None:
-        self.served: dict[str, RecordAt[Interaction]] = {}
-        self.served_at_place: dict[Position, Interaction] = {}
+        self.served: dict[str, RecordAt[r.Interaction]] = {}
+        self.served_at_place: dict[Position, r.Interaction] = {}
         self.erased: dict[str, int] = {}
         """Interactions with a tombstone, and when the first one was written, in microseconds."""
-        self.ends: defaultdict[str, list[RecordAt[Outcome]]] = defaultdict(list)
+        self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
         """By interaction: its different outcomes."""
-        self.batches: list[RecordAt[OnlineBatch]] = []
+        self.batches: list[RecordAt[r.OnlineBatch]] = []
         self.erasures: defaultdict[str, set[int]] = defaultdict(set)
         """By user: the times for which they asked to be erased."""
         self.repeats: Counter[str] = Counter()
@@ -160,21 +141,21 @@ class OnlineFacts:
     def observe(self, consumed: ConsumedRecord) -> None:
         """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
         match consumed.record:
-            case Interaction() as answer:
+            case r.Interaction() as answer:
                 served = record_at(consumed, replace(answer, segments=[]))
                 self.repeats["interactions"] += answer.interaction_id in self.served
                 self.served.setdefault(answer.interaction_id, served)
                 self.served_at_place[served.place] = served.record
-            case Outcome() as outcome:
+            case r.Outcome() as outcome:
                 end = record_at(consumed, replace(outcome, signals=[]))
                 known = self.ends[outcome.interaction_id]
                 if any(other.digest == end.digest for other in known):
                     self.repeats["outcomes"] += 1
                 else:
                     known.append(end)
-            case OnlineBatch() as batch:
+            case r.OnlineBatch() as batch:
                 self.batches.append(record_at(consumed, batch))
-            case UserRequest(user_id=user, wish=UserWish.ERASE, at=at):
+            case r.UserRequest(user_id=user, wish=r.UserWish.ERASE, at=at):
                 self.erasures[user].add(at)
             case None if consumed.value is None:
                 name = (consumed.key or b"").decode("utf-8", "replace")

@@ -9,17 +9,9 @@ from collections.abc import Iterator
 from tidemill.consumers.operate import RecordAt
 from tidemill.consumers.operate.audit.endings import OPEN, AuditedRun, Finding, RolloutState, check
 from tidemill.consumers.operate.audit.facts import Facts
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import (
-    CloseReason,
-    Group,
-    GroupMember,
-    OnlineBatch,
-    OnlineMember,
-    Outcome,
-    RolloutStatus,
-)
 
 
 @check("tasks", "every rollout that was taken, sampled or written belongs to a task that was issued, as the task says")
@@ -79,7 +71,7 @@ def trained_once(run: AuditedRun) -> Iterator[Finding]:
             elif group is None:
                 names = [f"group {reference.group_id}"]
             else:
-                completed = (m for m in group.record.members if m.status is RolloutStatus.COMPLETED)
+                completed = (m for m in group.record.members if m.status is r.RolloutStatus.COMPLETED)
                 names = [f"rollout {member.rollout_id}" for member in completed]
             for name in names:
                 if name in before:
@@ -98,34 +90,34 @@ def groups(run: AuditedRun) -> Iterator[Finding]:
         for problem in (*_size(run.facts, group), *_members(run.facts, group), *_advantages(group)):
             yield Finding(at.place, f"group {group.group_id}: {problem}")
         # A group of one late rollout is written for each such rollout.
-        if group.closed_by is not CloseReason.LATE:
+        if group.closed_by is not r.CloseReason.LATE:
             copies = run.facts.model.groups_of[group.group_id]
-            first = next(one for one in copies if one.record.closed_by is not CloseReason.LATE)
+            first = next(one for one in copies if one.record.closed_by is not r.CloseReason.LATE)
             if first.digest != at.digest:
                 yield Finding(at.place, f"group {group.group_id} stands at {first.place} with other contents")
 
 
-def _size(facts: Facts, group: Group) -> Iterator[str]:
+def _size(facts: Facts, group: r.Group) -> Iterator[str]:
     n = len(group.members)
     match group.closed_by:
-        case CloseReason.SIZE if n != group.expected_size:
+        case r.CloseReason.SIZE if n != group.expected_size:
             yield f"closed as complete with {n} of {group.expected_size} rollouts"
-        case CloseReason.DEADLINE if not 0 < n < group.expected_size:
+        case r.CloseReason.DEADLINE if not 0 < n < group.expected_size:
             yield f"closed by its deadline with {n} of {group.expected_size} rollouts"
-        case CloseReason.LATE if n != 1:
+        case r.CloseReason.LATE if n != 1:
             yield f"a late group holds one straggler, not {n}"
     at = facts.played.tasks.get(group.task_id)
     task = None if at is None else at.record
     if task is not None and (task.group_id, task.group_size) != (group.group_id, group.expected_size):
         yield f"task {task.task_id} asked for {task.group_size} rollouts of group {task.group_id}"
-    if task is not None and group.closed_by is CloseReason.DEADLINE and group.closed_at < task.deadline_at:
+    if task is not None and group.closed_by is r.CloseReason.DEADLINE and group.closed_at < task.deadline_at:
         yield f"closed by its deadline at {group.closed_at}, before the deadline {task.deadline_at}"
     names = [member.rollout_id for member in group.members]
     if names != sorted(set(names)):
         yield "its members are not in order, each once"
 
 
-def _members(facts: Facts, group: Group) -> Iterator[str]:
+def _members(facts: Facts, group: r.Group) -> Iterator[str]:
     rewards: list[float | None] = []
     for member in group.members:
         if facts.is_kept(Position(Topic.ROLLOUTS.value, member.partition, member.offset)):
@@ -140,7 +132,7 @@ def _members(facts: Facts, group: Group) -> Iterator[str]:
         yield f"its rewards {stated} are not those of its rollouts, {rewards}"
 
 
-def _reward_of(facts: Facts, group: Group, member: GroupMember) -> float | str | None:
+def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | str | None:
     """The reward of a member's rollout, or the member's fault as text."""
     place = f"{member.topic}[{member.partition}]@{member.offset}"
     record = facts.played.record_of(member.rollout_id, member)
@@ -157,7 +149,7 @@ def _reward_of(facts: Facts, group: Group, member: GroupMember) -> float | str |
     return record.reward
 
 
-def _advantages(group: Group) -> Iterator[str]:
+def _advantages(group: r.Group) -> Iterator[str]:
     rewards = [member.reward for member in group.members if member.reward is not None]
     mean = group.mean_reward
     if mean is not None and (not rewards or not _equal(mean, math.fsum(rewards) / len(rewards))):
@@ -184,7 +176,7 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
     facts, rules = run.facts, run.rules
     for name, ends in facts.online.ends.items():
         last = ends[-1]
-        by_revision: dict[int, list[RecordAt[Outcome]]] = {}
+        by_revision: dict[int, list[RecordAt[r.Outcome]]] = {}
         for end in ends:
             by_revision.setdefault(end.record.revision, []).append(end)
         for revision, same in by_revision.items():
@@ -216,8 +208,8 @@ def interactions(run: AuditedRun) -> Iterator[Finding]:
     "say, each in one batch, with the reward of its outcome",
 )
 def batches(run: AuditedRun) -> Iterator[Finding]:
-    known: dict[str, RecordAt[OnlineBatch]] = {}
-    batch_of: dict[str, RecordAt[OnlineBatch]] = {}
+    known: dict[str, RecordAt[r.OnlineBatch]] = {}
+    batch_of: dict[str, RecordAt[r.OnlineBatch]] = {}
     following: Counter[str] = Counter()
     """Next number of each branch."""
     for at in run.facts.online.batches:
@@ -243,7 +235,7 @@ def batches(run: AuditedRun) -> Iterator[Finding]:
                 yield Finding(at.place, f"interaction {member.interaction_id}: {problem}")
 
 
-def _problem(facts: Facts, batch: OnlineBatch, member: OnlineMember) -> str:
+def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
     if not member.correction and (member.version_min, member.version_max) != (batch.version, batch.version):
         return f"sampled under version {member.version_min} to {member.version_max}, the batch is of {batch.version}"
     if member.user_id in facts.online.erasures or member.interaction_id in facts.online.erased:

@@ -7,32 +7,18 @@ from collections.abc import Iterator, Mapping
 
 from tidemill.consumers.operate.audit.endings import AuditedRun, Finding, check
 from tidemill.consumers.operate.audit.facts import Facts, references
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import GIVES_UP
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import (
-    AckStatus,
-    CloseReason,
-    Group,
-    GroupMember,
-    Manifest,
-    Mode,
-    OnlineBatch,
-    OnlineMember,
-    RolloutStatus,
-    StepExclusion,
-    StepInput,
-    StepPlan,
-    TrainStep,
-)
 
 DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
 """Fields in which a step equals its plan."""
 BOUND = "policy_lag_bound"
-TrainedMember = GroupMember | OnlineMember
+TrainedMember = r.GroupMember | r.OnlineMember
 NOTHING = -1
 """The version that a replica reports while it serves none, and the version of a rollout without a sampled token."""
-_Published = dict[tuple[str, int], Manifest]
+_Published = dict[tuple[str, int], r.Manifest]
 """By branch and version."""
 
 
@@ -43,7 +29,7 @@ _Published = dict[tuple[str, int], Manifest]
     "erasure stood against the first plan",
 )
 def plans(run: AuditedRun) -> Iterator[Finding]:
-    planned: dict[int, tuple[Position, StepPlan]] = {}
+    planned: dict[int, tuple[Position, r.StepPlan]] = {}
     taken: dict[int, Position] = {}
     inputs = _Inputs(run.facts, run.rules.grace_us)
     for at in run.facts.model.plans_and_steps:
@@ -51,7 +37,7 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
         place, plan = planned.get(number, (None, None))
         fields = DECISIVE if plan is not None else ()
         field = next((name for name in fields if getattr(plan, name) != getattr(record, name)), "")
-        if isinstance(record, StepPlan):
+        if isinstance(record, r.StepPlan):
             if number in taken:
                 problem = f"was planned after it was taken, at {taken[number]}"
             elif plan is not None and field and not inputs.is_outdated(plan, record):
@@ -80,14 +66,14 @@ class _Inputs:
 
     def __init__(self, facts: Facts, grace_us: int = 0) -> None:
         self.facts, self._grace_us = facts, grace_us
-        self._batches: Mapping[Position, OnlineBatch] = {at.place: at.record for at in facts.online.batches}
+        self._batches: Mapping[Position, r.OnlineBatch] = {at.place: at.record for at in facts.online.batches}
 
-    def at(self, place: Position) -> Group | OnlineBatch | None:
+    def at(self, place: Position) -> r.Group | r.OnlineBatch | None:
         """The group or batch at a place."""
         group = self.facts.model.group_at.get(place)
         return self._batches.get(place) if group is None else group.record
 
-    def is_outdated(self, before: StepPlan, now: StepPlan) -> bool:
+    def is_outdated(self, before: r.StepPlan, now: r.StepPlan) -> bool:
         """Whether a trainer that came back had to plan anew: also where an input was gone when it did, or, where only
         the beginning of the log shows that, is gone by now."""
         if before.trainer == now.trainer:
@@ -100,7 +86,7 @@ class _Inputs:
         excluded = {one.group_id for one in before.exclusions if one.topic == Topic.INTERACTIONS}
         places = list(map(Position.of, before.inputs))
         for found in map(self.at, tuple(places)):
-            if isinstance(found, Group):
+            if isinstance(found, r.Group):
                 places += map(Position.of, _with_reward(found))
             elif found is not None:
                 members = (member for member in found.members if member.interaction_id not in excluded)
@@ -108,7 +94,7 @@ class _Inputs:
                     return True
         return not all(map(self.facts.is_kept, places))
 
-    def _is_answer_gone(self, member: OnlineMember, at: int) -> bool:
+    def _is_answer_gone(self, member: r.OnlineMember, at: int) -> bool:
         online, by = self.facts.online, at + self._grace_us
         erased_at = online.erased.get(member.interaction_id)
         if erased_at is not None:
@@ -134,25 +120,25 @@ def inputs(run: AuditedRun) -> Iterator[Finding]:
                 continue
             problem = _problem(reference, read.at(place))
             if problem:
-                what = "input" if isinstance(reference, StepInput) else "exclusion"
+                what = "input" if isinstance(reference, r.StepInput) else "exclusion"
                 yield Finding(step.place, f"step {step.record.step}: {what} at {place}: {problem}")
         for problem in _counts(read, step.record):
             yield Finding(step.place, f"step {step.record.step}: {problem}")
 
 
-def _problem(reference: StepInput | StepExclusion, found: Group | OnlineBatch | None) -> str:
-    name = found.group_id if isinstance(found, Group) else found.batch_id if found is not None else None
+def _problem(reference: r.StepInput | r.StepExclusion, found: r.Group | r.OnlineBatch | None) -> str:
+    name = found.group_id if isinstance(found, r.Group) else found.batch_id if found is not None else None
     if found is None or name != reference.group_id:
         return f"{reference.group_id} is not there; there is {name or 'nothing of the run'}"
-    if isinstance(reference, StepExclusion):
+    if isinstance(reference, r.StepExclusion):
         n = len(found.members)
         return "" if reference.rollouts == n else f"counts {reference.rollouts} rollouts, it has {n}"
-    if isinstance(found, Group) and (found.mode is Mode.EVAL or found.closed_by is CloseReason.LATE):
+    if isinstance(found, r.Group) and (found.mode is r.Mode.EVAL or found.closed_by is r.CloseReason.LATE):
         return f"{reference.group_id} must not be trained: {found.mode.value}, closed by {found.closed_by.value}"
     return ""
 
 
-def _counts(read: _Inputs, step: TrainStep) -> Iterator[str]:
+def _counts(read: _Inputs, step: r.TrainStep) -> Iterator[str]:
     found = [read.at(Position.of(place)) for place in step.inputs]
     if any(one is None for one in found):
         return
@@ -172,18 +158,18 @@ def _counts(read: _Inputs, step: TrainStep) -> Iterator[str]:
         if (min(lags), max(lags)) != (low, high):
             yield f"records policy lag {min(lags)} to {max(lags)}; its inputs were sampled {low} to {high} behind"
     bound = step.metrics.get(BOUND)
-    simulated = all(isinstance(member, GroupMember) for member in trained)
+    simulated = all(isinstance(member, r.GroupMember) for member in trained)
     if simulated and bound is not None and any(count.lag > bound for count in step.lag):
         yield f"trained tokens {max(count.lag for count in step.lag)} versions behind; the bound is {bound:g}"
 
 
-def _with_reward(group: Group) -> list[GroupMember]:
-    return [m for m in group.members if m.status is RolloutStatus.COMPLETED and m.reward is not None]
+def _with_reward(group: r.Group) -> list[r.GroupMember]:
+    return [m for m in group.members if m.status is r.RolloutStatus.COMPLETED and m.reward is not None]
 
 
-def _trained(found: Group | OnlineBatch, step: TrainStep) -> list[TrainedMember]:
+def _trained(found: r.Group | r.OnlineBatch, step: r.TrainStep) -> list[TrainedMember]:
     """The members of an input that a step trained on."""
-    if isinstance(found, Group):
+    if isinstance(found, r.Group):
         return [*_with_reward(found)]
     excluded = {one.group_id for one in step.exclusions if one.topic == Topic.INTERACTIONS}
     kept: list[TrainedMember] = []
@@ -257,7 +243,7 @@ def versions(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(step.place, what)
 
 
-def _chain(facts: Facts, published: _Published, manifest: Manifest) -> Iterator[str]:
+def _chain(facts: Facts, published: _Published, manifest: r.Manifest) -> Iterator[str]:
     branch, parent = manifest.branch, manifest.parent
     before = published.get((branch, manifest.version))
     if before is not None and before.fingerprint != manifest.fingerprint:
@@ -284,7 +270,7 @@ def served(run: AuditedRun) -> Iterator[Finding]:
     proved: set[tuple[str, str, int]] = set()
     for at in facts.model.acks:
         ack = at.record
-        if ack.status is not AckStatus.REFUSED:
+        if ack.status is not r.AckStatus.REFUSED:
             proved.add((ack.replica_id, ack.incarnation, ack.version))
             wanted, problem = published.get((ack.branch, ack.version)), ""
             if wanted is None and not facts.is_truncated(Topic.MANIFESTS):
@@ -341,13 +327,15 @@ def _differ(one: str, other: str) -> bool:
     return bool(one and other and one != other)
 
 
-def _sampled_in(facts: Facts, batches: Mapping[Position, OnlineBatch], step: TrainStep) -> Iterator[tuple[str, str]]:
+def _sampled_in(
+    facts: Facts, batches: Mapping[Position, r.OnlineBatch], step: r.TrainStep
+) -> Iterator[tuple[str, str]]:
     """Everything that a step trained on, with the incarnation under which it was sampled."""
     for place in map(Position.of, step.inputs):
         group, batch = facts.model.group_at.get(place), batches.get(place)
         for member in group.record.members if group is not None else ():
             record = facts.played.record_of(member.rollout_id, member)
-            if record is not None and record.status is RolloutStatus.COMPLETED:
+            if record is not None and record.status is r.RolloutStatus.COMPLETED:
                 yield f"rollout {member.rollout_id}", record.incarnation
         for one in batch.members if batch is not None else ():
             answer = facts.online.served_at_place.get(Position.of(one))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -152,25 +153,19 @@ class Replay:
     def already_copied(self) -> int:
         return self._standing.records
 
-    def run(
-        self,
-        speed: float | None = None,
-        progress: Progress = no_progress,
-        *,
-        clock: Clock = time.monotonic,
-        pause: Callable[[float], object] = time.sleep,
-    ) -> Copied:
+    def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
         """Copy what is planned and not copied yet.
 
         Args:
             speed: seconds of the log in a second; None for as fast as it goes.
 
-        Raises like `Copier.run`, and TargetRefused when the topics cannot be those of the plan.
+        Raises like `copy_records`, and TargetRefused when the topics cannot be those of the plan.
         """
         self._target.prepare(self.plan)
         ends = self._target.ends(self.plan)
         base = {lane: self._standing.first.get(lane, end) for lane, end in ends.items()}
-        copier = Copier(
+        return copy_records(
+            self._origin.ordered(self.plan),
             self.plan,
             self.begun,
             self._origin.prefix,
@@ -178,10 +173,10 @@ class Replay:
             base,
             Codec(self._kafka.registry_url),
             CopyWriter(self._kafka, self._into),
-            pacer=Pacer(speed, clock),
-            pause=pause,
+            pacer=Pacer(speed, time.monotonic),
+            pause=time.sleep,
+            progress=progress,
         )
-        return copier.run(self._origin.ordered(self.plan), progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,85 +231,68 @@ def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
     return {lane: len(standing.copied.get(lane, ())) for lane in plan.lanes}
 
 
-class Copier:
-    """Copies the records of one plan.
+def copy_records(
+    ordered: Iterable[tuple[int, RawRecord]],
+    plan: Plan,
+    begun: Beginning,
+    source_prefix: str,
+    done: Mapping[Lane, int],
+    base: Mapping[Lane, int],
+    codec: Codec,
+    writer: CopyWriter,
+    *,
+    pacer: Pacer,
+    pause: Callable[[float], object],
+    progress: Progress = no_progress,
+) -> Copied:
+    """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
+    passed over. What was queued is in the log when this returns or is interrupted.
 
     Args:
         done: how many of each partition are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
         pause: waits so many seconds.
+
+    Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        begun: Beginning,
-        source_prefix: str,
-        done: Mapping[Lane, int],
-        base: Mapping[Lane, int],
-        codec: Codec,
-        writer: CopyWriter,
-        *,
-        pacer: Pacer,
-        pause: Callable[[float], object],
-    ) -> None:
-        self._plan, self._begun, self._source_prefix = plan, begun, source_prefix
-        self._next, self._base = dict(done), base
-        self._codec, self._writer = codec, writer
-        self._pacer, self._pause = pacer, pause
-        self.copied = Copied(there=sum(done.values()))
+    def copy_of(place: Place) -> int | None:
+        rank = plan.rank(place)
+        return None if rank is None else base[place[:2]] + rank
 
-    def run(self, ordered: Iterable[tuple[int, RawRecord]], progress: Progress = no_progress) -> Copied:
-        """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
-        passed over. What was queued is in the log when this returns or is interrupted.
-
-        Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
-        """
-        total = self._plan.records
-        try:
-            for reached_ms, record in ordered:
-                rank = self._plan.rank((*record.lane, record.offset))
-                if rank is None or rank < self._next[record.lane]:
-                    continue
-                if rank > self._next[record.lane]:
-                    raise TargetRefused(GONE.format(what=f"records before {record}"))
-                if (wait_s := self._pacer.wait_s(reached_ms)) > 0:
-                    self._pause(wait_s)
-                first = self.copied.there + self.copied.written == 0
-                headers = copy_headers(record, self._source_prefix, self._begun, first)
-                self._writer.send(record, self._value(record), headers, self._base[record.lane] + rank)
-                self.copied.written += 1
-                self._next[record.lane] += 1
-                if first:
-                    # A process that carries this replay on finds its beginning in its first copy: none may be there
-                    # before it.
-                    self._writer.flush()
-                progress(self.copied.there + self.copied.written, total)
-        finally:
-            self._writer.flush()
-        if self.copied.there + self.copied.written != total:
-            raise TargetRefused(
-                GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records")
-            )
-        return self.copied
-
-    def _value(self, record: RawRecord) -> bytes | None:
-        if record.topic not in REFERRING:
-            return record.value
-        try:
-            original = self._codec.decode(record.value)
-        except DecodeError:
-            return record.value
-
-        def copy_of(place: Place) -> int | None:
-            rank = self._plan.rank(place)
-            return None if rank is None else self._base[place[:2]] + rank
-
-        moved = relocated(original, copy_of)
-        if moved is original:
-            return record.value
-        self.copied.relocated += 1
-        return self._codec.encode(moved)
+    total, following = plan.records, dict(done)
+    copied = Copied(there=sum(done.values()))
+    try:
+        for reached_ms, record in ordered:
+            rank = plan.rank((*record.lane, record.offset))
+            if rank is None or rank < following[record.lane]:
+                continue
+            if rank > following[record.lane]:
+                raise TargetRefused(GONE.format(what=f"records before {record}"))
+            if (wait_s := pacer.wait_s(reached_ms)) > 0:
+                pause(wait_s)
+            value = record.value
+            if record.topic in REFERRING:
+                with suppress(DecodeError):
+                    original = codec.decode(value)
+                    moved = relocated(original, copy_of)
+                    if moved is not original:
+                        copied.relocated += 1
+                        value = codec.encode(moved)
+            first = copied.there + copied.written == 0
+            writer.send(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
+            copied.written += 1
+            following[record.lane] += 1
+            if first:
+                # A process that carries this replay on finds its beginning in its first copy: none may be there before.
+                writer.flush()
+            progress(copied.there + copied.written, total)
+    finally:
+        writer.flush()
+    left = total - copied.there - copied.written
+    if left:
+        raise TargetRefused(GONE.format(what=f"{left} of {total} records"))
+    return copied
 
 
 ORIGINAL = "original"

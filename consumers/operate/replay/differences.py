@@ -12,20 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tidemill.schemas import records as r
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import (
-    CloseReason,
-    Group,
-    Interaction,
-    Manifest,
-    OnlineBatch,
-    Outcome,
-    Record,
-    Rollout,
-    SkipDelta,
-    StepPlan,
-    TrainStep,
-)
 
 ABSENT = "nothing"
 SHOWN_BYTES = 16
@@ -41,7 +29,7 @@ class DifferenceKind(StrEnum):
 class Item:
     key: bytes | None
     value: bytes | None
-    record: Record | None
+    record: r.Record | None
     place: Position
     """Under the full name of its topic; of the record that decided it, where it was not written."""
     timestamp_ms: int
@@ -180,22 +168,22 @@ def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Ite
 def identity(item: Item) -> str:
     """The key by which two records count as the same one, with any content."""
     match item.record:
-        case Group(group_id=group_id, closed_by=closed_by, members=members):
-            late = closed_by is CloseReason.LATE and members
+        case r.Group(group_id=group_id, closed_by=closed_by, members=members):
+            late = closed_by is r.CloseReason.LATE and members
             return f"{group_id}, late {members[0].rollout_id}" if late else group_id
-        case Outcome(interaction_id=name, revision=revision):
+        case r.Outcome(interaction_id=name, revision=revision):
             return f"{name}, revision {revision}"
-        case OnlineBatch(run_id=run_id, branch=branch, sequence=sequence):
+        case r.OnlineBatch(run_id=run_id, branch=branch, sequence=sequence):
             return f"{run_id}, {branch}, batch {sequence}"
-        case TrainStep(run_id=run_id, step=step):
+        case r.TrainStep(run_id=run_id, step=step):
             return f"{run_id}, step {step}"
-        case StepPlan(run_id=run_id, step=step):
+        case r.StepPlan(run_id=run_id, step=step):
             return f"{run_id}, plan of step {step}"
-        case Rollout(rollout_id=name) | Interaction(interaction_id=name):
+        case r.Rollout(rollout_id=name) | r.Interaction(interaction_id=name):
             return name
-        case Manifest(run_id=run_id, branch=branch, version=version):
+        case r.Manifest(run_id=run_id, branch=branch, version=version):
             return f"{run_id}, {branch}, version {version}"
-        case SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
+        case r.SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
             return f"{run_id}, {branch}, version {version} from {base}"
         case _:
             return "no key" if item.key is None else item.key.decode("utf-8", "backslashreplace")
@@ -204,7 +192,7 @@ def identity(item: Item) -> str:
 def event_us(item: Item) -> int:
     """When what a record tells of ended, microseconds; the record's timestamp for those that do not say."""
     match item.record:
-        case Group(closed_at=at) | Outcome(closed_at=at) | OnlineBatch(closed_at=at):
+        case r.Group(closed_at=at) | r.Outcome(closed_at=at) | r.OnlineBatch(closed_at=at):
             return at
         case _:
             return item.timestamp_ms * 1_000

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -159,20 +160,19 @@ class StepIndex:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._taken: dict[int, set[Place]] = {}
-        self._begun: dict[int, set[Place]] = {}
-        self._made: dict[int, set[Place]] = {}
+        self._begun: defaultdict[int, set[Place]] = defaultdict(set)
+        self._taken: defaultdict[int, set[Place]] = defaultdict(set)
+        self._made: defaultdict[int, set[Place]] = defaultdict(set)
 
     def observe(self, place: Place, record: Record | None) -> None:
         """One record of `train.steps` and where it lies."""
-        if not isinstance(record, TrainStep | StepPlan) or record.run_id != self._run_id:
-            return
-        places = {place, *references(record)}
-        if isinstance(record, StepPlan):
-            self._begun.setdefault(record.step, set()).update(places)
-            return
-        self._taken.setdefault(record.step, set()).update(places)
-        self._made.setdefault(record.version, set()).update(places)
+        if isinstance(record, TrainStep | StepPlan) and record.run_id == self._run_id:
+            places = {place, *references(record)}
+            if isinstance(record, StepPlan):
+                self._begun[record.step] |= places
+            else:
+                self._taken[record.step] |= places
+                self._made[record.version] |= places
 
     def of_steps(self, steps: Iterable[NumberRange]) -> set[Place]:
         """Places of some steps; of one that was begun and not taken, those of its plan.
@@ -188,8 +188,8 @@ class StepIndex:
     def _chosen(self, what: str, known: dict[int, set[Place]], spans: Iterable[NumberRange]) -> set[Place]:
         chosen: set[Place] = set()
         for span in spans:
-            found = [number for number in known if number in span]
-            if not {span.first, span.last} <= set(found):
+            found = {number for number in known if number in span}
+            if not {span.first, span.last} <= found:
                 there = f"{min(known)} to {max(known)}" if known else "none"
                 raise LookupError(f"train.steps has no {what} {span} of run {self._run_id!r}; there are {there}")
             chosen |= set().union(*(known[number] for number in found))

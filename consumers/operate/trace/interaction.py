@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tidemill.consumers.operate import copied
-from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory, ended_in_batch
+from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
@@ -248,7 +248,7 @@ class InteractionTrace:
                 place=place,
                 reward=member.reward,
                 correction=member.correction,
-                ended=ended_in_batch(history, batch.batch_id, self._id),
+                ended=history.ended(Topic.ONLINE_BATCHES, batch.batch_id, self._id),
             )
             for place, batch in self._batches
             for member in batch.members

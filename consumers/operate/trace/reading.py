@@ -18,25 +18,15 @@ from tidemill.consumers.operate.trace.versions import (
     Ended,
     TracedVersion,
     VersionHistory,
-    ended,
-    ended_in_batch,
     ranges,
 )
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import (
-    Feedback,
-    Group,
-    OnlineBatch,
-    Outcome,
-    Rollout,
-    RolloutStatus,
-    UserRequest,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +61,8 @@ class RolloutPath:
 class RolloutTrace:
     def __init__(self, rollout_id: str) -> None:
         self._id = rollout_id
-        self._rollout: tuple[Position, Rollout] | None = None
-        self._groups: list[tuple[Position, Group]] = []
+        self._rollout: tuple[Position, r.Rollout] | None = None
+        self._groups: list[tuple[Position, r.Group]] = []
 
     @property
     def run_id(self) -> str | None:
@@ -82,9 +72,9 @@ class RolloutTrace:
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; what is not about the rollout is let pass."""
         record = located.record
-        if isinstance(record, Rollout) and record.rollout_id == self._id and self._rollout is None:
+        if isinstance(record, r.Rollout) and record.rollout_id == self._id and self._rollout is None:
             self._rollout = (located.position, record)
-        elif isinstance(record, Group) and any(member.rollout_id == self._id for member in record.members):
+        elif isinstance(record, r.Group) and any(member.rollout_id == self._id for member in record.members):
             self._groups.append((located.position, record))
 
     def path(self, history: VersionHistory) -> RolloutPath:
@@ -95,14 +85,16 @@ class RolloutTrace:
         groups = []
         for where, group in self._groups:
             member = next(member for member in group.members if member.rollout_id == self._id)
-            use = ended(history, Topic.GROUPS, group.group_id)
+            use = history.ended(Topic.GROUPS, group.group_id)
             groups.append(
                 copied(InGroup, group, place=where, reward=member.reward, advantage=member.advantage, ended=use)
             )
         versions = sorted({one.ended.version for one in groups if one.ended.version is not None})
         reasons = [one.ended.reason for one in groups if one.ended.reason]
         if versions:
-            failed = " (it failed: its group was trained without it)" if rollout.status is RolloutStatus.FAILED else ""
+            failed = (
+                " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
+            )
             end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
         elif not groups:
             end = "waits for its group to close"
@@ -144,7 +136,7 @@ class RunTouched:
 @dataclass(frozen=True, slots=True)
 class UserPath:
     user_id: str
-    demands: list[UserRequest]
+    demands: list[r.UserRequest]
     outcomes: dict[str, int]
     """The user's interactions that ended, by ending; erased ones are gone from the log and are not counted."""
     batches: list[UserBatch]
@@ -158,7 +150,7 @@ class UserTrace:
         self._user_id = user_id
         self._demands = UserRequests(user_id)
         self._endings: dict[str, str] = {}
-        self._batches: dict[str, tuple[Position, OnlineBatch]] = {}
+        self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
 
     @property
     def runs(self) -> set[str]:
@@ -172,11 +164,11 @@ class UserTrace:
     def observe(self, located: ConsumedRecord) -> None:
         """Take a record in; records that are not about the user change nothing."""
         match located.record:
-            case UserRequest():
+            case r.UserRequest():
                 self._demands.observe(located.record)
-            case Outcome() if located.record.user_id == self._user_id:
+            case r.Outcome() if located.record.user_id == self._user_id:
                 self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
-            case OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
+            case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
                 self._batches.setdefault(located.record.batch_id, (located.position, located.record))
             case None if located.value is None:
                 self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
@@ -187,7 +179,7 @@ class UserTrace:
         for place, batch in self._batches.values():
             members = [member for member in batch.members if member.user_id == self._user_id]
             history = histories[batch.run_id]
-            endings = [ended_in_batch(history, batch.batch_id, member.interaction_id) for member in members]
+            endings = [history.ended(Topic.ONLINE_BATCHES, batch.batch_id, member.interaction_id) for member in members]
             batches.append(
                 copied(
                     UserBatch,
@@ -246,7 +238,7 @@ class TraceReader:
             about: dict[str, None] = {}
 
             def observe(located: ConsumedRecord) -> None:
-                if isinstance(located.record, Feedback) and located.record.event_id == text.strip():
+                if isinstance(located.record, r.Feedback) and located.record.event_id == text.strip():
                     about[located.record.interaction_id] = None
 
             self._read((Topic.FEEDBACK,), observe)
