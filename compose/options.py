@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, nest, parse_assignments
-from tidemill.compose.stack import local_bootstrap
+from tidemill.compose.stack.kafka import local_bootstrap
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.admin import wait_for_broker

@@ -28,7 +28,8 @@ from typing import Self
 
 import psutil  # type: ignore[import-untyped]
 
-from tidemill.compose.stack import LocalStack, StackSettings
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.shutdown import signals_deferred
 
 GRACE_S = 20.0

@@ -25,7 +25,7 @@ from tidemill.compose.config import load_settings
 from tidemill.compose.options import ConfigOption
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, working
 from tidemill.compose.processes import Guard
-from tidemill.compose.stack import LocalStack, require_tools
+from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics

@@ -18,8 +18,6 @@ from tidemill.compose.output import CsvOption, JsonOption, print_rows, print_tol
 
 if TYPE_CHECKING:
     from tidemill.consumers.weights.chain import VersionRow
-    from tidemill.consumers.weights.verify import Verification
-    from tidemill.kernels.comparison import DeltaReport
     from tidemill.kernels.delta import TensorChange
     from tidemill.kernels.weights.bits import Weight
 
@@ -114,7 +112,19 @@ def verify(
     total = sum(version >= first for version in chain.manifests)
     with working("verifying", total) as progress, open_builder(settings.kafka, timeout_s) as builder:
         report = Verifier(chain, builder, progress).run(first)
-    print_told({"sound": report.offender is None, **asdict(report)}, verification_lines(report), as_json)
+    lines = [
+        f"versions {report.start} to {report.end}: {report.versions} verified, with {report.anchors} anchors and "
+        f"{report.skip_deltas} skip-deltas, {report.n_bytes:,} bytes of deltas"
+    ]
+    if report.expired_before:
+        lines.append(
+            f"the deltas of {len(report.expired_before)} older versions ({report.expired_before[0]} to "
+            f"{report.expired_before[-1]}) are expired: the log's retention has removed them"
+        )
+    if report.expired_skips:
+        lines.append(f"{report.expired_skips} skip-deltas are expired and were passed over")
+    lines.append("the chain is sound" if report.offender is None else f"not sound: {report.offender}")
+    print_told({"sound": report.offender is None, **asdict(report)}, lines, as_json)
     raise typer.Exit(0 if report.offender is None else 1)
 
 
@@ -171,23 +181,6 @@ def _remarks(row: VersionRow, head: int) -> list[str]:
     return [*filter(None, told), *row.decisions, *refused]
 
 
-def verification_lines(report: Verification) -> list[str]:
-    """What was verified, and the first thing that is wrong."""
-    lines = [
-        f"versions {report.start} to {report.end}: {report.versions} verified, with {report.anchors} anchors and "
-        f"{report.skip_deltas} skip-deltas, {report.n_bytes:,} bytes of deltas"
-    ]
-    if report.expired_before:
-        lines.append(
-            f"the deltas of {len(report.expired_before)} older versions ({report.expired_before[0]} to "
-            f"{report.expired_before[-1]}) are expired: the log's retention has removed them"
-        )
-    if report.expired_skips:
-        lines.append(f"{report.expired_skips} skip-deltas are expired and were passed over")
-    lines.append("the chain is sound" if report.offender is None else f"not sound: {report.offender}")
-    return lines
-
-
 @weights_app.command()
 @with_settings
 def diff(
@@ -232,12 +225,36 @@ def diff(
                 yield change
 
         report = compare(shown(), CodecSettings(coder=coder), against=against)
-    named = {"base": base, "target": target, "learning_rate": new.learning_rate}
-    if as_json:
-        typer.echo(json.dumps({**named, **asdict(report)}, indent=2))
-    else:
-        typer.echo("\n".join(report_lines(base, target, new.learning_rate, report)), err=True)
-        print_formats(report, as_csv)
+    total, learning_rate = report.total, new.learning_rate
+    ours = ("tidemill", total.wire_bytes, total.bytes_per_changed, None if total.changed == 0 else 1.0,
+            report.encode_gb_per_second, report.apply_gb_per_second, report.round_trip_equal)  # fmt: skip
+    others = (
+        (other.name, other.wire_bytes, other.bytes_per_changed, other.times_ours, other.encode_gb_per_second,
+         other.decode_gb_per_second, other.round_trip_equal)
+        for other in report.against
+    )  # fmt: skip
+    if not as_json:
+        rate = "" if learning_rate is None else f" at lr {learning_rate:.3g}"
+        dtypes = ", ".join(f"{size.elements:,} {dtype}" for dtype, size in report.by_dtype.items())
+        iid, classes = _number(total.ratio_to_iid_bound), _number(total.ratio_to_exponent_class_bound)
+        lines = (
+            f"{base} to {target}: {report.tensors} tensors, {total.elements:,} elements ({dtypes})",
+            f"changed    {total.changed:,} elements, density {100 * total.density:.4g} %{rate}",
+            f"bounds     iid {total.iid_bound_bytes:,.0f} bytes (wire is {iid} of it), "
+            f"exponent classes {total.exponent_class_bound_bytes:,.0f} ({classes})",
+            f"round trip {'bit-equal' if report.round_trip_equal else 'NOT bit-equal'}",
+        )
+        typer.echo("\n".join(lines), err=True)
+    print_rows(
+        ("format", "bytes", "bytes/changed", "times_ours", "encode_gb/s", "decode_gb/s", "bit_equal"),
+        (ours, *others),
+        as_json=as_json,
+        as_csv=as_csv,
+        formats={
+            "bytes": ",", "bytes/changed": ".4g", "times_ours": ".4g", "encode_gb/s": ".2f", "decode_gb/s": ".2f"
+        },
+        document={"base": base, "target": target, "learning_rate": learning_rate, **asdict(report)},
+    )  # fmt: skip
     raise typer.Exit(0 if report.round_trip_equal else 1)
 
 
@@ -308,40 +325,6 @@ def operand(text: str) -> VersionOperand | Path:
     raise ValueError(
         f"{text!r} is neither a version (v40, main@v40) nor a safetensors file or checkpoint directory that exists"
     )
-
-
-def report_lines(base: str, target: str, learning_rate: float | None, report: DeltaReport) -> list[str]:
-    """What a comparison measured, but for what `print_formats` prints."""
-    total = report.total
-    rate = "" if learning_rate is None else f" at lr {learning_rate:.3g}"
-    dtypes = ", ".join(f"{size.elements:,} {dtype}" for dtype, size in report.by_dtype.items())
-    return [
-        f"{base} to {target}: {report.tensors} tensors, {total.elements:,} elements ({dtypes})",
-        f"changed    {total.changed:,} elements, density {100 * total.density:.4g} %{rate}",
-        f"bounds     iid {total.iid_bound_bytes:,.0f} bytes (wire is {_number(total.ratio_to_iid_bound)} of it), "
-        f"exponent classes {total.exponent_class_bound_bytes:,.0f} ({_number(total.ratio_to_exponent_class_bound)})",
-        f"round trip {'bit-equal' if report.round_trip_equal else 'NOT bit-equal'}",
-    ]
-
-
-def print_formats(report: DeltaReport, as_csv: bool) -> None:
-    """Print what our format takes, and the others beside it where they were measured."""
-    total = report.total
-    ours = ("tidemill", total.wire_bytes, total.bytes_per_changed, None if total.changed == 0 else 1.0,
-            report.encode_gb_per_second, report.apply_gb_per_second, report.round_trip_equal)  # fmt: skip
-    others = (
-        (other.name, other.wire_bytes, other.bytes_per_changed, other.times_ours, other.encode_gb_per_second,
-         other.decode_gb_per_second, other.round_trip_equal)
-        for other in report.against
-    )  # fmt: skip
-    print_rows(
-        ("format", "bytes", "bytes/changed", "times_ours", "encode_gb/s", "decode_gb/s", "bit_equal"),
-        (ours, *others),
-        as_csv=as_csv,
-        formats={
-            "bytes": ",", "bytes/changed": ".4g", "times_ours": ".4g", "encode_gb/s": ".2f", "decode_gb/s": ".2f"
-        },
-    )  # fmt: skip
 
 
 def _number(value: float | None) -> str:

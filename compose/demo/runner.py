@@ -21,8 +21,8 @@ from tidemill.compose.demo.acts import (
     MAY_END,
     REFRESH_S,
     WATCHED,
-    DemoWatch,
     DemoStage,
+    DemoWatch,
     last_line,
     leave_one,
     play_one,
@@ -36,7 +36,7 @@ from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import with_address
 from tidemill.compose.output import spinner
 from tidemill.compose.processes import Guard, Supervisor
-from tidemill.compose.stack import LocalStack, require_tools
+from tidemill.compose.stack.kafka import LocalStack, require_tools
 from tidemill.consumers.operate.audit.audit import AuditReport, audit_log
 from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas.log.admin import create_topics, wait_for_broker

@@ -134,6 +134,7 @@ class OnlineFacts:
         self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
         """By interaction: its different outcomes."""
         self.batches: list[RecordAt[r.OnlineBatch]] = []
+        self.batch_at: dict[Position, r.OnlineBatch] = {}
         self.erasures: defaultdict[str, set[int]] = defaultdict(set)
         """By user: the times for which they asked to be erased."""
         self.repeats: Counter[str] = Counter()
@@ -155,6 +156,7 @@ class OnlineFacts:
                     known.append(end)
             case r.OnlineBatch() as batch:
                 self.batches.append(record_at(consumed, batch))
+                self.batch_at[consumed.position] = batch
             case r.UserRequest(user_id=user, wish=r.UserWish.ERASE, at=at):
                 self.erasures[user].add(at)
             case None if consumed.value is None:
@@ -250,6 +252,11 @@ class Facts:
         if run_id is None or run_id == self.run_id:
             for facts in (self.played, self.model, self.online):
                 facts.observe(consumed)
+
+    def input_at(self, place: Position) -> r.Group | r.OnlineBatch | None:
+        """The group or online batch at a place."""
+        group = self.model.group_at.get(place)
+        return self.online.batch_at.get(place) if group is None else group.record
 
     def is_truncated(self, topic: Topic) -> bool:
         """Whether the log no longer keeps the beginning of some partition of a topic."""

@@ -253,11 +253,10 @@ def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
 @check("erasures", "no step trained on a user's answers after they had demanded to be erased")
 def erasures(run: AuditedRun) -> Iterator[Finding]:
     online = run.facts.online
-    batch_at = {at.place: at.record for at in online.batches} if online.erasures else {}
-    for step in run.facts.model.steps if batch_at else ():
+    for step in run.facts.model.steps if online.erasures else ():
         excluded = {one.group_id for one in step.record.exclusions if one.topic == Topic.INTERACTIONS}
         for reference in step.record.inputs:
-            batch = batch_at.get(Position.of(reference))
+            batch = online.batch_at.get(Position.of(reference))
             for member in batch.members if batch is not None else ():
                 at = max(online.erasures.get(member.user_id, ()), default=None)
                 # The request may not have reached the trainer yet.

@@ -3,7 +3,7 @@ step made, was proved before it was served, and is of one incarnation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from tidemill.consumers.operate.audit.endings import AuditedRun, Finding, check
 from tidemill.consumers.operate.audit.facts import Facts, references
@@ -31,7 +31,6 @@ _Published = dict[tuple[str, int], r.Manifest]
 def plans(run: AuditedRun) -> Iterator[Finding]:
     planned: dict[int, tuple[Position, r.StepPlan]] = {}
     taken: dict[int, Position] = {}
-    inputs = _Inputs(run.facts, run.rules.grace_us)
     for at in run.facts.model.plans_and_steps:
         record, number, problem = at.record, at.record.step, ""
         place, plan = planned.get(number, (None, None))
@@ -40,7 +39,7 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
         if isinstance(record, r.StepPlan):
             if number in taken:
                 problem = f"was planned after it was taken, at {taken[number]}"
-            elif plan is not None and field and not inputs.is_outdated(plan, record):
+            elif plan is not None and field and not _is_outdated(run, plan, record):
                 problem = f"was planned at {place} with other {field}, and nothing in the log stood against that plan"
             planned[number] = (at.place, record)
         else:
@@ -54,56 +53,44 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(at.place, f"step {number} {problem}")
 
 
-class _Inputs:
-    """The groups and online batches of a log, and whether they could still be read at a time.
+def _is_outdated(run: AuditedRun, before: r.StepPlan, now: r.StepPlan) -> bool:
+    """Whether a trainer that came back had to plan anew: also where an input was gone when it did, or, where only the
+    beginning of the log shows that, is gone by now.
 
     A place before its partition's beginning is gone, and so is one of a compacted topic that holds no record. Claimed
     bytes are in a store, of which the log says nothing.
-
-    Args:
-        grace_us: how much later a deletion may say that it was made, since clocks differ.
     """
+    facts = run.facts
+    if before.trainer == now.trainer:
+        return False
+    # A trainer whose version was abandoned continues from another one.
+    moved = before.parent_version != now.parent_version
+    abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in facts.model.decisions)
+    if before.config_hash != now.config_hash or abandoned:
+        return True
+    excluded = {one.group_id for one in before.exclusions if one.topic == Topic.INTERACTIONS}
+    places = list(map(Position.of, before.inputs))
+    for found in map(facts.input_at, tuple(places)):
+        if isinstance(found, r.Group):
+            places += map(Position.of, _with_reward(found))
+        elif found is not None:
+            # A deletion may say that it was made a little later, since clocks differ.
+            by = now.at + run.rules.grace_us
+            members = (member for member in found.members if member.interaction_id not in excluded)
+            if any(_is_answer_gone(facts, member, by) for member in members):
+                return True
+    return not all(map(facts.is_kept, places))
 
-    def __init__(self, facts: Facts, grace_us: int = 0) -> None:
-        self.facts, self._grace_us = facts, grace_us
-        self._batches: Mapping[Position, r.OnlineBatch] = {at.place: at.record for at in facts.online.batches}
 
-    def at(self, place: Position) -> r.Group | r.OnlineBatch | None:
-        """The group or batch at a place."""
-        group = self.facts.model.group_at.get(place)
-        return self._batches.get(place) if group is None else group.record
-
-    def is_outdated(self, before: r.StepPlan, now: r.StepPlan) -> bool:
-        """Whether a trainer that came back had to plan anew: also where an input was gone when it did, or, where only
-        the beginning of the log shows that, is gone by now."""
-        if before.trainer == now.trainer:
-            return False
-        # A trainer whose version was abandoned continues from another one.
-        moved = before.parent_version != now.parent_version
-        abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in self.facts.model.decisions)
-        if before.config_hash != now.config_hash or abandoned:
-            return True
-        excluded = {one.group_id for one in before.exclusions if one.topic == Topic.INTERACTIONS}
-        places = list(map(Position.of, before.inputs))
-        for found in map(self.at, tuple(places)):
-            if isinstance(found, r.Group):
-                places += map(Position.of, _with_reward(found))
-            elif found is not None:
-                members = (member for member in found.members if member.interaction_id not in excluded)
-                if any(self._is_answer_gone(member, now.at) for member in members):
-                    return True
-        return not all(map(self.facts.is_kept, places))
-
-    def _is_answer_gone(self, member: r.OnlineMember, at: int) -> bool:
-        online, by = self.facts.online, at + self._grace_us
-        erased_at = online.erased.get(member.interaction_id)
-        if erased_at is not None:
-            return erased_at <= by
-        served = online.served_at_place.get(Position.of(member))
-        if served is None:
-            # Neither a tombstone nor a record is left: compaction removed both.
-            return True
-        return any(served.served_at <= asked <= by for asked in online.erasures.get(member.user_id, ()))
+def _is_answer_gone(facts: Facts, member: r.OnlineMember, by: int) -> bool:
+    erased_at = facts.online.erased.get(member.interaction_id)
+    if erased_at is not None:
+        return erased_at <= by
+    served = facts.online.served_at_place.get(Position.of(member))
+    if served is None:
+        # Neither a tombstone nor a record is left: compaction removed both.
+        return True
+    return any(served.served_at <= asked <= by for asked in facts.online.erasures.get(member.user_id, ()))
 
 
 @check(
@@ -112,17 +99,16 @@ class _Inputs:
     "inputs, within the bound",
 )
 def inputs(run: AuditedRun) -> Iterator[Finding]:
-    read = _Inputs(run.facts)
     for step in run.facts.model.steps:
         for reference in references(step.record):
             place = Position.of(reference)
             if not run.facts.is_kept(place) or place.topic == Topic.INTERACTIONS:
                 continue
-            problem = _problem(reference, read.at(place))
+            problem = _problem(reference, run.facts.input_at(place))
             if problem:
                 what = "input" if isinstance(reference, r.StepInput) else "exclusion"
                 yield Finding(step.place, f"step {step.record.step}: {what} at {place}: {problem}")
-        for problem in _counts(read, step.record):
+        for problem in _counts(run.facts, step.record):
             yield Finding(step.place, f"step {step.record.step}: {problem}")
 
 
@@ -138,8 +124,8 @@ def _problem(reference: r.StepInput | r.StepExclusion, found: r.Group | r.Online
     return ""
 
 
-def _counts(read: _Inputs, step: r.TrainStep) -> Iterator[str]:
-    found = [read.at(Position.of(place)) for place in step.inputs]
+def _counts(facts: Facts, step: r.TrainStep) -> Iterator[str]:
+    found = [facts.input_at(Position.of(place)) for place in step.inputs]
     if any(one is None for one in found):
         return
     trained = [member for one in found if one is not None for member in _trained(one, step)]
@@ -305,9 +291,8 @@ def served(run: AuditedRun) -> Iterator[Finding]:
 )
 def incarnations(run: AuditedRun) -> Iterator[Finding]:
     model = run.facts.model
-    batches = {batch.place: batch.record for batch in run.facts.online.batches}
     for step in model.steps:
-        for name, incarnation in _sampled_in(run.facts, batches, step.record):
+        for name, incarnation in _sampled_in(run.facts, step.record):
             if _differ(step.record.incarnation, incarnation):
                 what = f"step {step.record.step} of incarnation {step.record.incarnation} trained on {name}"
                 yield Finding(step.place, f"{what}, sampled in incarnation {incarnation}")
@@ -327,20 +312,16 @@ def _differ(one: str, other: str) -> bool:
     return bool(one and other and one != other)
 
 
-def _sampled_in(
-    facts: Facts, batches: Mapping[Position, r.OnlineBatch], step: r.TrainStep
-) -> Iterator[tuple[str, str]]:
+def _sampled_in(facts: Facts, step: r.TrainStep) -> Iterator[tuple[str, str]]:
     """Everything that a step trained on, with the incarnation under which it was sampled."""
-    for place in map(Position.of, step.inputs):
-        group, batch = facts.model.group_at.get(place), batches.get(place)
-        for member in group.record.members if group is not None else ():
-            record = facts.played.record_of(member.rollout_id, member)
-            if record is not None and record.status is r.RolloutStatus.COMPLETED:
-                yield f"rollout {member.rollout_id}", record.incarnation
-        for one in batch.members if batch is not None else ():
-            answer = facts.online.served_at_place.get(Position.of(one))
-            if answer is not None:
-                yield f"interaction {one.interaction_id}", answer.incarnation
+    for found in map(facts.input_at, map(Position.of, step.inputs)):
+        for member in found.members if found is not None else ():
+            if isinstance(member, r.GroupMember):
+                record = facts.played.record_of(member.rollout_id, member)
+                if record is not None and record.status is r.RolloutStatus.COMPLETED:
+                    yield f"rollout {member.rollout_id}", record.incarnation
+            elif (answer := facts.online.served_at_place.get(Position.of(member))) is not None:
+                yield f"interaction {member.interaction_id}", answer.incarnation
 
 
 CHECKS = (plans, inputs, steps, versions, served, incarnations)
