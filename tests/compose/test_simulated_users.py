@@ -260,12 +260,12 @@ def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> Crowd:
 
 def test_a_conversation_carries_the_calculators_answers():
     environment = LedgerEnvironment(LedgerOptions())
-    seen = asyncio.run(converse(environment, LedgerTask(entries=(5, 8, -3)), 6, Scripted()))
+    seen = asyncio.run(converse(environment, LedgerTask(entries=(5, 8, -3)), 6, Scripted().complete))
     assert [turn.interaction for turn in seen.turns] == [
         f"token-{text}" for text in ("add 0 5", "add 5 8", "sub 13 3", "answer 10 thanks")
     ]
     assert seen.right and seen.polite and seen.answered and not seen.errors
-    spent = asyncio.run(converse(environment, LedgerTask(entries=(5,)), 1, Scripted()))
+    spent = asyncio.run(converse(environment, LedgerTask(entries=(5,)), 1, Scripted().complete))
     assert not spent.right and not spent.answered
 
 
@@ -274,7 +274,7 @@ def test_a_turn_that_the_calculator_cannot_execute_is_known():
         def next_turn(self, messages) -> str:
             return "what?" if len(messages) == 1 else "answer 5"
 
-    seen = asyncio.run(converse(LedgerEnvironment(LedgerOptions()), LedgerTask(entries=(5,)), 6, Mumbling()))
+    seen = asyncio.run(converse(LedgerEnvironment(LedgerOptions()), LedgerTask(entries=(5,)), 6, Mumbling().complete))
     assert seen.errors == {0} and seen.right
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
-from typing import Protocol
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
 from tidemill.producers.environments.base import Policy, Reply, Split, TaskDraft, TaskQuery, split_of
@@ -72,12 +71,8 @@ class Conversation:
         return found is not None and found[1]
 
 
-class ServedModel(Protocol):
-    """The router, for one user's conversation."""
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-        """The next turn after a conversation. Raises NoAnswer."""
-        ...
+Complete = Callable[[Sequence[Message], Sequence[Tool]], Awaitable[ServedTurn]]
+"""The router, for one user's conversation: gives the next turn after it. Raises NoAnswer."""
 
 
 class NoAnswer(RuntimeError):
@@ -85,8 +80,8 @@ class NoAnswer(RuntimeError):
 
 
 class _ServedPolicy(Policy):
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
         self.turns: list[ServedTurn] = []
         self.errors: set[int] = set()
 
@@ -102,16 +97,16 @@ class _ServedPolicy(Policy):
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             if any(str(message["content"]).startswith("error: ") for message in messages[last + 1 :]):
                 self.errors.add(len(self.turns) - 1)
-        served = await self._model.complete(messages, tools)
+        served = await self._complete(messages, tools)
         self.turns.append(served)
         return Reply(served.message, "tool_calls" if served.message.get("tool_calls") else "stop")
 
 
 async def converse(
-    environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, model: ServedModel
+    environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, complete: Complete
 ) -> Conversation:
     """Pose a ledger and work it to the end. Raises NoAnswer."""
-    policy = _ServedPolicy(model)
+    policy = _ServedPolicy(complete)
     await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)
     return Conversation(tuple(policy.turns), frozenset(policy.errors), ledger.balance)
 

@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 import aiohttp
 
@@ -29,7 +28,6 @@ from tidemill.compose.demo.simulated_users.people import (
     Question,
     Satisfaction,
     SatisfactionTally,
-    ServedModel,
     ServedTurn,
     converse,
 )
@@ -56,14 +54,6 @@ class UserReport:
     kind: SignalKind
     value: float
     corrects: str | None
-
-
-class Product(Protocol):
-    """The product that the users use: the router, and feedback."""
-
-    def model(self, user_id: str, session_id: str, *, consent: bool) -> ServedModel: ...
-
-    async def report(self, report: UserReport) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +88,7 @@ class Pace:
 class Crowd:
     """Everyone who uses the product. Make it inside the event loop that runs it."""
 
-    def __init__(self, settings: UsersSettings, product: Product) -> None:
+    def __init__(self, settings: UsersSettings, product: ServedProduct) -> None:
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
         self._product = product
@@ -130,10 +120,15 @@ class Crowd:
     async def _hold(self, question: Question) -> None:
         user = question.user
         model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
+
+        async def complete(messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
+            await asyncio.sleep(self._pace.take())
+            turn = await model.complete(messages, tools)
+            self._counts["interactions"] += 1
+            return turn
+
         try:
-            answer = await converse(
-                self._environment, question.ledger, question.max_turns, _Paced(model, self._pace, self._counts)
-            )
+            answer = await converse(self._environment, question.ledger, question.max_turns, complete)
             self._counts["conversations"] += 1
         except NoAnswer as error:
             LOG.info("conversation %s was given up: %s", question.name, error)
@@ -162,21 +157,6 @@ class Crowd:
                     corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",
                 )
             )
-
-
-class _Paced:
-    """A model that is asked no faster than the pace."""
-
-    def __init__(self, model: ServedModel, pace: Pace, counts: Counter[str]) -> None:
-        self._model = model
-        self._pace = pace
-        self._counts = counts
-
-    async def complete(self, messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
-        await asyncio.sleep(self._pace.take())
-        served = await self._model.complete(messages, tools)
-        self._counts["interactions"] += 1
-        return served
 
 
 class ThumbShuffle:
@@ -318,7 +298,7 @@ def run(
         raise error from group
 
 
-async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Question], say: Say) -> None:
+async def simulate(settings: UsersSettings, product: ServedProduct, asked: Iterator[Question], say: Say) -> None:
     """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
     crowd = Crowd(settings, product)
     asking = asyncio.create_task(crowd.ask(asked))

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tidemill.consumers.operate import Progress, no_progress
+from tidemill.consumers.operate import Progress, copied, no_progress
 from tidemill.consumers.operate.replay.records import (
     RANK,
     REFERRING,
@@ -140,16 +140,13 @@ class LaneReport:
 
 def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
     return [
-        LaneReport(
+        copied(
+            LaneReport,
+            lane,
             topic=source_prefix + lane.topic,
-            partition=lane.partition,
-            start=lane.start,
-            end=lane.end,
             records=len(lane.offsets),
-            n_bytes=lane.n_bytes,
             first=None if lane.first_ms is None else utc_text(lane.first_ms),
             last=None if lane.last_ms is None else utc_text(lane.last_ms),
-            sha256=lane.sha256,
         )
         for lane in plan.lanes.values()
     ]
@@ -272,7 +269,7 @@ class Planner:
         """The offsets of a partition that have to be looked at; None when it is out of question."""
         topic, partition = lane
         ranges = selection.ranges_of(*lane)
-        if selection.limits(topic) and not ranges:
+        if not ranges and any(r.topic == topic for r in selection.offsets):
             return None
         bounds = self._source.bounds(lane)
         start, end = bounds

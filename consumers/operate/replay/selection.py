@@ -101,10 +101,6 @@ class Selection:
             (r.start is None or offset >= r.start) and (r.end is None or offset < r.end) for r in ranges
         )
 
-    def limits(self, topic: str) -> bool:
-        """Whether offsets were given for a topic, so that partitions without any are left out."""
-        return any(r.topic == topic for r in self.offsets)
-
     def digest(self, prefix: str) -> str:
         """sha256 of what is selected of the topics under a prefix: two commands that mean the same have the same."""
         return hashlib.sha256(json.dumps([prefix, asdict(self)], sort_keys=True).encode()).hexdigest()

@@ -29,7 +29,6 @@ from tidemill.consumers.operate.rights.records import (
     UserRecords,
     copy_request,
     new_request,
-    record_request,
     requests_of,
     user_of,
 )
@@ -152,7 +151,7 @@ class Eraser:
                 done.request = standing if done.carried_on and standing is not None else new
                 with RecordProducer(self._kafka, CLIENT_ID) as producer:
                     if not done.carried_on:
-                        record_request(producer, done.request)
+                        producer.send_acked(Topic.USER_REQUESTS, [(user_id, done.request)])
                     copy_request(producer, done.request, {topic: survey.partitions(topic) for topic in COPIED})
                     survey.read_on(holdings)
                     for _ in range(SWEEPS):

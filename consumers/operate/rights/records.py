@@ -65,13 +65,9 @@ class UserRequests:
         if isinstance(record, UserRequest) and record.user_id == self.user_id and record not in self.made:
             self.made.append(record)
 
-    @property
-    def newest(self) -> UserRequest | None:
-        return self.made[-1] if self.made else None
-
     def standing(self, wish: UserWish) -> UserRequest | None:
         """The newest demand, where it is this wish: to be carried on, not made again."""
-        return self.newest if self.newest is not None and self.newest.wish is wish else None
+        return self.made[-1] if self.made and self.made[-1].wish is wish else None
 
 
 CLIENT_ID = "tidemill-rights"
@@ -85,11 +81,6 @@ def requests_of(kafka: KafkaSettings, user_id: str) -> UserRequests:
         for located in reader.read_to_end():
             requests.observe(located.record)
     return requests
-
-
-def record_request(producer: RecordProducer, request: UserRequest) -> None:
-    """Write a demand that is made for the first time, and wait for the log. Raises DeliveryError."""
-    producer.send_acked(Topic.USER_REQUESTS, [(request.user_id, request)])
 
 
 def copy_request(producer: RecordProducer, request: UserRequest, partitions: Mapping[Topic, Sequence[int]]) -> int:
@@ -126,7 +117,7 @@ def choose(
         partitions = {topic: reader.partitions(topic) for topic in COPIED}
     with RecordProducer(kafka, CLIENT_ID) as producer:
         if standing is None:
-            record_request(producer, request)
+            producer.send_acked(Topic.USER_REQUESTS, [(request.user_id, request)])
         return RecordedWish(request, standing is not None, copy_request(producer, request, partitions))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidemill.consumers.operate import copied
 from tidemill.consumers.operate.trace.versions import Ended, TracedVersion, VersionHistory
@@ -105,26 +105,16 @@ class InteractionPath:
     """Where the path ends, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """What a batch says was left out of all batches, by reason. Who it was, it does not say."""
-
-    place: Position
-    run_id: str
-    branch: str
-    closed_at: int
-    counts: dict[str, int]
-
-
 def explain(
     served: Served | None,
     erased: Position | None,
     ends: Sequence[End],
     batches: Sequence[InBatch],
     versions: Sequence[TracedVersion],
-    dropped: Sequence[Dropped],
+    dropped: Sequence[tuple[Position, OnlineBatch]],
 ) -> str:
-    """Where the path ends. The stages are those of a `InteractionPath`."""
+    """Where the path ends. The stages are those of a `InteractionPath`; `dropped` are the batches that count what was
+    left out of all batches, by reason, without saying who it was."""
     if versions:
         made = versions[-1]
         trained = ", ".join(str(each.version) for each in versions)
@@ -146,11 +136,11 @@ def explain(
         end = ends[-1]
         if end.exclusion:
             return f"excluded: {end.exclusion}, as {end.place} says; it is in no batch"
-        for one in dropped:
-            of_branch = served is None or (one.run_id, one.branch) == (served.run_id, served.branch)
-            if of_branch and one.closed_at >= end.closed_at:
-                reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(one.counts.items()))
-                return f"has a reward and is in no batch: {one.place} closed after it and counts as dropped: {reasons}"
+        for place, batch in dropped:
+            of_branch = served is None or (batch.run_id, batch.branch) == (served.run_id, served.branch)
+            if of_branch and batch.closed_at >= end.closed_at:
+                reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(batch.dropped.items()))
+                return f"has a reward and is in no batch: {place} closed after it and counts as dropped: {reasons}"
         return "has a reward and waits for its online batch to be closed by tokens or by time"
     if erased is not None:
         return f"erased: a tombstone at {erased} ends it, and nothing trained on it"
@@ -177,7 +167,7 @@ class InteractionTrace:
         self._letters: list[RefusedRecord] = []
         self._outcomes: list[tuple[Position, Outcome]] = []
         self._batches: list[tuple[Position, OnlineBatch]] = []
-        self._dropped: list[Dropped] = []
+        self._dropped: list[tuple[Position, OnlineBatch]] = []
 
     @property
     def run_id(self) -> str | None:
@@ -216,7 +206,7 @@ class InteractionTrace:
             if any(member.interaction_id == self._id for member in record.members):
                 self._batches.append((located.position, record))
             elif record.dropped:
-                self._dropped.append(copied(Dropped, record, place=located.position, counts=record.dropped))
+                self._dropped.append((located.position, replace(record, members=[])))
 
     def observe_letter(self, row: Row) -> None:
         """Take a dead letter in; its key says what it is about."""
