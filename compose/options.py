@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,6 +131,17 @@ def with_local_log(settings: TidemillSettings) -> TidemillSettings:
             "`tidemill stack up`"
         )
     return settings.model_copy(update={"kafka": with_address(settings.kafka, address)})
+
+
+def log_to_stderr() -> None:
+    """Write what the process itself has to say to standard error."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def begin_role(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: ANN401 - flag values of any type
+    """Settings of a long-running role whose Kafka address is known; its own flags as `given` takes them."""
+    log_to_stderr()
+    return with_local_log(settings_of(given(**flags)))
 
 
 def with_address(kafka: KafkaSettings, address: str) -> KafkaSettings:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import getpass
 import json
-import logging
 import os
 import time
 from collections.abc import Iterable
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.compose.cli.weights_command import version_number, weights_app
+from tidemill.compose.cli.weights_command import BranchOption, version_number, weights_app
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, given, with_local_log, with_reachable_log, with_settings
+from tidemill.compose.options import SettingsOf, begin_role, given, with_reachable_log, with_settings
 from tidemill.compose.output import CsvOption, JsonOption, print_rows, utc, working
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
-BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")]
 NO_REASON = "no reason given"
 ByOption = Annotated[str | None, typer.Option("--by", help="Who decides. Default: the name of the user.")]
@@ -185,8 +183,7 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
 
     Example: `tidemill gate run --run-id tuesday --set gate.share=0.1`
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = begin_role(settings_of, run__branch=branch)
     from tidemill.streams.gate.role import run as run_gate
 
     run_gate(settings.kafka, settings.run, settings.gate)

@@ -7,7 +7,6 @@ them out, the sink deletes their rows.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, given, with_local_log, with_reachable_log, with_settings
+from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
 from tidemill.compose.output import JsonOption, print_told, utc, working
 from tidemill.schemas.records import UserWish
 
@@ -187,9 +186,7 @@ def simulate(
 
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """
-    flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = with_local_log(settings_of(flags))
+    settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
     from tidemill.compose.demo.simulated_users.people import questions
     from tidemill.compose.demo.simulated_users.role import run
 

@@ -60,31 +60,24 @@ MAY_END = ("documents", "midtrain", "feed", "train", "train-online", "feed-onlin
 
 
 @dataclass(slots=True)
-class DemoWatch:
-    """A reader of the log and the states folded from it."""
+class DemoStage:
+    """Where the acts are played: their processes, a reader of the log, and the states folded from it."""
 
+    plan: DemoPlan
+    supervisor: Supervisor
+    console: Console
     reader: LogReader
     state: LoopState
     online: OnlineState
     heard_at: float
+    """When the last record came, on the monotonic clock."""
 
     def take(self, found: Iterable[ConsumedRecord]) -> None:
-        """Take records in."""
         for located in found:
             self.heard_at = time.monotonic()
             if located.record is not None:
                 self.state.observe(located.record)
                 self.online.observe(located.record)
-
-
-@dataclass(frozen=True, slots=True)
-class DemoStage:
-    """Where an act is played."""
-
-    plan: DemoPlan
-    supervisor: Supervisor
-    console: Console
-    watch: DemoWatch
 
     def start_product(self, role: RoleArguments) -> None:
         """Start a process of the product's side, which needs its keys."""
@@ -92,7 +85,7 @@ class DemoStage:
 
     def listen(self) -> None:
         """Take what comes within a moment, and look after the roles. Raises RoleDied."""
-        self.watch.take(self.watch.reader.poll(REFRESH_S))
+        self.take(self.reader.poll(REFRESH_S))
         self.supervisor.check(MAY_END)
 
     def play(self, show: Callable[[], None], done: Callable[[], bool]) -> None:
@@ -100,7 +93,7 @@ class DemoStage:
         while not done():
             self.listen()
             show()
-            silent_s = time.monotonic() - self.watch.heard_at
+            silent_s = time.monotonic() - self.heard_at
             if silent_s > self.plan.settings.demo.stall_timeout_s:
                 logs = self.plan.log_directory
                 raise RuntimeError(
@@ -150,7 +143,7 @@ def display(
 
 def play_one(stage: DemoStage) -> None:
     """Start the simulated loop and show it to its end. Raises RuntimeError, RoleDied."""
-    run, state = stage.plan.settings.run, stage.watch.state
+    run, state = stage.plan.settings.run, stage.state
     for role in stage.plan.loop_roles():
         stage.supervisor.start(*role)
     began = time.monotonic()
@@ -174,7 +167,7 @@ def play_one(stage: DemoStage) -> None:
 
     with display(stage.console, picture, line, news) as show:
         stage.play(show, lambda: stage.supervisor.ended("feed"))
-        stage.watch.take(stage.watch.reader.read_to_end())
+        stage.take(stage.reader.read_to_end())
         show()
 
 
@@ -191,7 +184,7 @@ OPERATOR = "demonstration"
 
 def play_two(stage: DemoStage) -> OnlineSummary:
     """Play the act to its end; what it showed, users' opinions included. Raises RuntimeError, RoleDied."""
-    plan, online = stage.plan, stage.watch.online
+    plan, online = stage.plan, stage.online
     _open(stage)
     first = online.branch.served[-1]
     before = _measure(stage, BEFORE, "measuring how satisfied held-out users are")
@@ -205,7 +198,7 @@ def play_two(stage: DemoStage) -> OnlineSummary:
 
         stage.wait(ended, plan.settings.demo.endings_timeout_s, "interactions without an ending")
     return summarise_online(
-        stage.watch.state,
+        stage.state,
         online,
         before=rate_of(before, first),
         after=rate_of(after, online.branch.served[-1]),
@@ -216,7 +209,7 @@ def play_two(stage: DemoStage) -> OnlineSummary:
 
 def _open(stage: DemoStage) -> None:
     """Start everything but the users."""
-    plan, online, limit_s = stage.plan, stage.watch.online, stage.plan.settings.demo.start_timeout_s
+    plan, online, limit_s = stage.plan, stage.online, stage.plan.settings.demo.start_timeout_s
 
     def serves(replica: str) -> bool:
         return bool(online.branch.served) and online.serving.get(replica, -1) >= online.branch.served[0]
@@ -229,14 +222,14 @@ def _open(stage: DemoStage) -> None:
             return False
 
     with spinner(stage.console, "starting a stable and a canary replica, the router, the join and the gate") as say:
-        known = stage.watch.state.version
+        known = stage.state.version
         if known >= 0:
             promote_first(plan.settings, known, OPERATOR)
         for role in plan.online_roles():
             stage.supervisor.start(*role)
-        stage.wait(lambda: stage.watch.state.version >= 0, limit_s, "the trainer has published no version")
+        stage.wait(lambda: stage.state.version >= 0, limit_s, "the trainer has published no version")
         if known < 0:
-            promote_first(plan.settings, stage.watch.state.version, OPERATOR)
+            promote_first(plan.settings, stage.state.version, OPERATOR)
         stage.start_product(plan.router_role())
         for replica in (STABLE, CANARY):
             say(f"waiting for {replica}")
@@ -259,7 +252,7 @@ def _measure(stage: DemoStage, name: str, text: str) -> Seen | None:
 
 def _let_users_in(stage: DemoStage) -> float:
     """Let everyone use the product until enough was learnt from them; how long they were there, in seconds."""
-    demo, online = stage.plan.settings.demo, stage.watch.online
+    demo, online = stage.plan.settings.demo, stage.online
     began = time.monotonic()
     stage.start_product(stage.plan.users_role())
 

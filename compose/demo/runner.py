@@ -22,7 +22,6 @@ from tidemill.compose.demo.acts import (
     REFRESH_S,
     WATCHED,
     DemoStage,
-    DemoWatch,
     last_line,
     leave_one,
     play_one,
@@ -112,10 +111,10 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
                 time.sleep(REFRESH_S)
     with LogReader(settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
         online = OnlineState(run.run_id, frozenset({STABLE}), frozenset({CANARY}))
-        watch = DemoWatch(reader, LoopState(run.run_id), online, time.monotonic())
-        stage = DemoStage(plan, supervisor, console, watch)
+        state = LoopState(run.run_id)
+        stage = DemoStage(plan, supervisor, console, reader, state, online, time.monotonic())
         figures = partial(
-            summarise, watch.state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
+            summarise, state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
         )
         summary, users = None, None
         if Act.ONE in plan.acts:
@@ -136,7 +135,7 @@ def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float)
 
 def _audit(stage: DemoStage) -> AuditReport:
     """The audit of the log, once every rollout that was asked for has ended."""
-    settings, state = stage.plan.settings, stage.watch.state
+    settings, state = stage.plan.settings, stage.state
     with spinner(stage.console, "auditing the log") as say:
         if Act.TWO in stage.plan.acts:
             stage.supervisor.stop("feed-online")
