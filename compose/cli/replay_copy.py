@@ -251,8 +251,6 @@ def carry_out(
         where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
         typer.echo(where, err=as_csv)
         print_manifest(made, as_csv)
-        for line in note_lines(made):
-            typer.echo(line, err=as_csv)
     done = f"nothing was written: --yes copies {made.records:,} records"
     if do_it:
         try:
@@ -272,45 +270,37 @@ def carry_out(
 
 
 def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
-    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC."""
-    by_topic: dict[str, list[LaneReport]] = {}
-    for lane in made.lanes:
-        by_topic.setdefault(lane.topic, []).append(lane)
-    rows = (
-        (
-            topic.removeprefix(made.source_prefix),
-            len(lanes),
-            sum(lane.records > 0 for lane in lanes),
-            sum(lane.records for lane in lanes),
-            sum(lane.n_bytes for lane in lanes),
-            min((lane.first for lane in lanes if lane.first), default=None),
-            max((lane.last for lane in lanes if lane.last), default=None),
-        )
-        for topic, lanes in by_topic.items()
-    )
-    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
-    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
-
-
-def note_lines(made: ReplayManifest) -> list[str]:
-    """What there is to know of a selection beside its numbers."""
+    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC; then
+    what there is to know of the selection beside its numbers."""
     from tidemill.consumers.operate.replay.records import topic_of
     from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
 
-    lines = []
+    by_topic: dict[str, list[LaneReport]] = {}
+    for lane in made.lanes:
+        by_topic.setdefault(lane.topic.removeprefix(made.source_prefix), []).append(lane)
+    rows, notes = [], []
+    for topic, lanes in by_topic.items():
+        filled = [lane for lane in lanes if lane.records]
+        firsts, lasts = [lane.first for lane in filled if lane.first], [lane.last for lane in filled if lane.last]
+        n_bytes = sum(lane.n_bytes for lane in lanes)
+        records = sum(lane.records for lane in lanes)
+        first, last = min(firsts, default=None), max(lasts, default=None)
+        rows.append((topic, len(lanes), len(filled), records, n_bytes, first, last))
+        if filled and CATALOGUE[topic_of(topic)].config == ERASABLE:
+            notes.append(f"{made.source_prefix}{topic} {ERASABLE_NOTE}")
+    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
+    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
     if made.undecodable:
-        lines.append(f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out")
-    if made.missing:
-        lines.append(f"{made.missing:,} records that the steps name were erased from the log: left out")
-    if made.references_outside:
-        lines.append(
-            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
-            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason"
+        typer.echo(
+            f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out", err=as_csv
         )
-    prefix = made.source_prefix
-    personal = {
-        lane.topic
-        for lane in made.lanes
-        if lane.records and CATALOGUE[topic_of(lane.topic.removeprefix(prefix))].config == ERASABLE
-    }
-    return lines + [f"{topic} {ERASABLE_NOTE}" for topic in sorted(personal)]
+    if made.missing:
+        typer.echo(f"{made.missing:,} records that the steps name were erased from the log: left out", err=as_csv)
+    if made.references_outside:
+        typer.echo(
+            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
+            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason",
+            err=as_csv,
+        )
+    for note in sorted(notes):
+        typer.echo(note, err=as_csv)

@@ -162,23 +162,22 @@ def checkout(
 
 
 def print_chain(rows: Sequence[VersionRow], head: int, as_csv: bool) -> None:
+    rows_shown = []
+    for row in rows:
+        told = ["head" if row.version == head else "", row.serving_format, row.fork]
+        told += ["delta expired" if row.expired else "", *row.decisions]
+        told += (f"refused by {replica}: {reason}" for replica, reason in row.refused_by.items())
+        rows_shown.append(
+            (row.version, row.parent, row.step, row.learning_rate, row.density, row.delta_bytes, row.bytes_per_changed,
+             row.anchor is not None, row.skips, row.proved_by, "; ".join(filter(None, told)))
+        )  # fmt: skip
     print_rows(
         ("version", "parent", "step", "lr", "density", "bytes", "bytes/changed", "anchor", "skips_from", "proved_by",
          "remarks"),
-        (
-            (row.version, row.parent, row.step, row.learning_rate, row.density, row.delta_bytes, row.bytes_per_changed,
-             row.anchor is not None, row.skips, row.proved_by, "; ".join(_remarks(row, head)))
-            for row in rows
-        ),
+        rows_shown,
         as_csv=as_csv,
         formats={"lr": ".3g", "density": ".3%", "bytes": ",", "bytes/changed": ".3f"},
     )  # fmt: skip
-
-
-def _remarks(row: VersionRow, head: int) -> list[str]:
-    refused = [f"refused by {replica}: {reason}" for replica, reason in row.refused_by.items()]
-    told = ["head" if row.version == head else "", row.serving_format, row.fork, "delta expired" if row.expired else ""]
-    return [*filter(None, told), *row.decisions, *refused]
 
 
 @weights_app.command()
