@@ -119,8 +119,6 @@ class NumericsSettings(Section):
 
 
 class TidemillSettings(BaseSettings):
-    """Every section of the configuration."""
-
     model_config = SettingsConfigDict(
         env_prefix="TIDEMILL_",
         env_nested_delimiter="__",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidemill.compose.progress import spinner
+from tidemill.compose.output import spinner
 
 DIRECTORY = Path("data/models")
 models_app = typer.Typer(no_args_is_help=True, help="Pre-trained models to start a run from.")

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tidemill.compose.config import ConfigError, TidemillSettings, load_settings, merge, nest, parse_assignments
-from tidemill.compose.stack import local_bootstrap
+from tidemill.compose.stack.kafka import local_bootstrap
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.access import check_access
 from tidemill.schemas.log.admin import wait_for_broker
@@ -76,16 +77,32 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     The command calls `settings_of(flag tree)` to load its settings.
     """
+    annotations = {name: annotation for name, (annotation, _) in _COMMON.items()}
+    return with_options(command, "settings_of", annotations, {}, settings_from)
+
+
+def with_options(
+    command: Callable[..., None],
+    parameter: str,
+    annotations: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    make: Callable[..., Any],
+) -> Callable[..., None]:
+    """Replace one parameter of a command by options, by name; the command gets `make` with their values in its place.
+
+    Args:
+        defaults: of options that are not None where they are not given.
+    """
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:  # noqa: ANN401 - typer's values
-        common = {name: arguments.pop(name) for name in _COMMON}
-        command(settings_of=functools.partial(settings_from, common), **arguments)
+        values = {name: arguments.pop(name) for name in annotations}
+        command(**{parameter: functools.partial(make, values)}, **arguments)
 
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings_of"]
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
     shared = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, (annotation, _) in _COMMON.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
+        for name, annotation in annotations.items()
     ]
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
     wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
@@ -114,6 +131,17 @@ def with_local_log(settings: TidemillSettings) -> TidemillSettings:
             "`tidemill stack up`"
         )
     return settings.model_copy(update={"kafka": with_address(settings.kafka, address)})
+
+
+def log_to_stderr() -> None:
+    """Write what the process itself has to say to standard error."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def begin_role(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: ANN401 - flag values of any type
+    """Settings of a long-running role whose Kafka address is known; its own flags as `given` takes them."""
+    log_to_stderr()
+    return with_local_log(settings_of(given(**flags)))
 
 
 def with_address(kafka: KafkaSettings, address: str) -> KafkaSettings:

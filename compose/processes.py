@@ -3,6 +3,10 @@
 Invariants: a child does not outlive its parent, even when the parent is killed; a child that ends early is an error
 that carries the end of its log, or is started again with back-off; stopping asks first (SIGTERM) and insists after a
 grace period (SIGKILL), on the whole process group.
+
+The guard is a process of its own that ends what a command has started when the command itself was killed: its roles,
+then its local stack. The command tells it the id of each role by its standard input, and at last that it has ended them
+itself. An input that ends without that word means that the command is gone.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+import psutil  # type: ignore[import-untyped]
+
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.shutdown import signals_deferred
 
 GRACE_S = 20.0
@@ -42,8 +50,6 @@ class RoleDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One child process."""
-
     name: str
     process: subprocess.Popen[bytes]
     log: Path
@@ -53,7 +59,6 @@ class Role:
     began: float = field(default_factory=time.monotonic)
 
     def tail(self) -> str:
-        """The last lines of its log."""
         lines = self.log.read_text("utf-8", errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join(f"    {line}" for line in lines)
 
@@ -180,9 +185,7 @@ class Supervisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.stop_all()
 
 
@@ -191,3 +194,62 @@ def _signal_group(role: Role, number: signal.Signals) -> None:
         os.killpg(role.process.pid, number)
     except ProcessLookupError:
         return
+
+
+DONE = "done"
+
+
+class Guard:
+    """The guard of this process, for the length of a block."""
+
+    def __init__(self, stack: Path, grace_s: float = GRACE_S) -> None:
+        """`stack` is the data directory of the local stack, which need not exist."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(stack), str(grace_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def watch(self, pid: int) -> None:
+        self._tell(str(pid))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._tell(DONE)
+        self._process.wait()
+
+    def _tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(word, file=self._process.stdin, flush=True)
+        except BrokenPipeError:  # somebody has ended the guard: there is nobody to tell
+            return
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    roles = []
+    for line in sys.stdin:
+        if line.strip() == DONE:
+            return
+        with suppress(psutil.NoSuchProcess):
+            roles.append(psutil.Process(int(line)))
+    started = []
+    for role in roles:
+        with suppress(psutil.NoSuchProcess):
+            started += [role, *role.children(recursive=True)]
+            role.terminate()
+    for process in psutil.wait_procs(started, float(sys.argv[2]))[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    LocalStack(StackSettings(data_dir=Path(sys.argv[1]))).down()
+
+
+if __name__ == "__main__":
+    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +15,10 @@ import typer
 
 from tidemill.compose.config import TidemillSettings
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.progress import remaining
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_rows, remaining
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.dead_letters import DeadLetters, Sequel, StoredLetter, Verdict
+    from tidemill.consumers.operate.replay.dead_letters import DeadLetters, StoredLetter, Verdict
     from tidemill.schemas.records import Record
 
 TopicOption = Annotated[
@@ -57,7 +56,23 @@ def list_command(
     Example: `tidemill dead-letters list --topic rollouts`
     """
     with _dead_letters(settings_of({})) as letters:
-        rows = summary(letters.read(_topics(topic)))
+        found: dict[tuple[str, str], list[StoredLetter]] = {}
+        for letter in letters.read(_topics(topic)):
+            found.setdefault((letter.source[0], letter.reason), []).append(letter)
+    from tidemill.consumers.operate.replay.selection import utc_text
+
+    rows = [
+        (
+            source,
+            reason,
+            len(of),
+            utc_text(min(letter.raw.timestamp_ms for letter in of)),
+            utc_text(max(letter.raw.timestamp_ms for letter in of)),
+            sorted({letter.found_by for letter in of}),
+            of[-1].name,
+        )
+        for (source, reason), of in found.items()
+    ]
     if rows or as_json or as_csv:
         print_rows(SUMMARY, rows, as_json=as_json, as_csv=as_csv, formats={"letters": ","})
     else:
@@ -83,7 +98,24 @@ def show(
 
         letter = letters.one(*place)
         record, problem = readable(letter.value, letter.source[0], Codec(settings.kafka.registry_url))
-        typer.echo(json.dumps(letter_document(letter, letters.sequel([letter]), record, problem, whole), indent=2))
+        from tidemill.consumers.operate.replay.selection import utc_text
+
+        sequel, value = letters.sequel([letter]), letter.value or b""
+        document = {
+            "letter": letter.name,
+            "source": letter.origin,
+            "reason": letter.reason,
+            "found_by": letter.found_by,
+            "written": utc_text(letter.raw.timestamp_ms),
+            "attempts": sequel.attempts(letter),
+            "why_it_cannot_go_back": sequel.why_not(letter, 2**31) or problem,
+            "key": _text(letter.key),
+            "headers": {name: _text(header) for name, header in letter.raw.headers},
+            "n_bytes": len(value),
+            "hex": (value if whole else value[:SHOWN_BYTES]).hex(" "),
+            "record": None if record is None else record_document(record),
+        }
+    typer.echo(json.dumps(document, indent=2))
 
 
 @dead_letters_app.command()
@@ -143,7 +175,13 @@ def redrive(
         document: dict[str, Any] = {"dry_run": not yes, "sent_back": sent}
         typer.echo(json.dumps({**document, "letters": [verdict_document(verdict) for verdict in verdicts]}, indent=2))
         return
-    print_verdicts(verdicts, as_csv)
+    rows = []
+    for verdict in verdicts:
+        into, partition = verdict.letter.source
+        kind = None if verdict.record is None else type(verdict.record).__name__
+        place = f"{into}[{partition}]"
+        rows.append((verdict.letter.name, place, verdict.attempts, not verdict.why_not, kind, verdict.why_not))
+    print_rows(("letter", "into", "attempts", "goes_back", "record", "why_not"), rows, as_csv=as_csv)
     going = sum(not verdict.why_not for verdict in verdicts)
     typer.echo(f"{sent:,} sent back" if yes else f"nothing was written: --yes sends {going:,} back", err=True)
 
@@ -226,50 +264,6 @@ SHOWN_BYTES = 256
 SUMMARY = ("topic", "reason", "letters", "first", "last", "found_by", "example")
 
 
-def summary(letters: Iterable[StoredLetter]) -> list[tuple[object, ...]]:
-    """Rows of SUMMARY, one a topic and reason: how many letters, the oldest and the newest, in UTC."""
-    from tidemill.consumers.operate.replay.selection import utc_text
-
-    found: dict[tuple[str, str], list[StoredLetter]] = {}
-    for letter in letters:
-        found.setdefault((letter.source[0], letter.reason), []).append(letter)
-    return [
-        (
-            topic,
-            reason,
-            len(of),
-            utc_text(min(letter.raw.timestamp_ms for letter in of)),
-            utc_text(max(letter.raw.timestamp_ms for letter in of)),
-            sorted({letter.found_by for letter in of}),
-            of[-1].name,
-        )
-        for (topic, reason), of in found.items()
-    ]
-
-
-def letter_document(
-    letter: StoredLetter, sequel: Sequel, record: Record | None, problem: str, whole: bool
-) -> dict[str, Any]:
-    """Everything about one letter."""
-    from tidemill.consumers.operate.replay.selection import utc_text
-
-    value = letter.value or b""
-    return {
-        "letter": letter.name,
-        "source": letter.origin,
-        "reason": letter.reason,
-        "found_by": letter.found_by,
-        "written": utc_text(letter.raw.timestamp_ms),
-        "attempts": sequel.attempts(letter),
-        "why_it_cannot_go_back": sequel.why_not(letter, 2**31) or problem,
-        "key": _text(letter.key),
-        "headers": {name: _text(header) for name, header in letter.raw.headers},
-        "n_bytes": len(value),
-        "hex": (value if whole else value[:SHOWN_BYTES]).hex(" "),
-        "record": None if record is None else record_document(record),
-    }
-
-
 def record_document(record: Record) -> dict[str, Any]:
     """A record as JSON can hold it; bytes as hexadecimal, the first of them."""
     return {"kind": type(record).__name__, **_plain(asdict(record))}
@@ -286,7 +280,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a JSON tree with bytes in it
 
 
 def verdict_document(verdict: Verdict) -> dict[str, Any]:
-    """What becomes of one letter."""
     return {
         "letter": verdict.letter.name,
         "source": verdict.letter.origin,
@@ -295,17 +288,6 @@ def verdict_document(verdict: Verdict) -> dict[str, Any]:
         "attempts": verdict.attempts,
         "record": None if verdict.record is None else record_document(verdict.record),
     }
-
-
-def print_verdicts(verdicts: Iterable[Verdict], as_csv: bool) -> None:
-    """Print what becomes of each letter, one a row."""
-    rows = []
-    for verdict in verdicts:
-        topic, partition = verdict.letter.source
-        kind = None if verdict.record is None else type(verdict.record).__name__
-        into = f"{topic}[{partition}]"
-        rows.append((verdict.letter.name, into, verdict.attempts, not verdict.why_not, kind, verdict.why_not))
-    print_rows(("letter", "into", "attempts", "goes_back", "record", "why_not"), rows, as_csv=as_csv)
 
 
 def _text(value: bytes | None) -> str | None:

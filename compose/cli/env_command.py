@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 
 from tidemill.compose.options import key_values
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_rows
 
 env_app = typer.Typer(no_args_is_help=True, help="Environments: list, show, try and check them.")
 
@@ -26,6 +27,16 @@ OptionOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the tasks.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="Directory, smollm2, or a name on the hub.")]
+
+
+def awaited(command: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a command of an asynchronous function."""
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:  # noqa: ANN401 - typer's values
+        asyncio.run(command(**arguments))
+
+    return wrapped
 
 
 @env_app.command("list")
@@ -41,16 +52,14 @@ def list_environments(
     from tidemill.producers.environments.find import listed
 
     found = list(listed(family))
-    if as_json:
-        rows = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
-        typer.echo(json.dumps(rows, indent=2))
-        return
+    document = [{"name": each.name, "about": each.about, "problem": each.problem} for each in found]
     told = ((each.name, f"not offered: {each.problem}" if each.problem else each.about) for each in found)
-    print_rows(("name", "about"), told, as_csv=as_csv)
+    print_rows(("name", "about"), told, as_json=as_json, as_csv=as_csv, document=document)
 
 
 @env_app.command()
-def show(
+@awaited
+async def show(
     name: NameArgument, option: OptionOption = None, model: ModelOption = None, seed: SeedOption = 0,
     as_json: JsonOption = False, as_csv: CsvOption = False,
 ) -> None:  # fmt: skip
@@ -60,59 +69,11 @@ def show(
 
     Example: `tidemill env show reasoning_gym:chain_sum --model smollm2`
     """
-    asyncio.run(_show(name, key_values(option or []), model, seed, as_json, as_csv))
-
-
-@env_app.command("try")
-def try_environment(
-    name: NameArgument,
-    option: OptionOption = None,
-    model: ModelOption = None,
-    endpoint: Annotated[
-        str | None, typer.Option(help="Base URL of an OpenAI endpoint, a replica's too: http://host:port/v1.")
-    ] = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.")] = "none",
-    n: Annotated[int, typer.Option("--n", min=1, help="Number of episodes, each with a different task.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Greatest number of tokens in a turn.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of --model.")] = 1.0,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
-) -> None:
-    """Play episodes and print their transcripts and rewards.
-
-    With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
-    any server that speaks OpenAI's chat protocol. With --csv only the rewards.
-    """
-    if (model is None) == (endpoint is None):
-        raise typer.BadParameter("give one of --model and --endpoint")
-    given = key_values(option or [])
-    asyncio.run(_try(name, given, model, endpoint, api_key, n, max_tokens, temperature, seed, as_json, as_csv))
-
-
-@env_app.command()
-def check(
-    name: NameArgument,
-    option: OptionOption = None,
-    seed: SeedOption = 0,
-    limit_s: Annotated[float, typer.Option(min=0.1, help="Longest time of one episode of an instant policy.")] = 30.0,
-    as_json: JsonOption = False,
-    as_csv: CsvOption = False,
-) -> None:
-    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
-    ok = asyncio.run(_check(name, key_values(option or []), seed, limit_s, as_json, as_csv))
-    if not ok:
-        raise typer.Exit(1)
-
-
-async def _show(
-    name: str, options: Mapping[str, str], model: str | None, seed: int, as_json: bool, as_csv: bool
-) -> None:
     from tidemill.producers.environments.base import TaskQuery
     from tidemill.producers.environments.check import ScriptedPolicy, task_of
     from tidemill.schemas.chat.messages import checked_tools
 
-    async with _opened(name, options) as environment:
+    async with _opened(name, option) as environment:
         draft = next(environment.tasks(TaskQuery(seed)))
         policy = ScriptedPolicy([""], draft.max_turns)
         try:
@@ -150,10 +111,30 @@ async def _show(
     typer.echo(f"\nits prompt:\n{prompt}")
 
 
-async def _try(
-    name: str, options: Mapping[str, str], model: str | None, endpoint: str | None, api_key: str, n: int,
-    max_tokens: int, temperature: float, seed: int, as_json: bool, as_csv: bool,
-) -> None:  # fmt: skip
+@env_app.command("try")
+@awaited
+async def try_environment(
+    name: NameArgument,
+    option: OptionOption = None,
+    model: ModelOption = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Base URL of an OpenAI endpoint, a replica's too: http://host:port/v1.")
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key of the endpoint.")] = "none",
+    n: Annotated[int, typer.Option("--n", min=1, help="Number of episodes, each with a different task.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Greatest number of tokens in a turn.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Sampling temperature of --model.")] = 1.0,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
+    """Play episodes and print their transcripts and rewards.
+
+    With --model the tokens are sampled here, by transformers, in the format that rollouts have; with --endpoint by
+    any server that speaks OpenAI's chat protocol. With --csv only the rewards.
+    """
+    if (model is None) == (endpoint is None):
+        raise typer.BadParameter("give one of --model and --endpoint")
     from tidemill.compose.cli.env_policies import EndpointModel, LocalModel, TriedPolicy
     from tidemill.producers.environments.base import TaskQuery
     from tidemill.producers.environments.check import task_of
@@ -164,7 +145,7 @@ async def _try(
     else:
         sampler = LocalModel(_directory(str(model)), max_tokens, temperature, seed)
     episodes = []
-    async with _opened(name, options) as environment, sampler:
+    async with _opened(name, option) as environment, sampler:
         for draft in islice(environment.tasks(TaskQuery(seed)), n):
             task = task_of(environment, name, draft, seed)
             policy: TriedPolicy = sampler.policy(task)
@@ -183,7 +164,17 @@ async def _try(
             }
             episodes.append(episode)
             if not (as_json or as_csv):
-                _print_episode(len(episodes), episode)
+                typer.echo(f"── episode {len(episodes)} " + "─" * 60)
+                for message in policy.conversation:
+                    said = str(message["content"])
+                    for call in message.get("tool_calls") or ():
+                        said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
+                    typer.echo(f"{message['role']}: {said.strip()}")
+                if score is None or failure:
+                    typer.echo(f"failed: {failure}\n")
+                else:
+                    parts = ", ".join(f"{part.name} {part.value:g}" for part in score.rewards)
+                    typer.echo(f"reward {score.total:g} ({parts}){', solved' if score.success else ''}\n")
     if as_json:
         typer.echo(json.dumps(episodes, indent=2, ensure_ascii=False))
         return
@@ -195,12 +186,22 @@ async def _try(
     typer.echo(f"{solved} of {len(episodes)} solved, {sum(bool(each['failure']) for each in episodes)} failed")
 
 
-async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: float, as_json: bool, as_csv: bool) -> bool:
+@env_app.command()
+@awaited
+async def check(
+    name: NameArgument,
+    option: OptionOption = None,
+    seed: SeedOption = 0,
+    limit_s: Annotated[float, typer.Option(min=0.1, help="Longest time of one episode of an instant policy.")] = 30.0,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
+    """Check an environment: determinism, hostile turns, deadlines, separate held-out tasks. Status 1 when it fails."""
     from tidemill.producers.environments.check import as_json as checks_json
     from tidemill.producers.environments.check import check_environment
 
     found = []
-    async with _opened(name, options) as environment:
+    async with _opened(name, option) as environment:
         async for each in check_environment(environment, name, seed, limit_s):
             found.append(each)
             if not (as_json or as_csv):
@@ -210,15 +211,17 @@ async def _check(name: str, options: Mapping[str, str], seed: int, limit_s: floa
         print_rows(("name", "ok", "detail"), ((each.name, each.ok, each.detail) for each in found), as_csv=True)
     else:
         typer.echo(checks_json(found) if as_json else f"{len(found) - broken} of {len(found)} clauses hold")
-    return not broken
+    if broken:
+        raise typer.Exit(1)
 
 
 @asynccontextmanager
-async def _opened(name: str, options: Mapping[str, str]) -> AsyncIterator[Any]:
+async def _opened(name: str, option: list[str] | None) -> AsyncIterator[Any]:
     from tidemill.producers.config import RolloutSettings
     from tidemill.producers.environments.open import host_limits, open_environment
     from tidemill.schemas.config import EnvironmentEntry
 
+    options = key_values(option or [])
     # What the command's own directory holds can be named, as it can where Python is started there.
     sys.path.insert(0, str(Path.cwd()))
     environment = await open_environment(EnvironmentEntry(name=name), options, host_limits(RolloutSettings()))
@@ -242,15 +245,3 @@ def _directory(model: str) -> Path:
     from tidemill.compose.models_command import DIRECTORY, fetch
 
     return fetch(model, DIRECTORY, Console(stderr=True))
-
-
-def _print_episode(number: int, episode: Mapping[str, Any]) -> None:
-    typer.echo(f"── episode {number} " + "─" * 60)
-    for message in episode["conversation"]:
-        said = str(message["content"])
-        for call in message.get("tool_calls") or ():
-            said += f"\n→ {call['function']['name']}({call['function']['arguments']})"
-        typer.echo(f"{message['role']}: {said.strip()}")
-    parts = ", ".join(f"{name} {value:g}" for name, value in episode["rewards"].items())
-    typer.echo(f"failed: {episode['failure']}\n" if episode["failure"] else
-               f"reward {episode['reward']:g} ({parts}){', solved' if episode['success'] else ''}\n")  # fmt: skip

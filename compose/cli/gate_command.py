@@ -1,36 +1,158 @@
-"""`tidemill gate`: run the gate, see where it stands, and decide over its head.
+"""`tidemill gate`: run the gate, see its state, and decide in its place; the same decisions are `tidemill weights
+pin|rollback|release`.
 
-A person's decision goes to the log as the gate's own do, through the checks of `tidemill weights`; the gate reads it
-there, stops what it was doing, and decides nothing more while the branch is held.
+A person's decision is written to `gate.decisions` as the gate's own are; the gate reads it there, stops what it was
+doing, and decides nothing more while the branch is held. Replicas follow these decisions; so does a trainer that learns
+from users, and no other trainer.
 """
 
 from __future__ import annotations
 
+import getpass
 import json
-import logging
+import os
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.compose.options import SettingsOf, given, with_local_log, with_reachable_log, with_settings
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows, utc
-from tidemill.compose.weights.decisions import (
-    NO_REASON,
-    RECENT_S,
-    BranchOption,
-    ByOption,
-    DryRunOption,
-    ReasonOption,
-    decide,
-    on_version,
-)
-from tidemill.schemas.records import Arm, GateVerdict
+from tidemill.compose.cli.weights_command import BranchOption, version_number, weights_app
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.options import SettingsOf, begin_role, given, with_reachable_log, with_settings
+from tidemill.compose.output import CsvOption, JsonOption, print_rows, utc, working
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.records import Arm, GateDecision, GateVerdict, WeightAck
 
 if TYPE_CHECKING:
-    from tidemill.schemas.records import GateDecision
+    from tidemill.consumers.weights.decide import Following
     from tidemill.streams.gate.keeper import Snapshot
+
+
+VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it is kept with the decision.")]
+NO_REASON = "no reason given"
+ByOption = Annotated[str | None, typer.Option("--by", help="Who decides. Default: the name of the user.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Check and show the decision, and write nothing.")]
+WaitOption = Annotated[
+    float | None,
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0.0, help="Wait at most so long until every replica follows; status 1 if not."
+    ),
+]
+RecentOption = Annotated[
+    float,
+    typer.Option(
+        "--recent", metavar="SECONDS", min=0.0, help="Do not wait for a replica that has been silent for longer."
+    ),
+]
+RECENT_S = 3600.0
+POLL_S = 0.1
+
+
+def on_version(app: typer.Typer, name: str, verdict: GateVerdict, explained: str) -> None:
+    """Add a command `name` that decides `verdict` of one version; `explained` is its help."""
+
+    def command(
+        settings_of: SettingsOf,
+        version: VersionArgument,
+        reason: ReasonOption = NO_REASON,
+        decided_by: ByOption = None,
+        branch: BranchOption = None,
+        dry_run: DryRunOption = False,
+        wait_s: WaitOption = None,
+        recent_s: RecentOption = RECENT_S,
+        as_json: JsonOption = False,
+    ) -> None:
+        settings = with_reachable_log(settings_of(given(run__branch=branch)))
+        decide(settings, verdict, version_number(version), reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+    command.__doc__ = explained
+    app.command(name)(with_settings(command))
+
+
+def releasing(app: typer.Typer, explained: str) -> None:
+    """Add the command `release`; `explained` is its help."""
+
+    def release(
+        settings_of: SettingsOf,
+        reason: ReasonOption = NO_REASON,
+        decided_by: ByOption = None,
+        branch: BranchOption = None,
+        dry_run: DryRunOption = False,
+        wait_s: WaitOption = None,
+        recent_s: RecentOption = RECENT_S,
+        as_json: JsonOption = False,
+    ) -> None:
+        settings = with_reachable_log(settings_of(given(run__branch=branch)))
+        decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, wait_s, recent_s, as_json)
+
+    release.__doc__ = explained
+    app.command()(with_settings(release))
+
+
+def decide(
+    settings: TidemillSettings, verdict: GateVerdict, version: int | None, reason: str, decided_by: str | None,
+    dry_run: bool, wait_s: float | None, recent_s: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Check a person's decision, write it, show it, and end the command: status 1 when it was not followed in time.
+
+    Raises VersionError when it cannot be carried out.
+    """
+    from tidemill.consumers.weights.builder import anchor_exists
+    from tidemill.consumers.weights.chain import read_chain
+    from tidemill.consumers.weights.decide import Following, decision
+    from tidemill.schemas.clock import now_us, to_us
+    from tidemill.schemas.log.producer import RecordProducer
+    from tidemill.schemas.log.reader import LogReader
+
+    if decided_by is None:
+        try:
+            decided_by = getpass.getuser()
+        except (KeyError, OSError):  # a user without a name
+            decided_by = str(os.getuid())
+    chain = read_chain(settings.kafka, settings.run)
+    made = decision(chain, verdict, version, reason, decided_by, now_us(), anchor_exists)
+    following = Following(made, chain.head.version, to_us(recent_s))
+    for ack in chain.replicas.values():
+        following.observe(ack)
+    if not dry_run:
+        with LogReader(settings.kafka, [Topic.ACKS], start="end", client_id="tidemill-weights-acks") as acks:
+            with RecordProducer(settings.kafka, "tidemill-weights") as producer:
+                producer.send_acked(Topic.GATE, [(made.branch, made)])
+            deadline = time.monotonic() + (wait_s or 0.0)
+            with working("waiting for") as progress:
+                # For as long as somebody is behind who may catch up.
+                while set(following.behind) - set(following.beyond) and time.monotonic() < deadline:
+                    progress.say(", ".join(f"{replica} (serves {v})" for replica, v in following.behind.items()))
+                    for located in acks.poll(POLL_S):
+                        heard = located.record
+                        if isinstance(heard, WeightAck) and (heard.run_id, heard.branch) == (made.run_id, made.branch):
+                            following.observe(heard)
+    waited = wait_s is not None and not dry_run
+    _show(made, following, written=not dry_run, waited=waited, as_json=as_json)
+    raise typer.Exit(1 if waited and following.behind else 0)
+
+
+def _show(made: GateDecision, following: Following, *, written: bool, waited: bool, as_json: bool) -> None:
+    if as_json:
+        document = {"decision": asdict(made), "written": written, "serving": following.serving}
+        typer.echo(json.dumps({**document, "behind": sorted(following.behind)}, indent=2))
+        return
+    version = "" if made.version is None else f" {made.version}"
+    said = "decided" if written else "would decide"
+    typer.echo(f"{said}: {made.verdict.value}{version} on branch {made.branch} by {made.decided_by}: {made.reason}")
+    for replica, serving in sorted(following.beyond.items()):
+        typer.echo(
+            f"{replica} serves {serving} and stays there: a pin takes no replica back, `rollback` does", err=True
+        )
+    if not waited:
+        return
+    for replica in sorted(set(following.behind) - set(following.beyond)):
+        typer.echo(f"{replica} still serves {following.behind[replica]}", err=True)
+    if not following.behind:
+        typer.echo(f"followed by {', '.join(sorted(following.serving)) or 'no replica: none has written lately'}")
 
 
 gate_app = typer.Typer(
@@ -61,8 +183,7 @@ def run(settings_of: SettingsOf, branch: BranchOption = None) -> None:
 
     Example: `tidemill gate run --run-id tuesday --set gate.share=0.1`
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = with_local_log(settings_of(given(run__branch=branch)))
+    settings = begin_role(settings_of, run__branch=branch)
     from tidemill.streams.gate.role import run as run_gate
 
     run_gate(settings.kafka, settings.run, settings.gate)
@@ -93,7 +214,8 @@ def status(
         print_status(found)
 
 
-hold = on_version(
+on_version(
+    gate_app,
     "hold",
     GateVerdict.HOLD,
     """Go no further than a version (as `weights pin`). A trial ends, and the gate decides nothing until `release`.
@@ -102,7 +224,8 @@ hold = on_version(
     """,
 )
 
-veto = on_version(
+on_version(
+    gate_app,
     "veto",
     GateVerdict.REJECT,
     """Never serve a version. Its trial ends; if everyone is served it, the gate goes back to the version before.
@@ -111,7 +234,8 @@ veto = on_version(
     """,
 )
 
-rollback = on_version(
+on_version(
+    gate_app,
     "rollback",
     GateVerdict.ROLL_BACK,
     """Take every replica back to an older version (as `weights rollback`); the gate decides nothing until `release`.
@@ -121,36 +245,65 @@ rollback = on_version(
 )
 
 
-def release(
-    settings_of: SettingsOf,
-    reason: ReasonOption = NO_REASON,
-    decided_by: ByOption = None,
-    branch: BranchOption = None,
-    dry_run: DryRunOption = False,
-    as_json: JsonOption = False,
-) -> None:
+releasing(
+    gate_app,
     """End a hold or a roll-back, by a person or by the gate: the gate then tries the newest version.
 
     Example: `tidemill gate release --reason "the launch is over" --by ada`
-    """
-    settings = with_reachable_log(settings_of(given(run__branch=branch)))
-    decide(settings, GateVerdict.RELEASE, None, reason, decided_by, dry_run, None, RECENT_S, as_json)
+    """,
+)
+on_version(
+    weights_app,
+    "pin",
+    GateVerdict.HOLD,
+    """Let replicas go no further than a version, while the trainer continues. It is the same decision as `gate hold`.
 
+    A replica that is behind goes up to it; a replica that is beyond it stays there (use `rollback` to take it back).
 
-for _command in (hold, veto, rollback, release):
-    gate_app.command()(with_settings(_command))
+    Example: `tidemill weights pin 40 --reason "evaluation of 40 runs"`
+    """,
+)
+on_version(
+    weights_app,
+    "rollback",
+    GateVerdict.ROLL_BACK,
+    """Take replicas back to an older version, and keep them there until a release.
+
+    Example: `tidemill weights rollback 37 --reason "38 repeats itself" --wait 60`
+    """,
+)
+releasing(
+    weights_app,
+    """End a pin or a roll-back: replicas follow the newest version again.
+
+    Example: `tidemill weights release --wait 60`
+    """,
+)
 
 
 def print_status(found: Snapshot) -> None:
-    """Print where a branch stands."""
+    if found.held_by is not None:
+        hold = found.held_by
+        stage = f"held by {hold.decided_by} ({hold.verdict.value} {hold.version}): {hold.reason}"
+    elif found.candidate is None:
+        stage = "nothing is tried"
+    else:
+        doing = "is benched on held-out tasks" if found.stage == "bench" else "is compared among users"
+        stage = f"version {found.candidate} {doing}"
     learns = "may learn from users" if found.admitted else "may not learn from users yet"
     watched = f"; version {found.watched} is watched" if found.watched is not None else ""
     typer.echo(
         f"{found.run_id}/{found.branch}: version {found.promoted} is served, the newest is {found.head}; "
-        f"the served one {learns}{watched}\n{_stage(found)}"
+        f"the served one {learns}{watched}\n{stage}"
     )
     if found.numbers:
-        _print_numbers(found.numbers)
+        # Measures that both arms have side by side, and the rest below.
+        arms = (Arm.CANARY.value, Arm.STABLE.value)
+        prefixes = tuple(f"{arm}/" for arm in arms)
+        shared = sorted({key.split("/", 1)[1] for key in found.numbers if key.startswith(prefixes)})
+        rows = [(name, *(found.numbers.get(f"{arm}/{name}") for arm in arms)) for name in shared]
+        rows += [(name, value, None) for name, value in found.numbers.items() if not name.startswith(prefixes)]
+        print_rows(("measure", *arms), rows, formats=dict.fromkeys(arms, ".4g"))
     if found.serving:
         typer.echo(", ".join(f"{replica} serves {version}" for replica, version in found.serving.items()))
     if found.decisions:
@@ -158,26 +311,5 @@ def print_status(found: Snapshot) -> None:
 
 
 def print_decisions(decisions: Iterable[GateDecision], *, as_csv: bool = False) -> None:
-    """Print decisions, one a row."""
     rows = ((utc(made.at), made.verdict.value, made.version, made.decided_by, made.reason) for made in decisions)
     print_rows(("decided_at", "verdict", "version", "by", "reason"), rows, as_csv=as_csv)
-
-
-def _stage(found: Snapshot) -> str:
-    if found.held_by is not None:
-        hold = found.held_by
-        return f"held by {hold.decided_by} ({hold.verdict.value} {hold.version}): {hold.reason}"
-    if found.candidate is None:
-        return "nothing is tried"
-    doing = "is benched on held-out tasks" if found.stage == "bench" else "is compared among users"
-    return f"version {found.candidate} {doing}"
-
-
-def _print_numbers(numbers: dict[str, float]) -> None:
-    """Measures that both arms have side by side, and the rest below."""
-    arms = (Arm.CANARY.value, Arm.STABLE.value)
-    prefixes = tuple(f"{arm}/" for arm in arms)
-    shared = sorted({key.split("/", 1)[1] for key in numbers if key.startswith(prefixes)})
-    rows = [(name, *(numbers.get(f"{arm}/{name}") for arm in arms)) for name in shared]
-    rows += [(name, value, None) for name, value in numbers.items() if not name.startswith(prefixes)]
-    print_rows(("measure", *arms), rows, formats=dict.fromkeys(arms, ".4g"))

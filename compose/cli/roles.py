@@ -1,4 +1,4 @@
-"""The long-running roles, each a process of its own: they meet only in the log."""
+"""The long-running roles, each a process of its own that meets the others only in the log, and the page of a run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,21 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, given, with_local_log
+from tidemill.compose.demo.plan import CONFIG_NAME
+from tidemill.compose.options import (
+    ConfigOption,
+    SetOption,
+    SettingsOf,
+    begin_role,
+    given,
+    log_to_stderr,
+    settings_from,
+)
 from tidemill.streams.config import ProcessorName
 
 
@@ -21,11 +30,6 @@ class Phase(StrEnum):
 
     RL = "rl"
     MIDTRAIN = "midtrain"
-
-
-def _begin(settings_of: SettingsOf, **flags: Any) -> TidemillSettings:  # noqa: ANN401 - flag values of any type
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return with_local_log(settings_of(given(**flags)))
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def serve(
 
     Joins from the newest anchor, applies each version while requests are in flight, proves it from its live tensors.
     """
-    settings = _begin(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
+    settings = begin_role(settings_of, replica__replica_id=replica_id, replica__port=port, replica__region=region,
                       replica__pool=pool)  # fmt: skip
     with _quickly():
         from tidemill.consumers.replica import run
@@ -68,7 +72,7 @@ def route(
     Each backend needs an API key ([router] api_keys), the product its own two ([product]); it says how to make them.
     The gate's newest canary decision sets how many users the canary pool answers.
     """
-    settings = _begin(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
+    settings = begin_role(settings_of, router__port=port, router__pools__stable=stable, router__pools__canary=canary)
     from tidemill.producers.router.role import run
 
     run(settings.kafka, settings.run, settings.store, settings.product, settings.router, settings.chat)
@@ -76,7 +80,7 @@ def route(
 
 def documents(settings_of: SettingsOf) -> None:
     """Write the mid-training documents of the run's seed to their topic."""
-    settings = _begin(settings_of)
+    settings = begin_role(settings_of)
     from tidemill.compose.demo.corpus import run
 
     run(settings.kafka, settings.run, settings.corpus, settings.chat)
@@ -87,7 +91,7 @@ def feed(
     sync: Annotated[bool | None, typer.Option("--sync/--async", help="Issue only one step's tasks at a time.")] = None,
 ) -> None:
     """Issue tasks, within the bound on policy lag, and held-out tasks for evaluation."""
-    settings = _begin(settings_of, feed__sync=sync)
+    settings = begin_role(settings_of, feed__sync=sync)
     from tidemill.producers.environments.open import host_limits
     from tidemill.producers.tasks.feeder import run
 
@@ -104,7 +108,7 @@ def rollout(
     ] = None,
 ) -> None:
     """Run a rollout worker: play episodes of tasks with replicas, with token ids in and out."""
-    settings = _begin(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
+    settings = begin_role(settings_of, rollout__replicas=replica, rollout__worker_id=worker_id)
     from tidemill.producers.rollout.worker import run
 
     run(settings.kafka, settings.run, settings.store, settings.rollout, settings.chat)
@@ -119,7 +123,7 @@ def gateway(
 
     Needs the product's keys ([product]) and an API key for each backend ([gateway] api_keys); it says how to make them.
     """
-    settings = _begin(settings_of, gateway__host=host, gateway__port=port)
+    settings = begin_role(settings_of, gateway__host=host, gateway__port=port)
     from tidemill.producers.gateway.server import run
 
     run(settings.kafka, settings.product, settings.gateway)
@@ -139,7 +143,7 @@ def stream(
 
     `stream.runner` chooses how it writes: faust (at least once) or transactional (once; each batch is a transaction).
     """
-    settings = _begin(settings_of)
+    settings = begin_role(settings_of)
     from tidemill.streams.runner.worker import Rules, processor_of, run
 
     rules = Rules(settings.run, settings.stream, settings.join, settings.batches)
@@ -157,13 +161,13 @@ def train(
     On several ranks: `torchrun --nproc-per-node 8 -m tidemill train`. `trainer.device` chooses CPU or GPU.
     """
     if phase is Phase.MIDTRAIN:
-        settings = _begin(settings_of, midtrain__output=model)
+        settings = begin_role(settings_of, midtrain__output=model)
         with _quickly():
             from tidemill.trainer import midtrain
 
         midtrain.run(settings.kafka, settings.run, settings.midtrain, settings.chat)
         return
-    settings = _begin(settings_of, trainer__model=model, run__max_steps=max_steps)
+    settings = begin_role(settings_of, trainer__model=model, run__max_steps=max_steps)
     with _quickly():
         from tidemill.trainer.run import run
 
@@ -175,7 +179,38 @@ def sink(
     http_port: Annotated[int | None, typer.Option(help="Port of the read-only ClickHouse HTTP endpoint.")] = None,
 ) -> None:
     """Write every topic into ClickHouse tables and serve them read-only over ClickHouse's HTTP protocol."""
-    settings = _begin(settings_of, sink__http_port=http_port)
+    settings = begin_role(settings_of, sink__http_port=http_port)
     from tidemill.consumers.sink import run
 
     run(settings.kafka, settings.run, settings.sink)
+
+
+def view(
+    data_dir: Annotated[
+        Path | None,
+        typer.Argument(help="Directory of a demonstration, or of a sink's tables, to look at when the run is over."),
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at; beyond loopback, set view.token.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; 0 takes a free one.")] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Show a run in a browser: learning, rollouts, users, weights and the log, while it runs or after it.
+
+    Examples: `tidemill view data/demo/demo-0-20261101-120000` shows a run that is over · `tidemill view` reads from the
+    running sink of the settings · `tidemill view --set sink.host=clickhouse` from a ClickHouse server.
+    """
+    from tidemill.consumers.view.role import run
+
+    log_to_stderr()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    own = data_dir / CONFIG_NAME if data_dir is not None else None
+    of_demo = own is not None and own.is_file()
+    tables = None if data_dir is None or of_demo else str(data_dir)
+    # The port in a demonstration's settings was chosen for the time of its run.
+    asked = port if port is not None or not of_demo else 0
+    settings = settings_from(
+        {"config": own if of_demo and config is None else config, "assignments": assignments},
+        given(sink__path=tables, view__host=host, view__port=asked),
+    )
+    run(settings.sink, settings.view, open_tables=data_dir is not None)

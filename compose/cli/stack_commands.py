@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from tidemill.compose.config import load_settings
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.options import ConfigOption
+from tidemill.compose.output import CsvOption, JsonOption, print_rows
 from tidemill.compose.stack.config import StackError
 from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus
 
@@ -22,9 +22,6 @@ stack_app = typer.Typer(
 Needs Java 17 and, the first time, Maven. The commands of the other roles find it by themselves.""",
 )
 
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file with the settings; default tidemill.toml where it exists.")
-]
 DataDirOption = Annotated[Path | None, typer.Option("--data-dir", help="The cluster's directory; default data/stack.")]
 BrokersOption = Annotated[int | None, typer.Option("--brokers", help="1 (the default) or 3; fixed at the first start.")]
 HeapOption = Annotated[int | None, typer.Option("--heap-mb", help="Java heap of each broker in MiB; default 384.")]
@@ -110,8 +107,7 @@ def _failed(error: StackError) -> typer.Exit:
 
 def _show(found: StackStatus, as_json: bool, as_csv: bool) -> None:
     if as_json:
-        json.dump({"ready": found.ready, **asdict(found)}, sys.stdout, indent=2)
-        typer.echo()
+        typer.echo(json.dumps({"ready": found.ready, **asdict(found)}, indent=2))
         return
     if found.nodes:
         stopped = all(node.state is NodeState.STOPPED for node in found.nodes)

@@ -7,25 +7,21 @@ them out, the sink deletes their rows.
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from tidemill.compose.config import TidemillSettings
-from tidemill.compose.options import SettingsOf, given, with_local_log, with_reachable_log, with_settings
-from tidemill.compose.progress import working
-from tidemill.compose.rows import JsonOption, utc
+from tidemill.compose.options import SettingsOf, begin_role, with_reachable_log, with_settings
+from tidemill.compose.output import JsonOption, print_told, utc, working
 from tidemill.schemas.records import UserWish
 
 if TYPE_CHECKING:
-    from tidemill.compose.demo.simulated_users.crowd import Seen
-    from tidemill.consumers.operate.rights.erase import ConsentStatus, Erasure, LettersHeld
-    from tidemill.consumers.operate.rights.requests import RecordedWish
+    from tidemill.compose.demo.simulated_users.role import Seen
+    from tidemill.consumers.operate.rights.erase import Erasure, LettersHeld
     from tidemill.schemas.records import UserRequest
 
 UserArgument = Annotated[str, typer.Argument(help="The product's id of the user.")]
@@ -59,36 +55,46 @@ def erase(
     with working("reading the log") as bar:
         eraser = Eraser(settings.kafka, settings.store, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
         done = eraser.erase(user_id, requested_by, dry_run=dry_run)
-    _print(asdict(done), erasure_lines(done), as_json)
+    print_told(asdict(done), erasure_lines(done), as_json)
     raise typer.Exit(1 if done.left or done.claims.foreign else 0)
 
 
-def opt_out(
-    settings_of: SettingsOf,
-    user: UserArgument,
-    requested_by: ByOption,
-    is_pseudonym: PseudonymOption = False,
-    as_json: JsonOption = False,
-) -> None:
+def choosing(wish: UserWish, explained: str) -> Callable[..., None]:
+    """A command that records a user's wish; `explained` is its help."""
+
+    def command(
+        settings_of: SettingsOf,
+        user: UserArgument,
+        requested_by: ByOption,
+        is_pseudonym: PseudonymOption = False,
+        as_json: JsonOption = False,
+    ) -> None:
+        settings = with_reachable_log(settings_of({}))
+        from tidemill.consumers.operate.rights.records import choose
+
+        made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
+        said = "holds already" if made.carried_on else "written"
+        line = f"user {made.request.user_id}: {_demand(made.request)} {said}, with {made.copies} copies"
+        print_told(asdict(made), [line], as_json)
+
+    command.__name__, command.__doc__ = wish.value, explained
+    return command
+
+
+opt_out = choosing(
+    UserWish.OPT_OUT,
     """Learn nothing from a user from now on: their interactions are counted as excluded.
 
     Example: `tidemill users opt-out 4711 --by 4711`
-    """
-    _choose(settings_of, user, UserWish.OPT_OUT, requested_by, is_pseudonym, as_json)
-
-
-def opt_in(
-    settings_of: SettingsOf,
-    user: UserArgument,
-    requested_by: ByOption,
-    is_pseudonym: PseudonymOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    """,
+)
+opt_in = choosing(
+    UserWish.OPT_IN,
     """Learn from a user again: ends an opt-out, or what an erasure demanded for the time after it.
 
     Example: `tidemill users opt-in 4711 --by 4711`
-    """
-    _choose(settings_of, user, UserWish.OPT_IN, requested_by, is_pseudonym, as_json)
+    """,
+)
 
 
 def show(
@@ -104,29 +110,18 @@ def show(
     user_id = pseudonym_of(settings, user, is_pseudonym)
     with working("reading the log") as bar:
         found = read_consent_status(settings.kafka, user_id, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
-    _print(asdict(found), standing_lines(found), as_json)
-
-
-def _choose(
-    settings_of: SettingsOf, user: str, wish: UserWish, requested_by: str, is_pseudonym: bool, as_json: bool
-) -> None:
-    settings = with_reachable_log(settings_of({}))
-    from tidemill.consumers.operate.rights.requests import choose
-
-    made = choose(settings.kafka, pseudonym_of(settings, user, is_pseudonym), wish, requested_by)
-    _print(asdict(made), choice_lines(made), as_json)
-
-
-def _print(document: dict[str, Any], lines: list[str], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, indent=2))
-    else:
-        Console(soft_wrap=True, highlight=False).print("\n".join(lines), markup=False)
+    demands = [f"  {_demand(request)}" for request in found.demands]
+    lines = [
+        f"user {found.user_id}: the log holds {_counts(found.held)}",
+        *(["demands, the last one holds:", *demands] if demands else ["no demands"]),
+        *_letters(found.dead_letters),
+    ]
+    print_told(asdict(found), lines, as_json)
 
 
 def pseudonym_of(settings: TidemillSettings, user: str, is_pseudonym: bool) -> str:
     """What the log calls a user. Raises ValueError for an id that cannot be one, or without the product's keys."""
-    from tidemill.consumers.operate.rights.requests import checked_pseudonym
+    from tidemill.consumers.operate.rights.records import checked_pseudonym
 
     if is_pseudonym:
         return checked_pseudonym(user)
@@ -151,22 +146,6 @@ def erasure_lines(done: Erasure) -> list[str]:
     if done.unreadable:
         lines.append(f"unreadable, whose is not known: {_counts(done.unreadable)}")
     return [*lines, *_letters(done.dead_letters)]
-
-
-def choice_lines(made: RecordedWish) -> list[str]:
-    """A demand that was written."""
-    said = "holds already" if made.carried_on else "written"
-    return [f"user {made.request.user_id}: {_demand(made.request)} {said}, with {made.copies} copies"]
-
-
-def standing_lines(found: ConsentStatus) -> list[str]:
-    """How a user stands."""
-    demands = [f"  {_demand(request)}" for request in found.demands]
-    return [
-        f"user {found.user_id}: the log holds {_counts(found.held)}",
-        *(["demands, the last one holds:", *demands] if demands else ["no demands"]),
-        *_letters(found.dead_letters),
-    ]
 
 
 def _demand(request: UserRequest) -> str:
@@ -207,10 +186,8 @@ def simulate(
 
     Example: `tidemill users simulate --router http://127.0.0.1:8200 --measure 200 --json`
     """
-    flags = given(users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    settings = with_local_log(settings_of(flags))
-    from tidemill.compose.demo.simulated_users.questions import questions
+    settings = begin_role(settings_of, users__router=router, users__seed=seed, users__shuffle_thumbs=shuffle_thumbs)
+    from tidemill.compose.demo.simulated_users.people import questions
     from tidemill.compose.demo.simulated_users.role import run
 
     asked = questions(settings.users, held_out_only=measure is not None, one_in=settings.run.held_out_one_in)

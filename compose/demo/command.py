@@ -122,7 +122,6 @@ def check_environments(settings: TidemillSettings) -> None:
 
 
 def as_dict(summary: Summary) -> dict[str, object]:
-    """The summary as JSON values."""
     document = {**asdict(summary), "data_dir": str(summary.data_dir)}
     online = document.pop("online")
     return {**document, **(online or {})}

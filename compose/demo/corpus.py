@@ -108,7 +108,6 @@ class Demonstrator(Policy):
         max_tokens: int | None = None,
         trained: bool = True,
     ) -> Reply:
-        """The next turn."""
         slip = self._rng.choice(list(Slip)) if self._rng.random() < self._slip_rate else None
         message = self._turn(slip, len(messages))
         self.conversation = [*messages, message]

@@ -84,7 +84,6 @@ class DemoPlan:
 
     @property
     def acts(self) -> tuple[Act, ...]:
-        """The acts to play, in order."""
         act = self.settings.demo.act
         return (Act.ONE, Act.TWO) if act is Act.BOTH else (act,)
 
@@ -117,18 +116,39 @@ class DemoPlan:
 
     @property
     def router_address(self) -> str:
-        """HTTP address of the router."""
         return _address(self.ports.router)
 
     @property
     def view_address(self) -> str:
-        """HTTP address of the page."""
         return _address(self.ports.view)
 
     def write_config(self) -> None:
         """Write the settings that the roles read, as TOML, beside the data: the demonstration can be looked up."""
-        (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(self._tree()), "utf-8")
-        (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(self._online_tree()), "utf-8")
+        tree: dict[str, Any] = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
+        options = tree["kafka"]["client_options"]
+        tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
+        tree["sink"]["path"] = str(self.sink_directory)
+        if "http_port" not in self.settings.sink.model_fields_set:
+            tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may hold the usual one
+        tree["view"] |= {"host": "127.0.0.1", "port": self.ports.view, "token": "", "model": str(self.model_directory)}
+        tree["midtrain"]["output"] = tree["trainer"]["model"] = str(self.model_directory)
+        tree["rollout"]["replicas"] = [_address(port) for port in self.ports.replicas]
+        tree["feed"]["replicas"] = len(self.ports.replicas)
+        tree["stream"]["data_dir"] = str(self.directory / "stream")
+        (self.directory / CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
+        # And of the second act.
+        simulated = self.settings.trainer.online.simulated_groups_per_batch
+        tree["run"] |= {"max_steps": self.online_steps, "groups_per_step": max(1, simulated)}
+        tree["trainer"]["online"]["enabled"] = True
+        # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
+        tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}
+        stable, canary = [_address(self.ports.stable)], [_address(self.ports.canary)]
+        tree["router"] |= {"port": self.ports.router, "pools": {"stable": stable, "canary": canary}}
+        tree["users"] |= {"router": self.router_address, "seed": self.settings.run.seed}
+        # Simulated work is the canary replica's: it holds the version that the bench asks about.
+        tree["rollout"]["replicas"] = canary
+        tree["feed"] |= {"replicas": 1, "replica_ids": [CANARY], "eval_every": 1}
+        (self.directory / ONLINE_CONFIG_NAME).write_text(tomli_w.dumps(tree), "utf-8")
 
     def log_environment(self) -> dict[str, str]:
         """What every role finds in its environment: the log's passwords, where there are any."""
@@ -150,7 +170,6 @@ class DemoPlan:
         return [*command, "--config", str(self.directory / CONFIG_NAME)]
 
     def loop_roles(self) -> list[RoleArguments]:
-        """Every role of the simulated loop."""
         replicas = [
             (f"replica-{n}", [*self.arguments("serve"), "--replica-id", f"replica-{n}", "--port", str(port)])
             for n, port in enumerate(self.ports.replicas)
@@ -166,10 +185,16 @@ class DemoPlan:
         """Every role of learning from users, but for the users, the product in front of them, and group assembly."""
         # The feeder benches a version while steps are left, so that it is to think of one more than are taken.
         feed = [*self._online("feed"), "--set", f"run.max_steps={self.online_steps + 1}"]
+        replicas = [
+            (name, [*self._online("serve"), "--replica-id", name, "--pool", pool, "--port", str(port)])
+            for name, pool, port in (
+                (STABLE, Arm.STABLE.value, self.ports.stable),
+                (CANARY, Arm.CANARY.value, self.ports.canary),
+            )
+        ]
         return [
             ("train-online", self._online("train")),
-            (STABLE, self._replica(STABLE, Arm.STABLE, self.ports.stable)),
-            (CANARY, self._replica(CANARY, Arm.CANARY, self.ports.canary)),
+            *replicas,
             ("join", self._online("stream", "join")),
             ("batches", self._online("stream", "batches")),
             ("gate", self._online("gate", "run")),
@@ -178,11 +203,9 @@ class DemoPlan:
         ]
 
     def router_role(self) -> RoleArguments:
-        """The router."""
         return "route", self._online("route")
 
     def users_role(self) -> RoleArguments:
-        """Everyone who uses the product."""
         return "users", [*self._online("users", "simulate"), "--json"]
 
     def measuring_role(self, name: str) -> RoleArguments:
@@ -192,41 +215,6 @@ class DemoPlan:
 
     def _online(self, *command: str) -> list[str]:
         return [*command, "--config", str(self.directory / ONLINE_CONFIG_NAME)]
-
-    def _replica(self, name: str, pool: str, port: int) -> list[str]:
-        return [*self._online("serve"), "--replica-id", name, "--pool", pool, "--port", str(port)]
-
-    def _tree(self) -> dict[str, Any]:
-        tree = self.settings.model_dump(mode="json", exclude_none=True, exclude=SECRETS)
-        options = tree["kafka"]["client_options"]
-        tree["kafka"]["client_options"] = {name: options[name] for name in options if not name.endswith(PASSWORD)}
-        tree["sink"]["path"] = str(self.sink_directory)
-        if "http_port" not in self.settings.sink.model_fields_set:
-            tree["sink"]["http_port"] = 0  # another demonstration, or a ClickHouse server, may hold the usual one
-        tree["view"] |= {"host": "127.0.0.1", "port": self.ports.view, "token": "", "model": str(self.model_directory)}
-        tree["midtrain"]["output"] = str(self.model_directory)
-        tree["trainer"]["model"] = str(self.model_directory)
-        tree["rollout"]["replicas"] = [_address(port) for port in self.ports.replicas]
-        tree["feed"]["replicas"] = len(self.ports.replicas)
-        tree["stream"]["data_dir"] = str(self.directory / "stream")
-        return tree
-
-    def _online_tree(self) -> dict[str, Any]:
-        tree = self._tree()
-        tree["run"]["max_steps"] = self.online_steps
-        tree["trainer"]["online"]["enabled"] = True
-        # The schedule of the learning rate is the simulated loop's; it has ended, or never began.
-        tree["trainer"]["optimizer"] |= {"warmup_steps": 0, "decay_steps": 0}
-        tree["router"]["port"] = self.ports.router
-        tree["router"]["pools"] = {"stable": [_address(self.ports.stable)], "canary": [_address(self.ports.canary)]}
-        tree["users"]["router"] = self.router_address
-        tree["users"]["seed"] = self.settings.run.seed
-        # Simulated work is the canary replica's: it holds the version that the bench asks about.
-        tree["rollout"]["replicas"] = [_address(self.ports.canary)]
-        tree["feed"] |= {"replicas": 1, "replica_ids": [CANARY], "eval_every": 1}
-        simulated = self.settings.trainer.online.simulated_groups_per_batch
-        tree["run"]["groups_per_step"] = max(1, simulated)
-        return tree
 
 
 def _address(port: int) -> str:

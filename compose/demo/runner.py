@@ -17,21 +17,27 @@ from functools import partial
 from rich.console import Console
 
 from tidemill.compose.config import Act, TidemillSettings
-from tidemill.compose.demo import act_one, act_two
-from tidemill.compose.demo.online_state import OnlineState
+from tidemill.compose.demo.acts import (
+    MAY_END,
+    REFRESH_S,
+    WATCHED,
+    DemoStage,
+    last_line,
+    leave_one,
+    play_one,
+    play_two,
+)
 from tidemill.compose.demo.plan import CANARY, STABLE, DemoPlan
-from tidemill.compose.demo.state import LoopState
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.compose.demo.summary import Summary, summarise
 from tidemill.compose.demo.view import closing
-from tidemill.compose.demo.watch import REFRESH_S, WATCHED, DemoWatch, last_line
-from tidemill.compose.guard import Guard
 from tidemill.compose.models_command import DIRECTORY, fetch
 from tidemill.compose.options import with_address
-from tidemill.compose.processes import Supervisor
-from tidemill.compose.progress import spinner
-from tidemill.compose.stack import LocalStack, require_tools
-from tidemill.consumers.operate.audit.audit import audit_log
-from tidemill.consumers.operate.audit.report import AuditRules
+from tidemill.compose.output import spinner
+from tidemill.compose.processes import Guard, Supervisor
+from tidemill.compose.stack.kafka import LocalStack, require_tools
+from tidemill.consumers.operate.audit.audit import AuditReport, audit_log
+from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas.log.admin import create_topics, wait_for_broker
 from tidemill.schemas.log.reader import LogReader
 
@@ -86,67 +92,61 @@ def _log(settings: TidemillSettings, plan: DemoPlan, console: Console) -> Iterat
 
 
 def _run(plan: DemoPlan, supervisor: Supervisor, console: Console, began: float) -> Summary:
-    create_topics(plan.settings.kafka)
+    settings, run = plan.settings, plan.settings.run
+    create_topics(settings.kafka)
     plan.write_config()
     supervisor.start("sink", plan.arguments("sink"))
     supervisor.start("view", plan.arguments("view"))
     console.print(f"watch it in a browser: {plan.view_address}", highlight=False)
-    if not plan.settings.demo.model:
-        _midtrain(plan, supervisor, console)
-    run_id = plan.settings.run.run_id
-    with LogReader(plan.settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
-        online = OnlineState(run_id, frozenset({STABLE}), frozenset({CANARY}))
-        watch = DemoWatch(reader, LoopState(run_id), online, time.monotonic())
-        summary = _audited(plan, supervisor, console, watch, _play(plan, supervisor, console, watch))
-    return replace(summary, seconds=round(time.monotonic() - began, 1))
-
-
-def _audited(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch, summary: Summary) -> Summary:
-    """The summary with the verdict on the log, once every rollout that was asked for has ended."""
-    settings = plan.settings
-    with spinner(console, "auditing the log") as say:
-        if Act.TWO in plan.acts:
-            supervisor.stop("feed-online")
-        deadline = time.monotonic() + settings.demo.endings_timeout_s
-        while watch.state.open_groups and time.monotonic() < deadline:
-            watch.listen(REFRESH_S)
-            supervisor.check((*act_one.MAY_END, *act_two.MAY_END))
-            say(f"{watch.state.open_groups} groups are still played")
-        rules = AuditRules(
-            settings.run.run_id,
-            complete=True,
-            last_step=len(watch.state.steps),
-            horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * 1_000_000),
-        )
-        report = audit_log(settings.kafka, rules, lambda topic, n, of: say(f"{topic}: {n:,} of {of:,} records"))
-    return replace(summary, audit_sound=report.passed, audit=report.verdict())
-
-
-def _play(plan: DemoPlan, supervisor: Supervisor, console: Console, watch: DemoWatch) -> Summary:
-    if plan.acts == (Act.TWO,):
-        supervisor.start("stream", plan.arguments("stream"))
-        online = act_two.play(plan, supervisor, console, watch)
-        return replace(_summary(plan, watch), online=online)
-    act_one.play(plan, supervisor, console, watch)
-    summary = _summary(plan, watch)
-    if Act.TWO not in plan.acts:
-        return summary
-    act_one.leave(plan, supervisor)
-    return replace(summary, online=act_two.play(plan, supervisor, console, watch))
-
-
-def _summary(plan: DemoPlan, watch: DemoWatch) -> Summary:
-    """What the simulated loop showed so far."""
-    run = plan.settings.run
-    return summarise(watch.state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory)
-
-
-def _midtrain(plan: DemoPlan, supervisor: Supervisor, console: Console) -> None:
-    for name, text in (("documents", "writing documents"), ("midtrain", "mid-training a tiny model from nothing")):
-        command = (name,) if name == "documents" else ("train", "--phase", "midtrain")
+    midtraining = (
+        ("documents", "writing documents", ["documents"]),
+        ("midtrain", "mid-training a tiny model from nothing", ["train", "--phase", "midtrain"]),
+    )
+    for name, text, command in midtraining if not settings.demo.model else ():
         supervisor.start(name, plan.arguments(*command))
         with spinner(console, text) as say:
             while not supervisor.ended(name):
-                supervisor.check(may_end=("documents", "midtrain"))
+                supervisor.check(MAY_END)
                 say(last_line(plan.log_directory / f"{name}.log"))
                 time.sleep(REFRESH_S)
+    with LogReader(settings.kafka, WATCHED, client_id="tidemill-demo") as reader:
+        online = OnlineState(run.run_id, frozenset({STABLE}), frozenset({CANARY}))
+        state = LoopState(run.run_id)
+        stage = DemoStage(plan, supervisor, console, reader, state, online, time.monotonic())
+        figures = partial(
+            summarise, state, seed=run.seed, bound=run.max_policy_lag, seconds=0.0, data_dir=plan.directory
+        )
+        summary, users = None, None
+        if Act.ONE in plan.acts:
+            play_one(stage)
+            # The figures of the simulated loop are those of the first act.
+            summary = figures()
+        else:
+            supervisor.start("stream", plan.arguments("stream"))
+        if Act.TWO in plan.acts:
+            if summary is not None:
+                leave_one(plan, supervisor)
+            users = play_two(stage)
+        summary = summary or figures()
+        report = _audit(stage)
+    seconds = round(time.monotonic() - began, 1)
+    return replace(summary, online=users, audit_sound=report.passed, audit=report.verdict(), seconds=seconds)
+
+
+def _audit(stage: DemoStage) -> AuditReport:
+    """The audit of the log, once every rollout that was asked for has ended."""
+    settings, state = stage.plan.settings, stage.state
+    with spinner(stage.console, "auditing the log") as say:
+        if Act.TWO in stage.plan.acts:
+            stage.supervisor.stop("feed-online")
+        deadline = time.monotonic() + settings.demo.endings_timeout_s
+        while state.open_groups and time.monotonic() < deadline:
+            stage.listen()
+            say(f"{state.open_groups} groups are still played")
+        rules = AuditRules(
+            settings.run.run_id,
+            complete=True,
+            last_step=len(state.steps),
+            horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * 1_000_000),
+        )
+        return audit_log(settings.kafka, rules, lambda topic, n, of: say(f"{topic}: {n:,} of {of:,} records"))

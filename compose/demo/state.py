@@ -1,28 +1,19 @@
-"""What the demonstration knows of the loop: a pure fold over the records of the log.
+"""What the demonstration knows of the loop, and of learning from users: pure folds over the records of the log.
 
 Every number that the screen and the summary show comes from here, and so from the log; nothing is asked of a process.
+Only how satisfied users are is not in the log: they alone know (`satisfaction`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tidemill.schemas.clock import to_s
-from tidemill.schemas.records import (
-    AckStatus,
-    CloseReason,
-    Group,
-    GroupMember,
-    Manifest,
-    Mode,
-    Record,
-    RolloutStatus,
-    Task,
-    TrainStep,
-    WeightAck,
-)
+from tidemill.schemas import records as r
+from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.clock import to_s, to_us
+from tidemill.schemas.gate_decisions import BranchDecisions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +36,11 @@ class LoopState:
     """The loop as its log tells it, for one run."""
 
     run_id: str
-    steps: dict[int, TrainStep] = field(default_factory=dict)
-    manifests: dict[int, Manifest] = field(default_factory=dict)
-    groups: dict[str, Group] = field(default_factory=dict)
-    last_ack: dict[str, WeightAck] = field(default_factory=dict)
-    served: dict[tuple[str, int], WeightAck] = field(default_factory=dict)
+    steps: dict[int, r.TrainStep] = field(default_factory=dict)
+    manifests: dict[int, r.Manifest] = field(default_factory=dict)
+    groups: dict[str, r.Group] = field(default_factory=dict)
+    last_ack: dict[str, r.WeightAck] = field(default_factory=dict)
+    served: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
     """First proof of each version by each replica."""
     environments: dict[str, int] = field(default_factory=dict)
     """Tasks issued, by environment."""
@@ -60,29 +51,29 @@ class LoopState:
     _issued: set[str] = field(default_factory=set)
     _eval_version: dict[str, int] = field(default_factory=dict)
 
-    def observe(self, record: Record) -> None:
+    def observe(self, record: r.Record) -> None:
         """Take one record of the log; records of other runs and duplicates change nothing."""
         if getattr(record, "run_id", None) != self.run_id:
             return
         match record:
-            case Task():
+            case r.Task():
                 self._issued.add(record.group_id)
                 self.environments[record.environment] = self.environments.get(record.environment, 0) + 1
-                if record.mode is Mode.EVAL:
+                if record.mode is r.Mode.EVAL:
                     self._eval_version[record.group_id] = record.issued_version
                 elif not self.first_task_at or record.issued_at < self.first_task_at:
                     self.first_task_at = record.issued_at
-            case Group(closed_by=CloseReason.LATE):
+            case r.Group(closed_by=r.CloseReason.LATE):
                 self.late += 1
-            case Group():
+            case r.Group():
                 self.groups.setdefault(record.group_id, record)
-            case Manifest():
+            case r.Manifest():
                 self.manifests.setdefault(record.version, record)
-            case TrainStep():
+            case r.TrainStep():
                 self.steps.setdefault(record.step, record)
-            case WeightAck():
+            case r.WeightAck():
                 self.last_ack[record.replica_id] = record
-                if record.status is AckStatus.REFUSED:
+                if record.status is r.AckStatus.REFUSED:
                     self.refusals += 1
                 else:
                     self.served.setdefault((record.replica_id, record.version), record)
@@ -91,7 +82,6 @@ class LoopState:
 
     @property
     def version(self) -> int:
-        """Newest committed version; -1 before the first."""
         return max(self.manifests, default=-1)
 
     @property
@@ -99,28 +89,29 @@ class LoopState:
         """Groups that were asked for and are not closed."""
         return len(self._issued - self.groups.keys())
 
-    def train_groups(self) -> list[Group]:
-        """Groups assembled for training."""
-        return [group for group in self.groups.values() if group.mode is Mode.TRAIN]
+    def train_groups(self) -> list[r.Group]:
+        return [group for group in self.groups.values() if group.mode is r.Mode.TRAIN]
 
     def held_out(self) -> list[HeldOut]:
         """Held-out success by the version under which the tasks were issued, oldest first."""
-        by_version: dict[int, list[Group]] = defaultdict(list)
+        by_version: dict[int, list[r.Group]] = defaultdict(list)
         for group in self.groups.values():
-            if group.mode is Mode.EVAL and group.group_id in self._eval_version:
+            if group.mode is r.Mode.EVAL and group.group_id in self._eval_version:
                 by_version[self._eval_version[group.group_id]].append(group)
-        return [_held_out(version, groups) for version, groups in sorted(by_version.items())]
+        found = []
+        for version, groups in sorted(by_version.items()):
+            finished = [member for group in groups for member in group.members if member.success is not None]
+            found.append(HeldOut(version, sum(bool(m.success) for m in finished), len(finished), len(groups)))
+        return found
 
     def lag(self) -> Counter[int]:
-        """Trained tokens by policy lag."""
         total: Counter[int] = Counter()
         for step in self.steps.values():
             for count in step.lag:
                 total[count.lag] += count.tokens
         return total
 
-    def trained_members(self) -> list[GroupMember]:
-        """Every rollout that a step trained on."""
+    def trained_members(self) -> list[r.GroupMember]:
         trained = [self.groups[i.group_id] for s in self.steps.values() for i in s.inputs if i.group_id in self.groups]
         return [member for group in trained for member in group.members if member.advantage is not None]
 
@@ -134,20 +125,20 @@ class LoopState:
         seconds = to_s(max((s.finished_at for s in self.steps.values()), default=0) - self.first_task_at)
         return self._taken(self.steps.values()) / seconds if self.first_task_at and seconds > 0 else 0.0
 
-    def _taken(self, steps: Iterable[TrainStep]) -> int:
+    def _taken(self, steps: Iterable[r.TrainStep]) -> int:
         taken: set[str] = set()
         for step in steps:
             taken |= {place.group_id for place in step.inputs} | {place.group_id for place in step.exclusions}
         groups = [self.groups[group_id] for group_id in taken if group_id in self.groups]
-        return sum(member.status is RolloutStatus.COMPLETED for group in groups for member in group.members)
+        return sum(member.status is r.RolloutStatus.COMPLETED for group in groups for member in group.members)
 
     def spanning(self) -> int:
         """Trained rollouts whose tokens were sampled under more than one version."""
         return sum(member.version_min != member.version_max for member in self.trained_members())
 
-    def updates(self) -> list[WeightAck]:
+    def updates(self) -> list[r.WeightAck]:
         """Proved in-place updates, one a replica and version; joining from an anchor is none."""
-        return [ack for ack in self.served.values() if ack.status is AckStatus.PROVED and ack.pause_ms > 0]
+        return [ack for ack in self.served.values() if ack.status is r.AckStatus.PROVED and ack.pause_ms > 0]
 
     def fingerprints_equal(self) -> bool:
         """Whether every proof equals its version's manifest and every replica serves the newest version."""
@@ -156,13 +147,177 @@ class LoopState:
         newest = all(ack.serving_version == self.version for ack in self.last_ack.values())
         return bool(proofs) and matches and newest
 
-    def mean_reward(self, step: TrainStep) -> float:
-        """Mean reward of the rollouts of a step."""
+    def mean_reward(self, step: r.TrainStep) -> float:
         groups = [self.groups[i.group_id] for i in step.inputs if i.group_id in self.groups]
         rewards = [m.reward for g in groups for m in g.members if m.reward is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def _held_out(version: int, groups: list[Group]) -> HeldOut:
-    finished = [member for group in groups for member in group.members if member.success is not None]
-    return HeldOut(version, sum(bool(m.success) for m in finished), len(finished), len(groups))
+RATE_WINDOW_US = to_us(10)
+REWARDED = "rewarded"
+"""The ending of an interaction that is not excluded."""
+
+
+@dataclass(slots=True)
+class OnlineState:
+    """Learning from users as the log of one run tells it."""
+
+    run_id: str
+    stable: frozenset[str]
+    """Names of the replicas that serve promoted versions."""
+    canary: frozenset[str]
+    """Names of the replicas that serve the version under trial to its share of the users."""
+    interactions: set[str] = field(default_factory=set)
+    endings: dict[str, str] = field(default_factory=dict)
+    """How each interaction ended: `REWARDED`, or why it was excluded."""
+    corrections: int = 0
+    votes: int = 0
+    batches: dict[str, r.OnlineBatch] = field(default_factory=dict)
+    decisions: list[r.GateDecision] = field(default_factory=list)
+    branch: BranchDecisions = field(default_factory=BranchDecisions)
+    """The meaning of the decisions."""
+    serving: dict[str, int] = field(default_factory=dict)
+    """Version served by each replica of a pool."""
+    _recent: deque[int] = field(default_factory=deque)
+    _learnt: dict[int, list[str]] = field(default_factory=dict)
+    """Online batches that a version was made of."""
+    _dropped: set[str] = field(default_factory=set)
+    """Interactions that the trainer took out of their batches."""
+    _parents: dict[int, int] = field(default_factory=dict)
+    _fingerprints: dict[int, str] = field(default_factory=dict)
+    _proofs: dict[tuple[str, int], r.WeightAck] = field(default_factory=dict)
+    """First proof of each version by each replica of a pool."""
+    _votes_seen: set[str] = field(default_factory=set)
+
+    def observe(self, record: r.Record) -> None:
+        """Take one record of the log; records of other runs and duplicates change nothing."""
+        if getattr(record, "run_id", self.run_id) != self.run_id:
+            return
+        match record:
+            case r.Interaction() if record.interaction_id not in self.interactions:
+                self.interactions.add(record.interaction_id)
+                # Partitions are read one after another, so that times do not come in order.
+                newest = self._recent[-1] if self._recent else 0
+                self._recent.append(max(newest, record.served_at))
+                while self._recent[0] < self._recent[-1] - RATE_WINDOW_US:
+                    self._recent.popleft()
+            case r.Feedback(kind=r.SignalKind.THUMB) if record.event_id not in self._votes_seen:
+                self._votes_seen.add(record.event_id)
+                self.votes += 1
+            case r.Outcome(revision=0):
+                self.endings.setdefault(record.interaction_id, record.exclusion or REWARDED)
+            case r.Outcome():
+                self.corrections += 1
+            case r.OnlineBatch():
+                self.batches.setdefault(record.batch_id, record)
+            case r.GateDecision():
+                self.decisions.append(record)
+                self.branch.observe(record)
+            case r.Manifest():
+                self._fingerprints.setdefault(record.version, record.fingerprint)
+            case r.TrainStep():
+                self._parents[record.version] = record.parent_version
+                batches = [place.group_id for place in record.inputs if place.topic == Topic.ONLINE_BATCHES]
+                if batches:
+                    self._learnt[record.version] = batches
+                self._dropped |= {e.group_id for e in record.exclusions if e.topic == Topic.INTERACTIONS}
+            case r.WeightAck() if record.replica_id in self.stable | self.canary:
+                self.serving[record.replica_id] = record.serving_version
+                if record.status is not r.AckStatus.REFUSED:
+                    self._proofs.setdefault((record.replica_id, record.version), record)
+            case _:
+                pass
+
+    @property
+    def interactions_per_s(self) -> float:
+        """Answers a second over the last seconds of event time."""
+        if len(self._recent) < 2:
+            return 0.0
+        span_us = self._recent[-1] - self._recent[0]
+        return len(self._recent) / to_s(span_us) if span_us > 0 else 0.0
+
+    def exclusions(self) -> dict[str, int]:
+        counts = Counter(ending for ending in self.endings.values() if ending != REWARDED)
+        return dict(sorted(counts.items()))
+
+    @property
+    def rewarded(self) -> int:
+        return sum(ending == REWARDED for ending in self.endings.values())
+
+    @property
+    def learnt_batches(self) -> int:
+        """Online batches that a step trained on."""
+        return sum(len(batches) for batches in self._learnt.values())
+
+    @property
+    def learnt_versions(self) -> list[int]:
+        """Versions that learnt from users, oldest first."""
+        return sorted(self._learnt)
+
+    def decided(self, version: int) -> bool:
+        """Whether the trial of `version`, or of one made from it, ended with a decision about it."""
+        return any(trial.decided and version in self._ancestry(trial.version) for trial in self.branch.trials)
+
+    @property
+    def trials_decided(self) -> int:
+        """Trials that ended with a decision about their version."""
+        return sum(trial.decided for trial in self.branch.trials)
+
+    @property
+    def decided_on_evidence(self) -> int:
+        """Those that the gate's evidence decided; the others ended for want of time or traffic, or by a person."""
+        return sum(trial.on_evidence for trial in self.branch.trials)
+
+    def verdicts(self) -> dict[str, int]:
+        return dict(sorted(Counter(decision.verdict.value for decision in self.decisions).items()))
+
+    def stage(self) -> str:
+        """What the gate is doing, by its newest decision about what is served."""
+        trial, settled = self.branch.trial, self.branch.settled
+        if trial is not None:
+            tried = f"is compared among {trial.share:.0%} of the users" if trial.share else "is benched"
+            return f"v{trial.version} {tried}"
+        return "no decision yet" if settled is None else f"{settled.verdict.value} v{settled.version}: {settled.reason}"
+
+    def to_a_share_s(self) -> list[float]:
+        """Seconds from each trained interaction's newest signal until some users were served what it taught."""
+        return self._latencies(self.stable | self.canary)
+
+    def to_everyone_s(self) -> list[float]:
+        """Seconds from each trained interaction's newest signal until everyone was served what it taught."""
+        return self._latencies(self.stable)
+
+    def _latencies(self, replicas: Collection[str]) -> list[float]:
+        found = []
+        for version, batches in self._learnt.items():
+            # When users were first served the version, or one that was made from it.
+            times = []
+            for (replica_id, proved), ack in self._proofs.items():
+                if replica_id not in replicas or version not in self._ancestry(proved):
+                    continue
+                # A canary replica has users from when the gate gave it some.
+                shown = [trial.users_at for trial in self.branch.trials if trial.version == proved]
+                shown = [0] if replica_id in self.stable else shown
+                times += [max(ack.at, at) for at in shown if at is not None]
+            taught = [self.batches[batch] for batch in batches if batch in self.batches] if times else []
+            found += [
+                to_s(min(times) - member.feedback_at)
+                for batch in taught
+                for member in batch.members
+                if member.feedback_at is not None and member.interaction_id not in self._dropped
+            ]
+        return found
+
+    def _ancestry(self, version: int) -> Iterator[int]:
+        at: int | None = version
+        while at is not None:
+            yield at
+            at = self._parents.get(at)
+
+    def fingerprints_equal(self) -> bool:
+        """Whether every proof in a pool equals its version's manifest, and stable serves the version named last."""
+        proofs = [ack for ack in self._proofs.values() if ack.version in self._fingerprints]
+        matches = all(ack.fingerprint == self._fingerprints[ack.version] for ack in proofs)
+        served = self.branch.served
+        current = all(self.serving.get(replica_id) == served[-1] for replica_id in self.stable) if served else False
+        return bool(proofs) and matches and current

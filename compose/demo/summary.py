@@ -8,16 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tidemill.compose.demo.online_state import OnlineState
-from tidemill.compose.demo.simulated_users.conversation import Satisfaction
-from tidemill.compose.demo.state import HeldOut, LoopState
+from tidemill.compose.demo.simulated_users.people import Satisfaction
+from tidemill.compose.demo.state import LoopState, OnlineState
 from tidemill.schemas.clock import to_s
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Median and 95th percentile."""
-
     p50: float
     p95: float
 
@@ -118,7 +115,6 @@ def percentiles(values: list[float]) -> Percentiles:
 
 
 def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_dir: Path) -> Summary:
-    """The summary of a finished loop."""
     held_out = state.held_out()
     first, last = (held_out[0], held_out[-1]) if held_out else (None, None)
     updates = state.updates()
@@ -134,7 +130,17 @@ def summarise(state: LoopState, *, seed: int, bound: int, seconds: float, data_d
         held_out_before=round(first.rate, 4) if first else 0.0,
         held_out_after=round(last.rate, 4) if last else 0.0,
         held_out_rollouts=min(first.rollouts, last.rollouts) if first and last else 0,
-        held_out=_curve(state),
+        held_out=[
+            {
+                "version": each.version,
+                "rate": round(each.rate, 4),
+                "rollouts": each.rollouts,
+                "seconds": round(to_s(state.manifests[each.version].published_at - min(begins)), 1),
+                "trained": state.taken_before(each.version),
+            }
+            for each in held_out
+            if each.version in state.manifests
+        ],
         rewards_shuffled=any(group.rewards_shuffled for group in state.train_groups()),
         learning_rate=max((m.learning_rate for m in deltas), default=0.0),
         versions=state.version,
@@ -171,6 +177,12 @@ def summarise_online(
     promoted = online.branch.served
     skill = {each.version: each for each in state.held_out()}
     first, last = (skill.get(promoted[0]), skill.get(promoted[-1])) if promoted else (None, None)
+    variance = 0.0
+    for each in (first, last):
+        if each is not None:
+            # With two successes and two failures added, so that it is right for rates near 0 and 1 as well.
+            rate = (each.successes + 2) / (each.rollouts + 4)
+            variance += rate * (1.0 - rate) / (each.rollouts + 4)
     return OnlineSummary(
         satisfaction_before=round(before.rate, 4) if before else 0.0,
         satisfaction_after=round(after.rate, 4) if after else 0.0,
@@ -194,29 +206,7 @@ def summarise_online(
         held_out_before_online=round(first.rate, 4) if first else 0.0,
         held_out_after_online=round(last.rate, 4) if last else 0.0,
         held_out_online_rollouts=min(first.rollouts, last.rollouts) if first and last else 0,
-        held_out_online_noise=round(1.96 * math.sqrt(sum(_variance(each) for each in (first, last) if each)), 4),
+        held_out_online_noise=round(1.96 * math.sqrt(variance), 4),
         online_fingerprints_equal=online.fingerprints_equal(),
         online_seconds=round(seconds, 1),
     )
-
-
-def _variance(skill: HeldOut) -> float:
-    """Of a rate, with two successes and two failures added, so that it is right for rates near 0 and 1 as well."""
-    rollouts = skill.rollouts + 4
-    rate = (skill.successes + 2) / rollouts
-    return rate * (1.0 - rate) / rollouts
-
-
-def _curve(state: LoopState) -> list[dict[str, float]]:
-    began = min((manifest.published_at for manifest in state.manifests.values()), default=0)
-    return [
-        {
-            "version": each.version,
-            "rate": round(each.rate, 4),
-            "rollouts": each.rollouts,
-            "seconds": round(to_s(state.manifests[each.version].published_at - began), 1),
-            "trained": state.taken_before(each.version),
-        }
-        for each in state.held_out()
-        if each.version in state.manifests
-    ]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.compose.demo.online_state import OnlineState
-from tidemill.compose.demo.simulated_users.crowd import Seen
-from tidemill.compose.demo.state import LoopState
-from tidemill.compose.demo.summary import OnlineSummary, Percentiles, Summary, percentiles
+from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.state import LoopState, OnlineState
+from tidemill.compose.demo.summary import Percentiles, Summary, percentiles
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 60
@@ -25,79 +26,59 @@ def sparkline(values: list[float], low: float = 0.0, high: float = 1.0) -> str:
 
 
 def screen(state: LoopState, *, steps: int, bound: int, elapsed_s: float, stage: str) -> RenderableType:
-    """The whole screen."""
-    title = f"tidemill · {state.run_id} · {stage} · {elapsed_s:.0f} s"
-    return Panel(Lines(_learning(state, steps), _weights(state, bound)), title=title, border_style="cyan")
-
-
-def _learning(state: LoopState, steps: int) -> Table:
-    held_out = state.held_out()
-    rewards = [state.mean_reward(state.steps[step]) for step in sorted(state.steps)]
-    table = Table.grid(padding=(0, 2))
+    held_out, groups, lag = state.held_out(), state.train_groups(), state.lag()
+    learning = Table.grid(padding=(0, 2))
     rates = ", ".join(f"v{h.version} {h.rate:.2f} (n={h.rollouts})" for h in held_out[-4:]) or "waiting"
-    table.add_row("held-out success", rates, Text(sparkline([h.rate for h in held_out]), style="green"))
-    table.add_row("tasks", ", ".join(f"{name} {count}" for name, count in sorted(state.environments.items())), "")
+    learning.add_row("held-out success", rates, Text(sparkline([h.rate for h in held_out]), style="green"))
+    tasks = ", ".join(f"{name} {count}" for name, count in sorted(state.environments.items()))
+    learning.add_row("tasks", tasks, "")
+    rewards = [state.mean_reward(state.steps[step]) for step in sorted(state.steps)]
     latest = f"{rewards[-1]:.2f}" if rewards else "waiting"
-    table.add_row("reward (training)", latest, Text(sparkline(rewards), style="yellow"))
-    table.add_row("optimizer step", f"{len(state.steps)} of {steps}", "")
-    groups = state.train_groups()
-    by_reason = {reason: sum(g.closed_by == reason for g in groups) for reason in {g.closed_by for g in groups}}
-    table.add_row("groups assembled", str(len(groups)), ", ".join(f"{k} {v}" for k, v in sorted(by_reason.items())))
-    return table
-
-
-def _weights(state: LoopState, bound: int) -> Table:
-    table = Table.grid(padding=(0, 2))
-    lag = state.lag()
+    learning.add_row("reward (training)", latest, Text(sparkline(rewards), style="yellow"))
+    learning.add_row("optimizer step", f"{len(state.steps)} of {steps}", "")
+    reasons = ", ".join(f"{k} {v}" for k, v in sorted(Counter(group.closed_by for group in groups).items()))
+    learning.add_row("groups assembled", str(len(groups)), reasons)
+    weights = Table.grid(padding=(0, 2))
     tokens = sum(lag.values())
     shares = "  ".join(f"{k}: {v / tokens:.0%}" for k, v in sorted(lag.items()))
-    table.add_row("policy lag", f"max {max(lag, default=0)}, bound {bound}", shares)
-    newest = state.manifests.get(state.version)
-    size = ""
+    weights.add_row("policy lag", f"max {max(lag, default=0)}, bound {bound}", shares)
+    newest, size = state.manifests.get(state.version), ""
     if newest is not None and newest.parent is not None:
         size = (
             f"delta {newest.delta_bytes / 1024:,.0f} KiB, {newest.n_changed / newest.n_elements:.1%} of the weights "
             f"changed at learning rate {newest.learning_rate:g}"
         )
-    table.add_row("trainer", f"v{state.version}", size)
+    weights.add_row("trainer", f"v{state.version}", size)
     for replica_id, ack in sorted(state.last_ack.items()):
         pause = f"pause {ack.pause_ms:.1f} ms, {ack.status.value}, {ack.requests_in_flight} requests in flight"
-        table.add_row(replica_id, f"v{ack.serving_version}", pause)
-    return table
+        weights.add_row(replica_id, f"v{ack.serving_version}", pause)
+    title = f"tidemill · {state.run_id} · {stage} · {elapsed_s:.0f} s"
+    return Panel(Lines(learning, weights), title=title, border_style="cyan")
 
 
 def online_screen(online: OnlineState, seen: Seen | None, batches: int, elapsed_s: float) -> RenderableType:
-    """The whole screen while users are there."""
-    title = f"tidemill · {online.run_id} · learning from users · {elapsed_s:.0f} s"
-    return Panel(Lines(_users(online, seen, batches), _gate(online)), title=title, border_style="magenta")
-
-
-def _users(online: OnlineState, seen: Seen | None, batches: int) -> Table:
-    table = Table.grid(padding=(0, 2))
+    users = Table.grid(padding=(0, 2))
     rates = seen.satisfaction if seen is not None else []
     said = ", ".join(f"v{s.version} {s.rate:.2f} (n={s.answers})" for s in rates[-4:]) or "waiting"
-    table.add_row("held-out users satisfied", said, Text(sparkline([s.rate for s in rates]), style="green"))
+    users.add_row("held-out users satisfied", said, Text(sparkline([s.rate for s in rates]), style="green"))
     rate = f"{online.interactions_per_s:.0f} a second"
-    table.add_row("interactions", str(len(online.interactions)), f"{rate}, {online.votes} votes")
-    table.add_row("ended in a reward", str(online.rewarded), f"{online.corrections} corrected later")
+    users.add_row("interactions", str(len(online.interactions)), f"{rate}, {online.votes} votes")
+    users.add_row("ended in a reward", str(online.rewarded), f"{online.corrections} corrected later")
     reasons = ", ".join(f"{reason} {count}" for reason, count in online.exclusions().items()) or "none"
-    table.add_row("excluded", str(len(online.endings) - online.rewarded), reasons)
+    users.add_row("excluded", str(len(online.endings) - online.rewarded), reasons)
     newest = list(online.batches.values())[-1] if online.batches else None
     size = f"v{newest.version}: {len(newest.members)} members, by {newest.closed_by.value}" if newest else "filling"
-    table.add_row("online batches", f"{online.learnt_batches} of {batches} learnt from", size)
-    return table
-
-
-def _gate(online: OnlineState) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row("gate", online.stage())
-    table.add_row("decisions", ", ".join(f"{verdict} {n}" for verdict, n in online.verdicts().items()) or "none")
-    table.add_row("on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried")
-    table.add_row("feedback to served", _spread(percentiles(online.to_a_share_s())))
-    table.add_row("feedback to everyone", _spread(percentiles(online.to_everyone_s())))
+    users.add_row("online batches", f"{online.learnt_batches} of {batches} learnt from", size)
+    gate = Table.grid(padding=(0, 2))
+    gate.add_row("gate", online.stage())
+    gate.add_row("decisions", ", ".join(f"{verdict} {n}" for verdict, n in online.verdicts().items()) or "none")
+    gate.add_row("on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried")
+    gate.add_row("feedback to served", _spread(percentiles(online.to_a_share_s())))
+    gate.add_row("feedback to everyone", _spread(percentiles(online.to_everyone_s())))
     for replica_id, version in sorted(online.serving.items()):
-        table.add_row(replica_id, f"v{version}")
-    return table
+        gate.add_row(replica_id, f"v{version}")
+    title = f"tidemill · {online.run_id} · learning from users · {elapsed_s:.0f} s"
+    return Panel(Lines(users, gate), title=title, border_style="magenta")
 
 
 def _spread(seconds: Percentiles) -> str:
@@ -105,7 +86,6 @@ def _spread(seconds: Percentiles) -> str:
 
 
 def closing(summary: Summary, queries: list[str]) -> RenderableType:
-    """What remains on the screen at the end."""
     table = Table.grid(padding=(0, 2))
     equal = "equal" if summary.fingerprints_equal else "NOT EQUAL"
     success = f"{summary.held_out_before:.3f} → {summary.held_out_after:.3f}"
@@ -119,29 +99,25 @@ def closing(summary: Summary, queries: list[str]) -> RenderableType:
         ("delta", f"p50 {summary.delta_bytes.p50 / 1024:,.0f} KiB at learning rate {summary.learning_rate:g}"),
         ("rollouts", f"{summary.rollouts_per_s:.1f} per second, of {', '.join(summary.environments)}"),
         ("audit of the log", summary.audit),
-        ("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"),
-        ("data", str(summary.data_dir)),
     ]
-    for name, value in [*rows[:-2], *_online_rows(summary.online), *rows[-2:]]:
+    if (online := summary.online) is not None:
+        satisfied = f"{online.satisfaction_before:.3f} → {online.satisfaction_after:.3f}"
+        skill = f"{online.held_out_before_online:.3f} → {online.held_out_after_online:.3f}"
+        noise = f"{online.held_out_online_rollouts} rollouts each: within ±{online.held_out_online_noise:.3f} is noise"
+        ended = ", ".join(f"{reason} {count}" for reason, count in online.exclusions.items())
+        equal = "equal" if online.online_fingerprints_equal else "NOT EQUAL"
+        rows += [
+            ("users satisfied", f"{satisfied}  ({online.satisfaction_answers} held-out answers each)"),
+            ("skill meanwhile", f"{skill}  ({noise})"),
+            ("decided on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried"),
+            ("online batches", f"{online.online_batches}; {online.promotions} versions promoted, fingerprints {equal}"),
+            ("feedback to served", _spread(online.feedback_to_served_s)),
+            ("feedback to everyone", _spread(online.feedback_to_everyone_s)),
+            ("interactions", f"{online.interactions} = {online.rewarded} rewarded, {ended}"),
+        ]
+    rows.append(("time", f"{summary.loop_seconds:.0f} s of loop, {summary.seconds:.0f} s in all"))
+    rows.append(("data", str(summary.data_dir)))
+    for name, value in rows:
         table.add_row(name, value)
     asks = Lines(Text("\nTry next:", style="bold"), *(Text(f"  {query}") for query in queries))
     return Panel(Lines(table, asks), title=f"tidemill · {summary.run_id}", border_style="green")
-
-
-def _online_rows(online: OnlineSummary | None) -> list[tuple[str, str]]:
-    if online is None:
-        return []
-    satisfied = f"{online.satisfaction_before:.3f} → {online.satisfaction_after:.3f}"
-    skill = f"{online.held_out_before_online:.3f} → {online.held_out_after_online:.3f}"
-    noise = f"({online.held_out_online_rollouts} rollouts each: within ±{online.held_out_online_noise:.3f} is noise)"
-    ended = ", ".join(f"{reason} {count}" for reason, count in online.exclusions.items())
-    equal = "equal" if online.online_fingerprints_equal else "NOT EQUAL"
-    return [
-        ("users satisfied", f"{satisfied}  ({online.satisfaction_answers} held-out answers each)"),
-        ("skill meanwhile", f"{skill}  {noise}"),
-        ("decided on evidence", f"{online.decided_on_evidence} of {online.trials_decided} versions tried"),
-        ("online batches", f"{online.online_batches}; {online.promotions} versions promoted, fingerprints {equal}"),
-        ("feedback to served", _spread(online.feedback_to_served_s)),
-        ("feedback to everyone", _spread(online.feedback_to_everyone_s)),
-        ("interactions", f"{online.interactions} = {online.rewarded} rewarded, {ended}"),
-    ]

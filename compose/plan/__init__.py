@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tidemill.compose.options import SettingsOf, given
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, print_rows
 from tidemill.consumers.replica.config import EngineDtype
 from tidemill.trainer.choices import Compute
 
@@ -64,7 +64,7 @@ def plan(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tidemill.compose.models_command import DIRECTORY
     from tidemill.compose.plan.estimates import Estimate, StepWork, TrainerSpeed, delta_estimates, step_estimates
-    from tidemill.compose.plan.fit import devices_of, fit
+    from tidemill.compose.plan.fit import devices_of, document, fit, print_plan
     from tidemill.compose.plan.memory import (
         BF16,
         FP32,
@@ -73,7 +73,6 @@ def plan(
         replica_host_bytes,
         trainer_host_bytes,
     )
-    from tidemill.compose.plan.text import document, print_plan
     from tidemill.trainer.model_size import size_of_name
 
     devices = devices_of(gpus, cpu)

@@ -111,33 +111,29 @@ def delta_at_rate(learning_rate: float, beta: float) -> DeltaBounds:
 
     That moment is then normal with the variance (1 - beta) / (1 + beta) of a gradient's, and the second moment is 1.
     """
-    return _bounds(_masters(), learning_rate * math.sqrt((1 - beta) / (1 + beta)))
+    return _bounds(learning_rate * math.sqrt((1 - beta) / (1 + beta)))
 
 
 def delta_at_density(density: float) -> DeltaBounds:
     """The same with the learning rate at which this share of the elements changes."""
-    old = _masters()
-    bits = _rounded(old)
     low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        changed = float(np.mean(_rounded(_moved(old, middle)) != bits))
-        low, high = (middle, high) if changed < density else (low, middle)
-    return _bounds(old, high)
+        old, new = _sample(middle)
+        low, high = (middle, high) if float(np.mean(new != old)) < density else (low, middle)
+    return _bounds(high)
 
 
-def _bounds(old: npt.NDArray[np.float32], distance: float) -> DeltaBounds:
+def _bounds(distance: float) -> DeltaBounds:
     counts = DeltaCounts("bfloat16")
-    counts.count(_rounded(old), _rounded(_moved(old, distance)))
+    counts.count(*_sample(distance))
     return counts.bounds()
 
 
-def _masters() -> npt.NDArray[np.float32]:
-    return np.random.default_rng(0).normal(0.0, SPREAD, SAMPLE).astype(np.float32)
-
-
-def _moved(old: npt.NDArray[np.float32], distance: float) -> npt.NDArray[np.float32]:
-    return (old + np.random.default_rng(1).normal(0.0, distance, old.size)).astype(np.float32)
+def _sample(distance: float) -> tuple[Bits, Bits]:
+    """bf16 patterns of weights before and after a step that moves them so far."""
+    old = np.random.default_rng(0).normal(0.0, SPREAD, SAMPLE).astype(np.float32)
+    return _rounded(old), _rounded((old + np.random.default_rng(1).normal(0.0, distance, SAMPLE)).astype(np.float32))
 
 
 def _rounded(values: npt.NDArray[np.float32]) -> Bits:

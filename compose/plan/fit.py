@@ -1,13 +1,22 @@
-"""What fits on which devices, and what to change where nothing does."""
+"""What fits on which devices, what to change where nothing does, and how a plan is shown: for a person, and as JSON."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import typer
+
+from tidemill.compose.output import print_rows
 from tidemill.compose.plan.memory import ReplicaCase, TrainerCase, replica_bytes, trainer_bytes
 from tidemill.trainer.model_size import ModelSize
+
+if TYPE_CHECKING:
+    from tidemill.compose.plan.estimates import Estimate
+    from tidemill.trainer.model_size import ModelSize
+
 
 FURTHEST = 4096
 """Devices up to which a number that fits is looked for."""
@@ -26,12 +35,10 @@ class RoleMemory:
 
     @property
     def devices(self) -> int:
-        """How many it takes."""
         return self.case.ranks
 
     @property
     def total(self) -> float:
-        """Bytes of one device."""
         return sum(self.bytes.values())
 
 
@@ -63,7 +70,6 @@ class FitPlan:
 
     @property
     def parts(self) -> list[RoleMemory]:
-        """All that was looked at."""
         return [*self.trainers, *self.replicas]
 
     @property
@@ -79,11 +85,11 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
         trainer: how a trainer runs; the number of ranks is looked for.
         replica: how a replica runs; its tensor parallel size is looked for where it is 0.
     """
-    trainers = [trainer_part(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
+    trainers = [part_of(size, replace(trainer, ranks=ranks)) for ranks in _powers(devices.count)]
     splits = [replica.tensor_parallel] if replica.tensor_parallel else list(_divisors(size.heads, devices.count))
     cases = [replace(replica, tensor_parallel=tensor) for tensor in splits]
     tried = [case for case in cases if case.ranks <= devices.count]
-    replicas = [replica_part(size, case) for case in tried]
+    replicas = [part_of(size, case) for case in tried]
     best = next((part for part in trainers if part.total <= devices.usable), None)
     served = next((part for part in replicas if part.total <= devices.usable), None)
     count, shared = 0, False
@@ -104,13 +110,10 @@ def fit(size: ModelSize, devices: Devices, trainer: TrainerCase, replica: Replic
     return FitPlan(trainers, replicas, best, served, count, shared, changes)
 
 
-def trainer_part(size: ModelSize, case: TrainerCase) -> RoleMemory:
-    """A trainer's memory."""
-    return RoleMemory("trainer", case, trainer_bytes(size, case))
-
-
-def replica_part(size: ModelSize, case: ReplicaCase) -> RoleMemory:
-    """A replica's memory."""
+def part_of(size: ModelSize, case: TrainerCase | ReplicaCase) -> RoleMemory:
+    """The memory of a trainer or a replica."""
+    if isinstance(case, TrainerCase):
+        return RoleMemory("trainer", case, trainer_bytes(size, case))
     return RoleMemory("replica", case, replica_bytes(size, case))
 
 
@@ -130,9 +133,9 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
     if len(smaller) > 1:
         smaller["all of these together"] = every
     for what, tried in smaller.items():
-        yield _changed(devices, what, trainer_part(size, tried))
+        yield _changed(devices, what, part_of(size, tried))
     counts = (count for count in _powers(FURTHEST) if count > case.ranks)
-    parts = (trainer_part(size, replace(case, ranks=count)) for count in counts)
+    parts = (part_of(size, replace(case, ranks=count)) for count in counts)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:
         yield _changed(devices, f"{enough.devices} ranks, each on a device of its own", enough)
@@ -141,13 +144,13 @@ def _trainer_changes(size: ModelSize, devices: Devices, case: TrainerCase) -> It
 def _replica_changes(size: ModelSize, devices: Devices, case: ReplicaCase) -> Iterator[Change]:
     """As many requests as there is room for, then how many devices it takes as it is."""
     engines = case.data_parallel
-    least, two = (replica_part(size, replace(case, requests=n * engines)).total for n in (1, 2))
+    least, two = (part_of(size, replace(case, requests=n * engines)).total for n in (1, 2))
     if least < devices.usable:
         requests = engines * (1 + int((devices.usable - least) / (two - least)))
-        part = replica_part(size, replace(case, requests=requests))
+        part = part_of(size, replace(case, requests=requests))
         yield _changed(devices, f"--requests {requests}, of {case.context:,} tokens each", part)
     splits = (tensor for tensor in _divisors(size.heads, size.heads) if tensor > case.tensor_parallel)
-    parts = (replica_part(size, replace(case, tensor_parallel=tensor)) for tensor in splits)
+    parts = (part_of(size, replace(case, tensor_parallel=tensor)) for tensor in splits)
     enough = next((part for part in parts if part.total <= devices.usable), None)
     if enough is not None:
         yield _changed(devices, f"{enough.devices} devices for each replica", enough)
@@ -191,7 +194,6 @@ class Devices:
         return USABLE * self.gib * GIB
 
     def __str__(self) -> str:
-        """As a person reads it."""
         what = "GPU" if self.gpu else "host without a GPU"
         many = "GPUs" if self.gpu else "hosts without a GPU"
         return f"{self.count} {what if self.count == 1 else many} of {self.gib:g} GiB"
@@ -206,3 +208,81 @@ def devices_of(gpus: str | None, cpu: str | None) -> Devices:
     if found is None or not int(found[1]) or not float(found[2]):
         raise ValueError(f"{text!r} is not a number of devices and the GiB of each: write for instance 8x80, or 1x23.5")
     return Devices(int(found[1]), float(found[2]), gpus is not None)
+
+
+COLUMNS = 7
+"""Numbers of devices that a table has columns for; the greatest ones are shown."""
+
+
+def print_plan(size: ModelSize, devices: Devices, found: FitPlan, estimates: Sequence[Estimate]) -> None:
+    """Print the tables on standard output, and the result in words on standard error."""
+    experts = f", {size.active / 1e9:.3g} B of them for each token" if size.experts else ""
+    typer.echo(f"{size.parameters / 1e9:.4g} B parameters{experts}; {devices}", err=True)
+    for title, parts in (("trainer", found.trainers), ("replica", found.replicas)):
+        if parts:
+            _print_memory(title, devices, parts[-COLUMNS:])
+            typer.echo()
+    rows = ((each.name, float(f"{each.value:.4g}"), each.rests_on) for each in estimates)
+    print_rows(("estimate", "value", "rests_on"), rows, formats={"value": ",.6g"})
+    if found.changes:
+        typer.echo()
+        changes = ((each.role, each.what, round(each.gib, 2), each.fits) for each in found.changes)
+        print_rows(("role", "change", "gib", "fits"), changes, formats={"gib": ",.2f"})
+    typer.echo(verdict(devices, found), err=True)
+
+
+def verdict(devices: Devices, found: FitPlan) -> str:
+    """The result in a sentence."""
+    if found.trainer is None or found.replica is None:
+        missing = " and ".join(
+            f"a {name}" for name, part in (("trainer", found.trainer), ("replica", found.replica)) if part is None
+        )
+        return f"does not fit: {missing} would take more than {USABLE:.0%} of each device on {devices}"
+    ranks, each = found.trainer.devices, found.replica.devices
+    if not found.replica_count:
+        return (
+            f"does not fit: the trainer takes {ranks} of the {devices.count} devices, and a replica {each} more; "
+            "side by side on the same devices they are too large"
+        )
+    where = "on the same devices" if found.shared else f"beside {found.replica_count} replica(s) on {each} each"
+    return f"fits: the trainer on {ranks} device(s), {where}"
+
+
+def document(
+    model: str, size: ModelSize, devices: Devices, found: FitPlan, estimates: Sequence[Estimate]
+) -> dict[str, Any]:
+    """The plan for a program: bytes, and the same estimates and changes."""
+
+    def told(part: RoleMemory) -> dict[str, Any]:
+        return {
+            "devices": part.devices,
+            **asdict(part.case),
+            "bytes": part.bytes,
+            "total": part.total,
+            "fits": part.total <= devices.usable,
+        }
+
+    return {
+        "model": {"name": model, **asdict(size), "active": size.active},
+        "devices": asdict(devices),
+        "fits": found.fits,
+        "verdict": verdict(devices, found),
+        "trainer_devices": found.trainer.devices if found.trainer else None,
+        "replica_devices": found.replica.devices if found.replica else None,
+        "replicas_beside": found.replica_count,
+        "same_devices": found.shared,
+        "trainer": [told(part) for part in found.trainers],
+        "replica": [told(part) for part in found.replicas],
+        "estimates": [asdict(each) for each in estimates],
+        "changes": [asdict(each) for each in found.changes],
+    }
+
+
+def _print_memory(title: str, devices: Devices, parts: Sequence[RoleMemory]) -> None:
+    """GiB of one device: a row for what it holds, a column for a number of devices."""
+    names = [name for name in parts[0].bytes if any(part.bytes[name] for part in parts)]
+    rows = [(name, *(round(part.bytes[name] / GIB, 3) for part in parts)) for name in names]
+    rows.append(("total", *(round(part.total / GIB, 3) for part in parts)))
+    rows.append(("share_of_device", *(round(part.total / (devices.gib * GIB), 3) for part in parts)))
+    counts = [str(part.devices) for part in parts]
+    print_rows((f"{title}_gib", *counts), rows, formats=dict.fromkeys(counts, ",.2f"))

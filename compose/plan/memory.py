@@ -60,7 +60,13 @@ class TrainerCase:
 def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
     """Bytes of one rank, by what they hold."""
     share = size.parameters / case.ranks
-    activations, head = _activations(size, case), _head(size, case)
+    kept = kept_bytes(size, case.compute_bytes)
+    activations = float(case.row_tokens * size.layers * kept)
+    if case.checkpointed:
+        activations = float(case.row_tokens * (case.compute_bytes * size.hidden * size.layers + kept))
+    # Scores of a layer for a row that is one sequence: only a CPU has a call that does without them.
+    attention = float(SCORE_BUFFERS * FP32 * size.heads * case.row_tokens**2)
+    head = _head(size, case)
     device = {
         # Parameters are fp32 tensors that hold bf16 values, beside the masters (trainer/master.py).
         "weights": FP32 * share,
@@ -71,7 +77,7 @@ def trainer_bytes(size: ModelSize, case: TrainerCase) -> dict[str, float]:
         "older_weights": BF16 * share * case.older,
         "gathered": _gathered(size, case, activations + head) if case.sharded else 0.0,
         "activations": activations,
-        "attention": _attention(size, case.row_tokens) if case.gpu else 0.0,
+        "attention": attention if case.gpu else 0.0,
         "head": head,
     }
     if case.gpu:
@@ -136,18 +142,6 @@ def _gathered(size: ModelSize, case: TrainerCase, begun: float) -> float:
     return float(outside + layers + max(0.0, last - begun))
 
 
-def _activations(size: ModelSize, case: TrainerCase) -> float:
-    one = kept_bytes(size, case.compute_bytes)
-    if case.checkpointed:
-        return float(case.row_tokens * (case.compute_bytes * size.hidden * size.layers + one))
-    return float(case.row_tokens * size.layers * one)
-
-
-def _attention(size: ModelSize, tokens: int) -> float:
-    """Scores of a layer for a row that is one sequence: only a CPU has a call that does without them."""
-    return float(SCORE_BUFFERS * FP32 * size.heads * tokens * tokens)
-
-
 def _head(size: ModelSize, case: TrainerCase) -> float:
     """Scores of a chunk, probabilities that are kept, outputs of the last layer, and the gradient of the head."""
     tokens = case.row_tokens
@@ -188,7 +182,6 @@ class ReplicaCase:
 
     @property
     def ranks(self) -> int:
-        """Devices of the replica."""
         return self.tensor_parallel * self.data_parallel
 
 

@@ -28,12 +28,10 @@ class Node:
 
     @property
     def address(self) -> str:
-        """host:port of the broker."""
         return f"{HOST}:{self.broker_port}"
 
     @property
     def ports(self) -> tuple[int, int]:
-        """Both ports of the node."""
         return self.broker_port, self.controller_port
 
     def directory(self, data_dir: Path) -> Path:

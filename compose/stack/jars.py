@@ -47,39 +47,32 @@ def resolve_jars(cache_dir: Path, progress: Progress) -> Path:
         return target
     maven = find_maven()
     with exclusive(cache_dir / "jars.lock", RESOLVE_TIMEOUT_S, progress):
-        if not target.is_dir():
-            _fetch(maven, target, progress)
+        if target.is_dir():
+            return target
+        # The jars are copied beside `target`, then renamed: a killed fetch leaves nothing that looks complete.
+        staging = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
+        try:
+            progress("fetching Apache Kafka with Maven (about 45 MB, once)")
+            command = [
+                str(maven),
+                "--batch-mode",
+                "-Dstyle.color=never",
+                f"--file={POM}",
+                "dependency:copy-dependencies",
+                "-DincludeScope=runtime",
+                f"-DoutputDirectory={staging}",
+            ]
+            # Maven writes nothing of ours beside the pom: the packaged file may be read-only.
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+                assert process.stdout is not None
+                last = report_downloads(process.stdout, progress, time.monotonic)
+            if process.returncode != 0:
+                raise StackError("Maven could not fetch Apache Kafka's jars. Its last lines:\n  " + "\n  ".join(last))
+            staging.chmod(0o755)
+            os.rename(staging, target)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return target
-
-
-def _fetch(maven: Path, target: Path, progress: Progress) -> None:
-    """Copy the jars beside `target`, then rename: a killed fetch leaves nothing that looks complete."""
-    staging = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
-    try:
-        progress("fetching Apache Kafka with Maven (about 45 MB, once)")
-        _copy_dependencies(maven, staging, progress)
-        staging.chmod(0o755)
-        os.rename(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _copy_dependencies(maven: Path, into: Path, progress: Progress) -> None:
-    command = [
-        str(maven),
-        "--batch-mode",
-        "-Dstyle.color=never",
-        f"--file={POM}",
-        "dependency:copy-dependencies",
-        "-DincludeScope=runtime",
-        f"-DoutputDirectory={into}",
-    ]
-    # Maven writes nothing of ours beside the pom: the packaged file may be read-only.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        last = report_downloads(process.stdout, progress, time.monotonic)
-    if process.returncode != 0:
-        raise StackError("Maven could not fetch Apache Kafka's jars. Its last lines:\n  " + "\n  ".join(last))
 
 
 def report_downloads(lines: Iterable[str], progress: Progress, clock: Callable[[], float]) -> list[str]:
@@ -108,23 +101,29 @@ CHOICES = """Three ways to get a Kafka:
 def find_java() -> Path:
     """The `java` of JAVA_HOME, else of PATH; MissingTool when there is none or it is older than 17."""
     home = os.environ.get("JAVA_HOME")
-    java = Path(home) / "bin/java" if home else None
+    java = f"{home}/bin/java" if home else None
     if java is None or not os.access(java, os.X_OK):
-        java = _from_path("java")
+        java = shutil.which("java")
     if java is None:
         raise missing("Java is not installed (no `java` in JAVA_HOME or on PATH).")
-    release = _java_release(java)
+    try:
+        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise missing(f"{java} does not run: {error}.") from error
+    release = parse_java_release(done.stderr + done.stdout)
+    if release is None:
+        raise missing(f"{java} -version does not name a version.")
     if release < OLDEST_JAVA:
         raise missing(f"{java} is Java {release}; Apache Kafka 4 needs Java {OLDEST_JAVA} or later.")
-    return java
+    return Path(java)
 
 
 def find_maven() -> Path:
     """The `mvn` of PATH; MissingTool when there is none."""
-    maven = _from_path("mvn")
+    maven = shutil.which("mvn")
     if maven is None:
         raise missing("Maven is not installed (no `mvn` on PATH); it fetches Apache Kafka's jars.")
-    return maven
+    return Path(maven)
 
 
 def missing(what: str) -> MissingTool:
@@ -139,20 +138,3 @@ def parse_java_release(banner: str) -> int | None:
         return None
     major, minor = int(found[1]), int(found[2] or 0)
     return minor if major == 1 else major
-
-
-def _java_release(java: Path) -> int:
-    """Release of a `java` executable; MissingTool when it does not run or does not say."""
-    try:
-        done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise missing(f"{java} does not run: {error}.") from error
-    release = parse_java_release(done.stderr + done.stdout)
-    if release is None:
-        raise missing(f"{java} -version does not name a version.")
-    return release
-
-
-def _from_path(name: str) -> Path | None:
-    found = shutil.which(name)
-    return Path(found) if found else None

@@ -48,8 +48,6 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node of the cluster."""
-
     node_id: int
     state: NodeState
     pid: int | None
@@ -67,7 +65,6 @@ class StackStatus:
 
     @property
     def ready(self) -> bool:
-        """Whether every node serves."""
         return bool(self.nodes) and all(node.state is NodeState.READY for node in self.nodes)
 
 
@@ -76,8 +73,6 @@ def silent(message: str) -> None:
 
 
 class LocalStack:
-    """The cluster of one data directory."""
-
     def __init__(self, settings: StackSettings) -> None:
         self._settings = settings
         self._data_dir = settings.data_dir.absolute()
@@ -110,8 +105,15 @@ class LocalStack:
             return StackStatus(str(self._data_dir), "", ())
         pids = {node: found.pid if (found := self._process(node).find()) else None for node in cluster.nodes}
         online = brokers_online(cluster.bootstrap) if any(pids.values()) else frozenset()
-        nodes = tuple(self._node_status(node, pids[node], online) for node in cluster.nodes)
-        return StackStatus(str(self._data_dir), cluster.bootstrap, nodes)
+        nodes = []
+        for node in cluster.nodes:
+            if pids[node] is not None:
+                state = NodeState.READY if node.node_id in online else NodeState.UNREADY
+            else:
+                state = NodeState.DEAD if self._process(node).was_started else NodeState.STOPPED
+            log = str(node.directory(self._data_dir) / "kafka.log")
+            nodes.append(NodeStatus(node.node_id, state, pids[node], node.address, log))
+        return StackStatus(str(self._data_dir), cluster.bootstrap, tuple(nodes))
 
     def _lock(self, progress: Progress) -> AbstractContextManager[None]:
         patience = self._settings.start_timeout_s + self._settings.stop_timeout_s
@@ -122,7 +124,9 @@ class LocalStack:
         settings = self._settings
         existing = load_cluster(self._data_dir)
         if existing is None:
-            return self._save(new_cluster(pick_ports(2 * settings.brokers, settings.base_port)))
+            cluster = new_cluster(pick_ports(2 * settings.brokers, settings.base_port))
+            save_cluster(self._data_dir, cluster)
+            return cluster
         if len(existing.nodes) != settings.brokers:
             raise StackError(
                 f"{self._data_dir} holds a cluster of {len(existing.nodes)} broker(s), not {settings.brokers}; choose "
@@ -133,9 +137,7 @@ class LocalStack:
         if any(self._process(node).find() for node in existing.nodes):
             raise StackError(f"the stack runs at {existing.bootstrap}; stop it first with `tidemill stack down`")
         moved = new_cluster(pick_ports(2 * settings.brokers, settings.base_port))
-        return self._save(Cluster(existing.cluster_id, moved.nodes))
-
-    def _save(self, cluster: Cluster) -> Cluster:
+        cluster = Cluster(existing.cluster_id, moved.nodes)
         save_cluster(self._data_dir, cluster)
         return cluster
 
@@ -199,17 +201,14 @@ class LocalStack:
         try:
             wait_online(cluster.bootstrap, nodes, self._settings.start_timeout_s, check_alive)
         except BrokerFailed as error:
-            homes = [node.directory(self._data_dir) for node in cluster.nodes]
-            tails = "\n".join(_tail(home / name) for home in homes for name in ("output.log", "kafka.log"))
-            raise BrokerFailed(f"{error}\n{tails}") from error
-
-    def _node_status(self, node: Node, pid: int | None, online: frozenset[int]) -> NodeStatus:
-        log = str(node.directory(self._data_dir) / "kafka.log")
-        if pid is not None:
-            state = NodeState.READY if node.node_id in online else NodeState.UNREADY
-        else:
-            state = NodeState.DEAD if self._process(node).was_started else NodeState.STOPPED
-        return NodeStatus(node.node_id, state, pid, node.address, log)
+            # The last lines of each log that is there, under its name.
+            logs = [node.directory(self._data_dir) / n for node in cluster.nodes for n in ("output.log", "kafka.log")]
+            tails = [
+                "\n".join([f"--- last lines of {log}", *log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
+                for log in logs
+                if log.exists()
+            ]
+            raise BrokerFailed("\n".join([str(error), *tails])) from error
 
     def _process(self, node: Node) -> Detached:
         home = node.directory(self._data_dir)
@@ -228,14 +227,6 @@ def local_bootstrap(settings: StackSettings) -> str | None:
     """Address of the local stack of these settings when all of its brokers serve; else None."""
     status = LocalStack(settings).status()
     return status.bootstrap if status.ready else None
-
-
-def _tail(path: Path) -> str:
-    """The last lines of a log under its name; empty when there is none."""
-    if not path.exists():
-        return ""
-    lines = path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-    return "\n".join([f"--- last lines of {path}", *lines])
 
 
 REQUEST_TIMEOUT_S = 1.0

@@ -58,10 +58,6 @@ class Detached:
         """Whether a pid file says that the process should be there."""
         return self.pid_file.exists()
 
-    def forget(self) -> None:
-        """Remove the pid file of a process that is gone."""
-        self.pid_file.unlink(missing_ok=True)
-
     def _matches(self, process: psutil.Process) -> bool:
         try:
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -74,24 +70,20 @@ class Detached:
 def stop_all(detached: Sequence[Detached], timeout_s: float, progress: Callable[[str], None]) -> None:
     """SIGTERM to every process, SIGKILL to those left after `timeout_s` seconds; pid files go with the processes."""
     running = [process for each in detached if (process := each.find()) is not None]
-    _signal(running, "terminate")
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
     _, stubborn = psutil.wait_procs(running, timeout=timeout_s)
     if stubborn:
         progress(f"still running after {timeout_s:.0f} s, killing: {', '.join(str(p.pid) for p in stubborn)}")
-    _signal(stubborn, "kill")
+    for process in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     _, immortal = psutil.wait_procs(stubborn, timeout=KILL_TIMEOUT_S)
     if immortal:
         raise TimeoutError(f"processes {[p.pid for p in immortal]} survived SIGKILL for {KILL_TIMEOUT_S:.0f} s")
     for each in detached:
-        each.forget()
-
-
-def _signal(processes: Sequence[psutil.Process], how: str) -> None:
-    for process in processes:
-        try:
-            getattr(process, how)()
-        except psutil.NoSuchProcess:
-            continue
+        each.pid_file.unlink(missing_ok=True)
 
 
 POLL_S = 0.1
@@ -102,30 +94,24 @@ def exclusive(path: Path, timeout_s: float, progress: Callable[[str], None]) -> 
     """Hold the lock at `path`; StackError when another process keeps it longer than `timeout_s` seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = None
     try:
-        _acquire(descriptor, path, timeout_s, progress)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline is None:
+                    progress(f"another command is at work in {path.parent}; waiting for it")
+                    deadline = time.monotonic() + timeout_s
+                if time.monotonic() >= deadline:
+                    raise StackError(
+                        f"{path} is still held by another command after {timeout_s:.0f} s; wait for it or end it"
+                    ) from None
+                time.sleep(POLL_S)
         yield
     finally:
         os.close(descriptor)
-
-
-def _acquire(descriptor: int, path: Path, timeout_s: float, progress: Callable[[str], None]) -> None:
-    if _try_lock(descriptor):
-        return
-    progress(f"another command is at work in {path.parent}; waiting for it")
-    deadline = time.monotonic() + timeout_s
-    while not _try_lock(descriptor):
-        if time.monotonic() >= deadline:
-            raise StackError(f"{path} is still held by another command after {timeout_s:.0f} s; wait for it or end it")
-        time.sleep(POLL_S)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # Below the range that Linux and macOS hand to outgoing connections, so that no client of anything sits on a broker's
@@ -136,7 +122,17 @@ TRIES = 1000
 
 def pick_ports(count: int, base_port: int) -> list[int]:
     """`count` ports: consecutive from `base_port`, or free ones when it is 0."""
-    return list(range(base_port, base_port + count)) if base_port else _free_ports(count)
+    if base_port:
+        return list(range(base_port, base_port + count))
+    chosen: list[int] = []
+    with contextlib.ExitStack() as held:
+        for _ in range(TRIES):
+            port = random.SystemRandom().choice(CHOICE)
+            if port not in chosen and held.enter_context(_bind(port)) is not None:
+                chosen.append(port)
+            if len(chosen) == count:
+                return chosen
+    raise StackError(f"no {count} free ports on {HOST} between {CHOICE.start} and {CHOICE.stop}; give --port")
 
 
 def check_free(ports: Iterable[int]) -> None:
@@ -148,18 +144,6 @@ def check_free(ports: Iterable[int]) -> None:
                     f"port {port} on {HOST} is in use by another program; stop that program, or choose other ports "
                     "with --port (0 picks free ones for a new --data-dir)"
                 )
-
-
-def _free_ports(count: int) -> list[int]:
-    chosen: list[int] = []
-    with contextlib.ExitStack() as held:
-        for _ in range(TRIES):
-            port = random.SystemRandom().choice(CHOICE)
-            if port not in chosen and held.enter_context(_bind(port)) is not None:
-                chosen.append(port)
-            if len(chosen) == count:
-                return chosen
-    raise StackError(f"no {count} free ports on {HOST} between {CHOICE.start} and {CHOICE.stop}; give --port")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from tests.chaos.site import Site
 from tests.chaos.storm import Fault, FaultKind, Storm
 from tests.chaos.tally import SINK, USERS, Tally
 from tidemill.compose.config import Act
-from tidemill.compose.demo.act_two import promote_first
+from tidemill.compose.demo.acts import promote_first
 from tidemill.compose.demo.plan import STABLE
 from tidemill.compose.processes import Supervisor
 from tidemill.consumers.sink.config import SinkSettings

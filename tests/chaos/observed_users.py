@@ -62,8 +62,8 @@ def interaction_of(token: str) -> str:
 def _use() -> None:
     """Put the observed product in the place of the users' own."""
     from tidemill.compose.demo.simulated_users import role
-    from tidemill.compose.demo.simulated_users.conversation import ServedTurn
-    from tidemill.compose.demo.simulated_users.crowd import UserReport
+    from tidemill.compose.demo.simulated_users.people import ServedTurn
+    from tidemill.compose.demo.simulated_users.role import UserReport
     from tidemill.producers.feedback.event import FeedbackNotDelivered, FeedbackQueueFull, LogUnreachable
     from tidemill.schemas.catalogue import feedback_key
     from tidemill.schemas.chat.messages import Message, Tool

@@ -25,7 +25,8 @@ from tidemill.compose.demo.command import DEFAULT_RECIPE, RECIPES
 from tidemill.compose.demo.plan import DemoPlan
 from tidemill.compose.options import given, settings_from, with_address
 from tidemill.compose.processes import Supervisor
-from tidemill.compose.stack import LocalStack, StackSettings
+from tidemill.compose.stack.config import StackSettings
+from tidemill.compose.stack.kafka import LocalStack
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client, create_topics

@@ -15,13 +15,12 @@ from rich.console import Console
 from tests.records import build
 from tests.streams.gate.gate_support import Product, bench
 from tidemill.compose.config import Act, load_settings
-from tidemill.compose.demo.act_two import newest_report, rate_of
+from tidemill.compose.demo.acts import newest_report, rate_of
 from tidemill.compose.demo.command import RECIPES
-from tidemill.compose.demo.online_state import REWARDED, OnlineState
 from tidemill.compose.demo.plan import CONFIG_NAME, ONLINE_CONFIG_NAME, DemoPlan
-from tidemill.compose.demo.simulated_users.conversation import Satisfaction
-from tidemill.compose.demo.simulated_users.crowd import Seen
-from tidemill.compose.demo.state import HeldOut, LoopState
+from tidemill.compose.demo.simulated_users.people import Satisfaction
+from tidemill.compose.demo.simulated_users.role import Seen
+from tidemill.compose.demo.state import REWARDED, HeldOut, LoopState, OnlineState
 from tidemill.compose.demo.summary import summarise_online
 from tidemill.compose.demo.view import online_screen
 from tidemill.schemas.gate_decisions import EVIDENCE

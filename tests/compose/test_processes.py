@@ -110,7 +110,7 @@ GUARDED = """
 import sys, time
 from pathlib import Path
 from tidemill.compose import processes
-from tidemill.compose.guard import Guard
+from tidemill.compose.processes import Guard
 processes.GRACE_S = 0.5  # no role here ends by itself
 with Guard(Path(sys.argv[1]) / "stack", processes.GRACE_S) as guard:
     print(guard._process.pid, flush=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.records import build
-from tidemill.compose.replay.diff import comparison_document, comparison_lines, field_lines
-from tidemill.compose.replay.steps import step_range
-from tidemill.compose.rows import moment_us
+from tidemill.compose.cli.replay_stage import comparison_document, comparison_lines, field_lines
+from tidemill.compose.cli.replay_steps import step_range
+from tidemill.compose.output import moment_us
 from tidemill.consumers.operate.replay.differences import (
     DifferenceKind,
     Item,

@@ -29,12 +29,14 @@ from tests.consumers.sink_support import rows_of, step
 from tests.records import build
 from tidemill.compose.cli import app
 from tidemill.compose.cli.gate_command import print_decisions, print_status
-from tidemill.compose.replay.copy import carry_out
-from tidemill.compose.rows import print_rows
+from tidemill.compose.cli.replay_copy import carry_out
+from tidemill.compose.cli.weights_command import print_chain
+from tidemill.compose.output import print_rows
 from tidemill.compose.stack.kafka import NodeState, NodeStatus, StackStatus
-from tidemill.compose.weights import print_chain
-from tidemill.consumers.operate.audit.report import AuditReport, CheckResult, Finding
-from tidemill.consumers.operate.replay.session import LaneReport, ReplayManifest
+from tidemill.consumers.operate.audit.audit import AuditReport, CheckResult
+from tidemill.consumers.operate.audit.endings import Finding
+from tidemill.consumers.operate.replay.copy import ReplayManifest
+from tidemill.consumers.operate.replay.plan import LaneReport
 from tidemill.consumers.sink.config import SinkSettings
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.writer import Writer
@@ -328,8 +330,8 @@ def test_the_rewards_of_tried_episodes_are_rows(monkeypatch):
 
 def test_topics_are_listed(monkeypatch):
     states = [TopicState("t.rollouts", 6, []), TopicState("t.groups", 3, ["3 partitions, not 6", "retention"])]
-    monkeypatch.setattr("tidemill.compose.cli.topics_command.with_local_log", lambda settings: settings)
-    monkeypatch.setattr("tidemill.compose.cli.topics_command.check_topics", lambda _kafka: states)
+    monkeypatch.setattr("tidemill.compose.cli.log_commands.with_local_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.log_commands.check_topics", lambda _kafka: states)
     listed = run("topics", "--csv")
     assert listed.exit_code == 1
     assert rows_in(listed.stdout_bytes) == [
@@ -344,7 +346,7 @@ def test_an_audit_gives_its_checks_and_says_the_rest_beside_them(monkeypatch):
     found = Finding("endings", "groups[0]@9: rollout\tr0 is still grouped")
     checks = (CheckResult("chain", "it holds", 0, None), CheckResult("endings", "one each", 1200, found))
     report = AuditReport("tuesday", checks, {"trained": 5}, {}, {"rollouts": 6}, {}, 7000, {"tuesday": 7000})
-    monkeypatch.setattr("tidemill.compose.cli.audit_command.with_reachable_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.log_commands.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.consumers.operate.audit.audit.audit_log", lambda *_: report)
     piped = run("audit")
     assert piped.exit_code == 1
@@ -487,7 +489,7 @@ def test_replayed_steps_are_rows(monkeypatch):
         def run(self, *_: object, **__: object) -> list[ReplayedStep]:
             return [made]
 
-    monkeypatch.setattr("tidemill.compose.replay.steps.with_reachable_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.replay_steps.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.trainer.replay.steps.StepReplay", Replay)
     (row,) = rows_in(run("replay", "steps", "3", "--csv").stdout_bytes)
     assert (row["step"], row["recorded"], row["replayed"], row["same"]) == (
@@ -506,7 +508,7 @@ def test_judged_steps_are_rows(monkeypatch):
     from tidemill.trainer.replay.staleness import JudgedStep, Moved, MovedGroup
 
     moved = [MovedGroup("g6", 0, 1, 3, Moved.EXCLUDED), MovedGroup("g7", 0, 2, 0, Moved.INCLUDED)]
-    monkeypatch.setattr("tidemill.compose.replay.steps.with_reachable_log", lambda settings: settings)
+    monkeypatch.setattr("tidemill.compose.cli.replay_steps.with_reachable_log", lambda settings: settings)
     monkeypatch.setattr("tidemill.trainer.history.read_steps", lambda *_: [])
     monkeypatch.setattr("tidemill.trainer.replay.staleness.read_groups", lambda *_: {})
     judged = [JudgedStep(4, 3, None, 2, 0, 3, moved, 0)]

@@ -14,19 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.conversation import (
+from tidemill.compose.demo.simulated_users.people import (
+    BOT_VOTES,
     Conversation,
     NoAnswer,
+    Persona,
+    PersonaRole,
+    Reaction,
     Satisfaction,
     SatisfactionTally,
     ServedTurn,
+    User,
     converse,
+    population,
+    questions,
 )
-from tidemill.compose.demo.simulated_users.crowd import Crowd, Pace, Seen, ThumbShuffle, UserReport
-from tidemill.compose.demo.simulated_users.questions import questions
-from tidemill.compose.demo.simulated_users.reaction import BOT_VOTES, Persona, PersonaRole, Reaction, User, population
+from tidemill.compose.demo.simulated_users.role import Crowd, Pace, Seen, ThumbShuffle, UserReport, simulate
 from tidemill.compose.demo.simulated_users.role import served as read_answer
-from tidemill.compose.demo.simulated_users.role import simulate
 from tidemill.producers.environments.base import Split, split_of
 from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerOptions, LedgerTask
 from tidemill.schemas import signals as legal
@@ -256,12 +260,12 @@ def run_crowd(product: Scripted, settings: UsersSettings, count: int) -> Crowd:
 
 def test_a_conversation_carries_the_calculators_answers():
     environment = LedgerEnvironment(LedgerOptions())
-    seen = asyncio.run(converse(environment, LedgerTask(entries=(5, 8, -3)), 6, Scripted()))
+    seen = asyncio.run(converse(environment, LedgerTask(entries=(5, 8, -3)), 6, Scripted().complete))
     assert [turn.interaction for turn in seen.turns] == [
         f"token-{text}" for text in ("add 0 5", "add 5 8", "sub 13 3", "answer 10 thanks")
     ]
     assert seen.right and seen.polite and seen.answered and not seen.errors
-    spent = asyncio.run(converse(environment, LedgerTask(entries=(5,)), 1, Scripted()))
+    spent = asyncio.run(converse(environment, LedgerTask(entries=(5,)), 1, Scripted().complete))
     assert not spent.right and not spent.answered
 
 
@@ -270,7 +274,7 @@ def test_a_turn_that_the_calculator_cannot_execute_is_known():
         def next_turn(self, messages) -> str:
             return "what?" if len(messages) == 1 else "answer 5"
 
-    seen = asyncio.run(converse(LedgerEnvironment(LedgerOptions()), LedgerTask(entries=(5,)), 6, Mumbling()))
+    seen = asyncio.run(converse(LedgerEnvironment(LedgerOptions()), LedgerTask(entries=(5,)), 6, Mumbling().complete))
     assert seen.errors == {0} and seen.right
 
 

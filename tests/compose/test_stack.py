@@ -19,9 +19,8 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from typer.testing import CliRunner
 
 from tidemill.compose.cli.stack_commands import stack_app
-from tidemill.compose.stack import LocalStack, StackSettings, StackStatus, local_bootstrap
-from tidemill.compose.stack.config import HOST, BrokerFailed, StackError
-from tidemill.compose.stack.kafka import NodeState
+from tidemill.compose.stack.config import HOST, BrokerFailed, StackError, StackSettings
+from tidemill.compose.stack.kafka import LocalStack, NodeState, StackStatus, local_bootstrap
 
 TOPIC = "kept"
 DEADLINE_S = 180.0

@@ -233,7 +233,7 @@ def test_a_detached_process_is_found_stopped_and_forgotten(tmp_path: Path) -> No
 def test_a_lost_pid_file_does_not_hide_the_process(tmp_path: Path) -> None:
     detached = Detached(tmp_path / "pid", f"--marker={tmp_path}")
     pid = detached.start(sleeper(detached.marker), tmp_path / "out")
-    detached.forget()
+    detached.pid_file.unlink()
     stop_all([detached], 5, ignore)
     assert not psutil.pid_exists(pid)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.compose.trainer_check import TrainerFinding, TrainerTrial, examine
+from tidemill.compose.cli.trainer_command import TrainerFinding, TrainerTrial, examine
 from tidemill.schemas.config import KafkaSettings, RunSettings
 from tidemill.schemas.log.admin import create_topics
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.compose.tune.load import LoadLevel, enough
+from tidemill.compose.cli.tune_command import LoadLevel, enough
 
 ANSWER_S = 0.05
 

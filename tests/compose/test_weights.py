@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from tidemill.compose.cli import app
-from tidemill.compose.weights.diff import VersionOperand, operand, version_number
+from tidemill.compose.cli.weights_command import VersionOperand, operand, version_number
 from tidemill.consumers.weights.chain import read_chain
 from tidemill.kernels.weights.checkpoint import WeightFilesError
 from tidemill.kernels.weights.graph import UnknownVersion, VersionError
@@ -249,7 +249,7 @@ def test_nothing_of_it_needs_an_engine():
 import sys
 sys.modules["vllm"] = None
 import tidemill.consumers.weights.verify, tidemill.consumers.weights.builder, tidemill.consumers.weights.builder
-import tidemill.consumers.weights.decide, tidemill.consumers.weights.chain, tidemill.compose.weights
+import tidemill.consumers.weights.decide, tidemill.consumers.weights.chain, tidemill.compose.cli.weights_command
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

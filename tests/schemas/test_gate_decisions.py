@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.streams.gate.gate_support import manifest
-from tidemill.compose.demo.online_state import OnlineState
+from tidemill.compose.demo.state import OnlineState
 from tidemill.consumers.replica.config import Pool
 from tidemill.consumers.replica.gate import PoolGate
 from tidemill.consumers.weights.chain import Chain

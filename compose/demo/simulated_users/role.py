@@ -1,26 +1,181 @@
-"""The process of the simulated users, and the product that they use over its public ways alone: router and SDK."""
+"""The process of the simulated users: conversations at a bounded pace, their signals when each is due, and the product
+that they use over its public ways alone, router and SDK.
+
+What holds: at most `concurrency` conversations at a time and `interactions_per_second` requests a second; a signal is
+sent once, when its delay has passed; on cancellation nothing goes on behind the caller's back, and signals that were
+not due yet are dropped, since their users have left.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from random import Random
 
 import aiohttp
 
 from tidemill.compose.demo.simulated_users.config import UsersSettings
-from tidemill.compose.demo.simulated_users.conversation import NoAnswer, ServedTurn
-from tidemill.compose.demo.simulated_users.crowd import Crowd, Product, Seen, UserReport
-from tidemill.compose.demo.simulated_users.questions import Question
+from tidemill.compose.demo.simulated_users.people import (
+    NoAnswer,
+    PersonaRole,
+    Question,
+    Satisfaction,
+    SatisfactionTally,
+    ServedTurn,
+    converse,
+)
+from tidemill.producers.environments.ledger import LedgerEnvironment
 from tidemill.producers.feedback import AsyncFeedbackProducer
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.schemas.chat.messages import Message, Tool, checked_message
 from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.records import SignalKind
+
+LOG = logging.getLogger(__name__)
+COOL_OFF_S = 0.5
+"""A user who got no answer lets the next one wait so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserReport:
+    """One signal as the product's backend hands it to the feedback SDK."""
+
+    event_id: str
+    interaction: str
+    """Signed token of the interaction."""
+    user_id: str
+    kind: SignalKind
+    value: float
+    corrects: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the users have seen and done so far."""
+
+    conversations: int
+    interactions: int
+    failed: int
+    """Conversations given up because no answer came."""
+    signals: dict[str, int]
+    """Sent so far, by kind."""
+    satisfaction: list[Satisfaction]
+
+
+class Pace:
+    """Spaces requests evenly."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
+        self._gap_s = 1.0 / per_second
+        self._clock = clock
+        self._free_at = clock()
+
+    def take(self) -> float:
+        """Seconds to wait before the next request, whose place is taken by asking."""
+        now = self._clock()
+        begin = max(now, self._free_at)
+        self._free_at = begin + self._gap_s
+        return begin - now
+
+
+class Crowd:
+    """Everyone who uses the product. Make it inside the event loop that runs it."""
+
+    def __init__(self, settings: UsersSettings, product: ServedProduct) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._product = product
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._pace = Pace(settings.interactions_per_second, self._loop.time)
+        self._shuffle = ThumbShuffle(settings.seed, settings.shuffle_window) if settings.shuffle_thumbs else None
+        self._environment = LedgerEnvironment(settings.options)
+        self._tally = SatisfactionTally()
+        self._counts: Counter[str] = Counter()
+        self._signals: Counter[str] = Counter()
+
+    async def ask(self, asked: Iterable[Question]) -> None:
+        """Hold the conversation of each question and send its signals. Raises what the product's SDK raises."""
+        async with asyncio.TaskGroup() as group:
+            for question in asked:
+                await self._slots.acquire()
+                group.create_task(self._hold(question))
+
+    def seen(self) -> Seen:
+        counts = self._counts
+        return Seen(
+            counts["conversations"],
+            counts["interactions"],
+            counts["failed"],
+            dict(sorted(self._signals.items())),
+            self._tally.by_version(),
+        )
+
+    async def _hold(self, question: Question) -> None:
+        user = question.user
+        model = self._product.model(user.persona.name, question.name, consent=user.consents(question.number))
+
+        async def complete(messages: Sequence[Message], tools: Sequence[Tool]) -> ServedTurn:
+            await asyncio.sleep(self._pace.take())
+            turn = await model.complete(messages, tools)
+            self._counts["interactions"] += 1
+            return turn
+
+        try:
+            answer = await converse(self._environment, question.ledger, question.max_turns, complete)
+            self._counts["conversations"] += 1
+        except NoAnswer as error:
+            LOG.info("conversation %s was given up: %s", question.name, error)
+            self._counts["failed"] += 1
+            await asyncio.sleep(COOL_OFF_S)
+            return
+        finally:
+            self._slots.release()
+        ended = self._loop.time()
+        at_s = ended - self._began
+        if user.persona.role is PersonaRole.HELD_OUT:
+            self._tally.count(answer, satisfied=user.satisfied(answer, at_s))
+        for reaction in sorted(user.react(answer, question.number, at_s), key=lambda each: each.after_s):
+            await asyncio.sleep(max(0.0, ended + reaction.after_s - self._loop.time()))
+            value = reaction.value
+            if self._shuffle is not None and reaction.kind is SignalKind.THUMB:
+                value = self._shuffle.exchange(value)
+            self._signals[reaction.kind.value] += 1
+            await self._product.report(
+                UserReport(
+                    event_id=f"{question.name}-{reaction.name}",
+                    interaction=answer.turns[reaction.turn].interaction,
+                    user_id=user.persona.name,
+                    kind=reaction.kind,
+                    value=value,
+                    corrects=reaction.corrects and f"{question.name}-{reaction.corrects}",
+                )
+            )
+
+
+class ThumbShuffle:
+    """A control: exchanges each vote with one among the votes before it.
+
+    The votes then say nothing about their answers, though they are as many, as late and as often up.
+    """
+
+    def __init__(self, seed: int, window: int) -> None:
+        """`window` is even: the votes before the first ones are half up and half down."""
+        self._rng = Random(f"shuffled thumbs {seed}")
+        self._held = [1.0, -1.0] * (window // 2)
+
+    def exchange(self, vote: float) -> float:
+        """An earlier vote in place of this one, which is kept for a later one."""
+        place = self._rng.randrange(len(self._held))
+        earlier, self._held[place] = self._held[place], vote
+        return earlier
+
 
 PATH = "/v1/chat/completions"
 CONSENT_HEADER = "x-tidemill-consent"
@@ -41,17 +196,7 @@ class _ServedModel:
         """The next turn after a conversation. Raises NoAnswer, RuntimeError."""
         began = time.monotonic()
         headers = {CONSENT_HEADER: "yes" if self.consent else "no"}
-        try:
-            async with self.session.post(PATH, json=self._body(messages, tools), headers=headers) as response:
-                body = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
-        return served(body, time.monotonic() - began)
-
-    def _body(self, messages: Sequence[Message], tools: Sequence[Tool]) -> dict[str, Any]:
-        return {
+        asked = {
             "messages": list(messages),
             "tools": list(tools),
             "max_tokens": self.settings.max_turn_tokens,
@@ -60,6 +205,14 @@ class _ServedModel:
             "user": self.user_id,
             "metadata": {"session_id": self.session_id},
         }
+        try:
+            async with self.session.post(PATH, json=asked, headers=headers) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise NoAnswer(f"HTTP {response.status}: {body[:300].decode('utf-8', 'replace')}")
+        return served(body, time.monotonic() - began)
 
 
 def served(body: bytes, latency_s: float) -> ServedTurn:
@@ -86,7 +239,6 @@ class ServedProduct:
     settings: UsersSettings
 
     def model(self, user_id: str, session_id: str, *, consent: bool) -> _ServedModel:
-        """The model, for one conversation of a user."""
         return _ServedModel(self.session, self.settings, user_id, session_id, consent)
 
     async def report(self, report: UserReport) -> None:
@@ -146,11 +298,17 @@ def run(
         raise error from group
 
 
-async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Question], say: Say) -> None:
+async def simulate(settings: UsersSettings, product: ServedProduct, asked: Iterator[Question], say: Say) -> None:
     """Hold the conversations of `asked` with a product until they end, or a signal or the caller ends them."""
     crowd = Crowd(settings, product)
     asking = asyncio.create_task(crowd.ask(asked))
-    telling = asyncio.create_task(_tell(crowd, settings.report_every_s, say))
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(settings.report_every_s)
+            say(crowd.seen())
+
+    telling = asyncio.create_task(tell())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asking.cancel)
@@ -164,9 +322,3 @@ async def simulate(settings: UsersSettings, product: Product, asked: Iterator[Qu
     say(crowd.seen())
     if not asking.cancelled():
         asking.result()
-
-
-async def _tell(crowd: Crowd, every_s: float, say: Say) -> None:
-    while True:
-        await asyncio.sleep(every_s)
-        say(crowd.seen())

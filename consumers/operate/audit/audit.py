@@ -1,4 +1,4 @@
-"""The audit of a log: the checks of the log itself, and every check over the facts of one run.
+"""The audit of a log: the checks of the log itself, every check over the facts of one run, and the report.
 
 Effects are read before their causes: a record that a step names was written before the step, and so lies within the
 part of the log that is read after the steps. A log that grows meanwhile is audited as of the moment at which its steps
@@ -8,18 +8,27 @@ were read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from tidemill.consumers.operate.audit import answer_checks, rollout_checks, step_checks, version_checks
-from tidemill.consumers.operate.audit.endings import OPEN, AuditCheck, AuditedRun, check, is_overdue, rollout_lives
-from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, Facts, Partition
-from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult, Finding
-from tidemill.consumers.operate.audit.run_facts import references
+from tidemill.consumers.operate.audit import rollout_checks, step_checks
+from tidemill.consumers.operate.audit.endings import (
+    OPEN,
+    AuditCheck,
+    AuditedRun,
+    AuditRules,
+    Finding,
+    check,
+    is_overdue,
+    rollout_lives,
+)
+from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, Facts, references
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord, Position
+from tidemill.schemas.log.consumed import Position
 from tidemill.schemas.log.reader import LogReader
 
 
@@ -28,7 +37,6 @@ from tidemill.schemas.log.reader import LogReader
     "no partition has lost its beginning, and nothing refers to what is gone (allowed with --allow-truncated)",
 )
 def retention(run: AuditedRun) -> Iterator[Finding]:
-    """Find records that the log no longer keeps."""
     facts = run.facts
     if run.rules.allow_truncated:
         return
@@ -49,17 +57,15 @@ def retention(run: AuditedRun) -> Iterator[Finding]:
     "every offset that the broker keeps has its record, but for the marks of transactions and what compaction dropped",
 )
 def offsets(run: AuditedRun) -> Iterator[Finding]:
-    """Find offsets without a record."""
     for (topic, number), partition in sorted(run.facts.partitions.items()):
         if partition.hidden and topic not in TRANSACTIONAL and not is_compacted(topic):
-            place = None if partition.first_gap is None else Position(topic.value, number, partition.first_gap)
+            place = Position(topic.value, number, partition.first_gap)
             count = f"{partition.records:,} records on {partition.high - partition.low:,} offsets"
             yield Finding(place, f"{count}: {partition.hidden:,} have none")
 
 
 @check("dead_letters", "every record that cannot be read lies in its topic's dead-letter topic")
 def dead_letters(run: AuditedRun) -> Iterator[Finding]:
-    """Find unreadable records without a dead letter."""
     for place, timestamp_us, error in run.facts.unreadable:
         # The reader of the topic may not have read so far yet.
         if place not in run.facts.letters and is_overdue(run.facts, run.rules, timestamp_us):
@@ -73,8 +79,7 @@ CHECKS: tuple[AuditCheck, ...] = (
     dead_letters,
     *rollout_checks.CHECKS,
     *step_checks.CHECKS,
-    *version_checks.CHECKS,
-    *answer_checks.CHECKS,
+    *rollout_checks.ANSWER_CHECKS,
 )
 """From the log itself to the use of its records: the finding of an early check may explain that of a later one."""
 ORDER = (
@@ -99,8 +104,59 @@ PROGRESS_EVERY = 500
 
 TopicProgress = Callable[[str, int, int], None]
 """Called with a topic, the number of its offsets that were read, and the number of all."""
-Letters = Iterable[tuple[Position, str]]
-"""Dead letters: the place of the record that could not be used, and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    name: str
+    holds: str
+    offenders: int
+    first: Finding | None
+
+    @property
+    def passed(self) -> bool:
+        return self.offenders == 0
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The result of an audit: the checks with their first offenders, and the counts of the run."""
+
+    run_id: str
+    checks: tuple[CheckResult, ...]
+    states: dict[str, int]
+    """Rollouts by state, and by reason where there is one."""
+    open: dict[str, int]
+    """Rollouts that have not ended, by state."""
+    counts: dict[str, int]
+    """Records and items of the run."""
+    repeated: dict[str, int]
+    """Work that was done more than once and did not change what was trained."""
+    records: int
+    """Records read, of all runs."""
+    runs: dict[str, int]
+    """Records by run."""
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        return tuple(check for check in self.checks if not check.passed)
+
+    def verdict(self) -> str:
+        if self.passed:
+            return f"sound, {len(self.checks)} checks over {self.records:,} records"
+        first = self.failed[0]
+        return (
+            f"NOT SOUND, {len(self.failed)} of {len(self.checks)} checks failed. "
+            f"First offender ({first.name}): {first.first}"
+        )
+
+    def document(self) -> dict[str, Any]:
+        checks = [{"passed": one.passed, **asdict(one)} for one in self.checks]
+        return {"passed": self.passed, **{**asdict(self), "checks": checks}}
 
 
 def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress = lambda *_: None) -> AuditReport:
@@ -119,52 +175,21 @@ def audit_log(kafka: KafkaSettings, rules: AuditRules, progress: TopicProgress =
                 facts.observe(consumed)
                 if n % PROGRESS_EVERY == 0:
                     progress(topic.value, n, total)
-    for place, reason in letters_of(kafka, ORDER):
-        facts.observe_letter(place, reason)
+    full = {Names(kafka.topic_prefix).of(topic): topic.value for topic in ORDER}
+    with DeadLetterReader(kafka, {}, ORDER) as letters:
+        for row in letters.read_to_end():
+            letter = row.record
+            if isinstance(letter, DeadLetter) and letter.source_topic in full:
+                place = Position(full[letter.source_topic], letter.source_partition, letter.source_offset)
+                facts.letters.setdefault(place, letter.reason)
     if rules.run_id not in facts.runs:
         known = ", ".join(sorted(facts.runs)) or "none"
         raise LookupError(f"the log holds nothing of run {rules.run_id}; runs in it: {known}. Name one with --run-id")
     return judge(facts, rules)
 
 
-def letters_of(kafka: KafkaSettings, topics: Iterable[Topic]) -> Iterator[tuple[Position, str]]:
-    """Every dead letter of some topics: the place of the record that could not be used, and the reason."""
-    names, wanted = Names(kafka.topic_prefix), tuple(topics)
-    full = {names.of(topic): topic for topic in wanted}
-    with DeadLetterReader(kafka, {}, wanted) as letters:
-        for row in letters.read_to_end():
-            letter = row.record
-            if isinstance(letter, DeadLetter) and letter.source_topic in full:
-                source = full[letter.source_topic].value
-                yield Position(source, letter.source_partition, letter.source_offset), letter.reason
-
-
-def audit(
-    records: Iterable[ConsumedRecord],
-    rules: AuditRules,
-    *,
-    letters: Letters = (),
-    ends: Mapping[Partition, tuple[int, int]] | None = None,
-) -> AuditReport:
-    """Audit records.
-
-    Args:
-        records: every record of the audited topics; each partition in order, the topics in any order.
-        rules: the rules that the log has to keep.
-        letters: every dead letter.
-        ends: first and next offset of each partition, as the broker says; taken from the records where it is not given.
-    """
-    facts = Facts(rules.run_id, ends)
-    for consumed in records:
-        facts.observe(consumed)
-    for place, reason in letters:
-        facts.observe_letter(place, reason)
-    return judge(facts, rules)
-
-
 def judge(facts: Facts, rules: AuditRules) -> AuditReport:
     """Audit facts, when all records were observed."""
-    facts.finish()
     lives = tuple(rollout_lives(facts, rules))
     run = AuditedRun(facts, rules, lives)
     played, model, online = facts.played, facts.model, facts.online

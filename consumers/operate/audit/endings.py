@@ -1,4 +1,4 @@
-"""The state of each rollout, from its task to its one ending, by the log alone. Pure.
+"""The rules of an audit, and the state of each rollout, from its task to its one ending, by the log alone. Pure.
 
 A rollout is queued by its task, dispatched when a worker takes it, running from its first turn, scored (or failed) when
 its record is written, and grouped when group assembly puts it into a group. It ends when a step trains on its group or
@@ -15,22 +15,47 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tidemill.consumers.operate import RecordAt
-from tidemill.consumers.operate.audit.facts import Facts
-from tidemill.consumers.operate.audit.report import AuditRules, Finding
-from tidemill.consumers.operate.audit.run_facts import TRAINED, IssuedTask, ModelFacts, PlayedRollout
+from tidemill.consumers.operate.audit.facts import TRAINED, Facts
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import CloseReason, Group, GroupMember, Mode, RolloutStatus, rollout_id, rollout_index
+from tidemill.schemas.records import (
+    CloseReason,
+    Group,
+    GroupMember,
+    Mode,
+    Rollout,
+    RolloutStatus,
+    rollout_id,
+    rollout_index,
+)
 
+MINUTE_US = 60_000_000
 OF_COPIES = frozenset({"duplicate", "replayed"})
 """Why a trainer leaves out a group that is in the log a second time; the rollouts end with the first group."""
 STEPS_AHEAD = 2
 """Steps that have to pass a group over: its rollouts may have come to the trainer a moment after a younger group's."""
 
 
-class RolloutState(StrEnum):
-    """The state of a rollout."""
+@dataclass(frozen=True, slots=True)
+class AuditRules:
+    """The settings that separate a fault from work that is under way."""
 
+    run_id: str
+    ended: bool = False
+    """No worker plays rollouts any more: a rollout without a result is lost, also before its deadline."""
+    complete: bool = False
+    """The run is over: everything that is still open is a fault, groups that wait for the trainer included."""
+    last_step: int | None = None
+    """The last step of the run, where it is known: groups that are left after it are no fault."""
+    allow_truncated: bool = False
+    """Records that are past a topic's retention are no fault, and checks that need them are left out."""
+    grace_us: int = 10 * MINUTE_US
+    """How long after its deadline, in event time, a record may still arrive."""
+    horizon_us: int = 48 * 60 * MINUTE_US
+    """How long after it was served an interaction may wait for its end."""
+
+
+class RolloutState(StrEnum):
     QUEUED = "queued"
     DISPATCHED = "dispatched"
     RUNNING = "running"
@@ -58,8 +83,6 @@ OPEN = frozenset(RolloutState(name) for name in ("queued", "dispatched", "runnin
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnding:
-    """One ending of a rollout."""
-
     state: RolloutState
     reason: str
     place: Position
@@ -85,23 +108,47 @@ _Membership = tuple[Position, GroupMember]
 
 def rollout_lives(facts: Facts, rules: AuditRules) -> Iterator[RolloutLife]:
     """Every rollout that was issued, played or grouped, once."""
+    played, grouped = facts.played, _Grouped(facts, rules)
     memberships: defaultdict[str, list[_Membership]] = defaultdict(list)
     for group in facts.model.groups:
         for member in group.record.members:
             memberships[member.rollout_id].append((group.place, member))
-    grouped = _Grouped(facts, rules)
-    seen: set[tuple[str, int | None]] = {(of.group_id, of.index) for of in facts.played.rollouts.values()}
-    for rollout in facts.played.rollouts.values():
-        of = memberships.pop(rollout.rollout_id, [])
-        yield grouped.life(rollout.rollout_id, of, rollout) if of else _ungrouped(facts, rules, rollout)
+    seen: set[tuple[str, int | None]] = set()
+    for name, records in played.rollouts.items():
+        of, rollout, place = memberships.pop(name, []), records[0].record, records[0].place
+        seen.add((rollout.group_id, rollout.index))
+        letters = [facts.letters[one.place] for one in records if one.place in facts.letters]
+        if of:
+            yield grouped.life(name, of, records)
+        elif letters:
+            ending = RolloutEnding(RolloutState.REJECTED, letters[0], place)
+            yield RolloutLife(name, ending.state, ending.reason, place, (ending,))
+        elif is_overdue(facts, rules, rollout.deadline_at):
+            reason = "it has a result, its time is up, and no group counts it"
+            yield RolloutLife(name, RolloutState.LOST, reason, place)
+        else:
+            yield RolloutLife(name, RolloutState.SCORED, "", place)
     # The rest was put into a group, and its own record is gone.
     for name, of in memberships.items():
         seen.add((facts.model.group_at[of[0][0]].record.group_id, rollout_index(name)))
-        yield grouped.life(name, of, None)
-    for task in facts.played.tasks.values():
+        yield grouped.life(name, of, ())
+    for at in played.tasks.values():
+        task = at.record
         for index in range(task.group_size):
-            if (task.group_id, index) not in seen:
-                yield _unplayed(facts, rules, task, index)
+            if (task.group_id, index) in seen:
+                continue
+            name, state, place = rollout_id(task.group_id, index), RolloutState.QUEUED, at.place
+            dispatch = played.dispatched.get(task.task_id)
+            if dispatch is not None and index in dispatch[1]:
+                state, place = RolloutState.DISPATCHED, dispatch[0]
+            if name in played.turns:
+                state, place = RolloutState.RUNNING, played.turns[name].place
+            reason = ""
+            if facts.is_truncated(Topic.ROLLOUTS):
+                state = RolloutState.UNKNOWN
+            elif is_overdue(facts, rules, task.deadline_at):
+                state, reason = RolloutState.LOST, f"{state.value}, its time is up, and it has no result"
+            yield RolloutLife(name, state, reason, place)
 
 
 def is_overdue(facts: Facts, rules: AuditRules, deadline_at: int) -> bool:
@@ -109,40 +156,11 @@ def is_overdue(facts: Facts, rules: AuditRules, deadline_at: int) -> bool:
     return rules.ended or rules.complete or facts.clock_us > deadline_at + rules.grace_us
 
 
-def _unplayed(facts: Facts, rules: AuditRules, task: IssuedTask, index: int) -> RolloutLife:
-    """A rollout without a result."""
-    name = rollout_id(task.group_id, index)
-    dispatch = facts.played.dispatched.get(task.task_id)
-    state, place = RolloutState.QUEUED, task.place
-    if dispatch is not None and index in dispatch[1]:
-        state, place = RolloutState.DISPATCHED, dispatch[0]
-    if name in facts.played.turns:
-        state, place = RolloutState.RUNNING, facts.played.turns[name].place
-    if facts.is_truncated(Topic.ROLLOUTS):
-        return RolloutLife(name, RolloutState.UNKNOWN, "", place)
-    if is_overdue(facts, rules, task.deadline_at):
-        return RolloutLife(name, RolloutState.LOST, f"{state.value}, its time is up, and it has no result", place)
-    return RolloutLife(name, state, "", place)
-
-
-def _ungrouped(facts: Facts, rules: AuditRules, rollout: PlayedRollout) -> RolloutLife:
-    """A rollout with a result that no group counts."""
-    place = rollout.records[0].place
-    letters = [facts.letters[one.place] for one in rollout.records if one.place in facts.letters]
-    if letters:
-        ending = RolloutEnding(RolloutState.REJECTED, letters[0], place)
-        return RolloutLife(rollout.rollout_id, ending.state, ending.reason, place, (ending,))
-    if is_overdue(facts, rules, rollout.deadline_at):
-        reason = "it has a result, its time is up, and no group counts it"
-        return RolloutLife(rollout.rollout_id, RolloutState.LOST, reason, place)
-    return RolloutLife(rollout.rollout_id, RolloutState.SCORED, "", place)
-
-
 class _Grouped:
     """Rollouts that a group counts."""
 
     def __init__(self, facts: Facts, rules: AuditRules) -> None:
-        self._model: ModelFacts = facts.model
+        self._model = facts.model
         self._open = RolloutState.GROUPED
         if rules.complete and rules.last_step is not None and len(facts.model.steps) >= rules.last_step:
             self._open = RolloutState.UNUSED
@@ -153,28 +171,25 @@ class _Grouped:
             if steps:
                 self._trained[place.partition].append((self._model.group_at[place], steps[0]))
 
-    def life(self, rollout_id: str, of: list[_Membership], rollout: PlayedRollout | None) -> RolloutLife:
-        """The state of a rollout that groups count; `rollout` is None where its own record is gone."""
-        endings = tuple(dict.fromkeys(end for place, member in of for end in self._endings(place, member, rollout)))
+    def life(self, rollout_id: str, of: list[_Membership], records: Sequence[RecordAt[Rollout]]) -> RolloutLife:
+        """The state of a rollout that groups count, whose own records may be gone."""
+        failures = [one.record.failure for one in records if one.record.failure]
+        # The text after the kind of a failure is about one rollout, and counts go by kind.
+        failure = failures[0].split(":")[0] if failures else "its record is gone"
+        endings = tuple(dict.fromkeys(end for place, member in of for end in self._endings(place, member, failure)))
         if endings:
             return RolloutLife(rollout_id, endings[0].state, endings[0].reason, endings[0].place, endings)
-        place = of[0][0]
-        if self._is_passed_over(place):
-            reason = "steps trained on younger groups behind its own"
-            return RolloutLife(rollout_id, RolloutState.LOST, reason, place)
+        place, passed_over = of[0][0], set[int]()
+        for group, step in reversed(self._trained[place.partition]):
+            if group.place.offset < place.offset or len(passed_over) >= STEPS_AHEAD:
+                break
+            if group.record.closed_at > self._model.group_at[place].record.closed_at:
+                passed_over.add(step)
+        if len(passed_over) >= STEPS_AHEAD:
+            return RolloutLife(rollout_id, RolloutState.LOST, "steps trained on younger groups behind its own", place)
         return RolloutLife(rollout_id, self._open, "", place)
 
-    def _is_passed_over(self, place: Position) -> bool:
-        """Whether steps trained on younger groups after a place, and not on the group there."""
-        age, steps = self._model.group_at[place].record.closed_at, set[int]()
-        for group, step in reversed(self._trained[place.partition]):
-            if group.place.offset < place.offset or len(steps) >= STEPS_AHEAD:
-                break
-            if group.record.closed_at > age:
-                steps.add(step)
-        return len(steps) >= STEPS_AHEAD
-
-    def _endings(self, place: Position, member: GroupMember, rollout: PlayedRollout | None) -> Iterator[RolloutEnding]:
+    def _endings(self, place: Position, member: GroupMember, failure: str) -> Iterator[RolloutEnding]:
         group = self._model.group_at[place]
         copies = self._model.groups_of[group.record.group_id]
         # A second record of a group ends no rollout a second time.
@@ -186,12 +201,8 @@ class _Grouped:
             at_once = RolloutState.FAILED
         elif group.record.mode is Mode.EVAL:
             at_once = RolloutState.EVALUATED
-        if at_once is RolloutState.FAILED:
-            failures = [one.failure for one in (rollout.records if rollout else ()) if one.failure]
-            # The text after the kind of a failure is about one rollout, and counts go by kind.
-            yield RolloutEnding(at_once, failures[0].split(":")[0] if failures else "its record is gone", first)
-        elif at_once is not None:
-            yield RolloutEnding(at_once, "", first)
+        if at_once is not None:
+            yield RolloutEnding(at_once, failure if at_once is RolloutState.FAILED else "", first)
         for step, reason in self._model.uses.get(place, ()):
             if reason in OF_COPIES and place != first:
                 continue
@@ -199,6 +210,16 @@ class _Grouped:
                 yield RolloutEnding(RolloutState.TRAINED, "", step.place)
             elif at_once is None:
                 yield RolloutEnding(RolloutState.EXCLUDED, reason, step.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    place: Position | None
+    """The record that shows the fault; None where no record of the log does."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}" if self.place else self.what
 
 
 @dataclass(frozen=True, slots=True)

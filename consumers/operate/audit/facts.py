@@ -1,107 +1,173 @@
-"""The facts that an audit needs of a log: a pure fold over its topics; of answers to users in `OnlineFacts`.
+"""The facts that an audit needs of a log: a pure fold over its topics.
 
 The records of each topic are observed in order; the topics may come in any order. Records of other runs count for the
-offsets alone.
+offsets alone. A record is kept without what is large in it: the payload of a task, the tokens of a rollout or an
+answer, the tensors and chunks of a version.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tidemill.consumers.operate import RecordAt, record_at
-from tidemill.consumers.operate.audit.run_facts import ModelFacts, RolloutFacts
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic, is_compacted
-from tidemill.schemas.log.consumed import ConsumedRecord, Position
-from tidemill.schemas.records import Interaction, OnlineBatch, Outcome, UserRequest, UserWish
+from tidemill.schemas.log.consumed import ConsumedRecord, LogReference, Position
+
+TRAINED = "trained"
 
 
-@dataclass(frozen=True, slots=True)
-class ServedAnswer:
-    """An answer served to a user."""
+class RolloutFacts:
+    """Tasks, the workers that took them, and the results of their rollouts."""
 
-    place: Position
-    interaction_id: str
-    user_id: str
-    version_min: int
-    version_max: int
-    replica_id: str
-    incarnation: str
-    served_at: int
+    def __init__(self) -> None:
+        self.tasks: dict[str, RecordAt[r.Task]] = {}
+        self.rollouts: defaultdict[str, list[RecordAt[r.Rollout]]] = defaultdict(list)
+        """By rollout id. A worker that could not know of the first record may have written it again."""
+        self.dispatched: dict[str, tuple[Position, set[int]]] = {}
+        """By task: the first dispatch, and the indexes in the group that workers took."""
+        self.turns: dict[str, RecordAt[r.Turn]] = {}
+        """By rollout id: its first turn."""
+        self.sampled_by: dict[tuple[str, int], Position] = {}
+        """The first turn that a replica sampled under a version."""
+        self.sampled_under: dict[int, Position] = {}
+        """The first rollout that was sampled under a version."""
+        self.repeats: Counter[str] = Counter()
+        self._turns: Counter[str] = Counter()
+        """Number of different turns of a rollout."""
+
+    def observe(self, consumed: ConsumedRecord) -> None:
+        place = consumed.position
+        match consumed.record:
+            case r.Task() as task:
+                self.repeats["tasks"] += task.task_id in self.tasks
+                self.tasks.setdefault(task.task_id, record_at(consumed, replace(task, payload="")))
+            case r.Dispatch() as dispatch:
+                known = self.dispatched.setdefault(dispatch.task_id, (place, set()))[1]
+                self.repeats["dispatched rollouts"] += len(known.intersection(dispatch.indexes))
+                known.update(dispatch.indexes)
+            case r.Turn() as turn:
+                first = replace(turn, token_ids=b"", logprobs=b"", context="", expert_ids=b"")
+                self.turns.setdefault(turn.rollout_id, record_at(consumed, first))
+                self.repeats["turns"] += turn.turn < self._turns[turn.rollout_id]
+                self._turns[turn.rollout_id] = max(self._turns[turn.rollout_id], turn.turn + 1)
+                for span in turn.spans:
+                    self.sampled_by.setdefault((turn.replica_id, span.version), place)
+            case r.Rollout() as rollout:
+                known_records = self.rollouts[rollout.rollout_id]
+                if known_records:
+                    self.repeats["rollouts"] += 1
+                    self.repeats["tokens of repeated rollouts"] += rollout.sampled_tokens
+                known_records.append(record_at(consumed, replace(rollout, segments=[], rewards=[], metrics={})))
+                for version in {rollout.version_min, rollout.version_max}:
+                    self.sampled_under.setdefault(version, place)
+
+    def record_of(self, rollout_id: str, reference: LogReference) -> r.Rollout | None:
+        """The record of a rollout at the place that a reference names; None where it has none there."""
+        place = Position.of(reference)
+        return next((one.record for one in self.rollouts.get(rollout_id, ()) if one.place == place), None)
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeFacts:
-    """One outcome of an interaction."""
+class ModelFacts:
+    """Groups, the steps that used them, the versions that the steps made, and the replicas that held those."""
 
-    interaction_id: str
-    user_id: str
-    revision: int
-    reward: float | None
-    exclusion: str
-    partition: int
-    offset: int
-    """The place of the interaction."""
+    def __init__(self) -> None:
+        self.groups: list[RecordAt[r.Group]] = []
+        self.group_at: dict[Position, RecordAt[r.Group]] = {}
+        self.groups_of: defaultdict[str, list[RecordAt[r.Group]]] = defaultdict(list)
+        """By group id, in the order read."""
+        self.steps: list[RecordAt[r.TrainStep]] = []
+        self.plans_and_steps: list[RecordAt[r.StepPlan | r.TrainStep]] = []
+        """In the order of the log."""
+        self.uses: defaultdict[Position, list[tuple[RecordAt[r.TrainStep], str]]] = defaultdict(list)
+        """By the place that a step names: the step, and `TRAINED` or the reason of the exclusion."""
+        self.manifests: list[RecordAt[r.Manifest]] = []
+        self.skips: list[RecordAt[r.SkipDelta]] = []
+        self.acks: list[RecordAt[r.WeightAck]] = []
+        self.decisions: list[RecordAt[r.GateDecision]] = []
+        self.repeats: Counter[str] = Counter()
+
+    def observe(self, consumed: ConsumedRecord) -> None:
+        match consumed.record:
+            case r.Group() as record:
+                group = record_at(consumed, record)
+                known = self.groups_of[record.group_id]
+                self.repeats["groups"] += any(other.digest == group.digest for other in known)
+                known.append(group)
+                self.groups.append(group)
+                self.group_at[group.place] = group
+            case r.TrainStep() as record:
+                step = record_at(consumed, record)
+                self.steps.append(step)
+                self.plans_and_steps.append(step)
+                for reference in references(record):
+                    reason = reference.reason if isinstance(reference, r.StepExclusion) else TRAINED
+                    self.uses[Position.of(reference)].append((step, reason))
+            case r.StepPlan() as plan:
+                last = self.plans_and_steps[-1].record if self.plans_and_steps else None
+                self.repeats["plans"] += isinstance(last, r.StepPlan) and last.step == plan.step
+                self.plans_and_steps.append(record_at(consumed, plan))
+            case r.Manifest() as manifest:
+                self.manifests.append(record_at(consumed, replace(manifest, tensors=[], tensor_table=None, shards=[])))
+            case r.SkipDelta() as skip:
+                self.skips.append(record_at(consumed, replace(skip, shards=[])))
+            case r.WeightAck() as ack:
+                self.acks.append(record_at(consumed, ack))
+            case r.GateDecision() as decision:
+                self.decisions.append(record_at(consumed, decision))
+
+
+def references(step: r.TrainStep) -> list[r.StepInput | r.StepExclusion]:
+    """Everything that a step names: what it trained on, then what it left out."""
+    return [*step.inputs, *step.exclusions]
 
 
 class OnlineFacts:
-    """Interactions, outcomes and online batches."""
-
     def __init__(self) -> None:
-        self.served: dict[str, ServedAnswer] = {}
-        self.served_at_place: dict[Position, ServedAnswer] = {}
+        self.served: dict[str, RecordAt[r.Interaction]] = {}
+        self.served_at_place: dict[Position, r.Interaction] = {}
         self.erased: dict[str, int] = {}
         """Interactions with a tombstone, and when the first one was written, in microseconds."""
-        self.ends: defaultdict[str, list[RecordAt[OutcomeFacts]]] = defaultdict(list)
-        self.batches: list[RecordAt[OnlineBatch]] = []
-        self.erasures: dict[str, int] = {}
-        """By user: the newest time for which they asked to be erased."""
-        self.erasure_times: defaultdict[str, set[int]] = defaultdict(set)
-        """By user: every time for which they asked to be erased."""
+        self.ends: defaultdict[str, list[RecordAt[r.Outcome]]] = defaultdict(list)
+        """By interaction: its different outcomes."""
+        self.batches: list[RecordAt[r.OnlineBatch]] = []
+        self.batch_at: dict[Position, r.OnlineBatch] = {}
+        self.erasures: defaultdict[str, set[int]] = defaultdict(set)
+        """By user: the times for which they asked to be erased."""
         self.repeats: Counter[str] = Counter()
 
     def observe(self, consumed: ConsumedRecord) -> None:
         """Take in a record of the run, or a tombstone or a user's request, which belong to no run."""
         match consumed.record:
-            case Interaction() as answer:
-                place = consumed.position
-                served = ServedAnswer(
-                    place, answer.interaction_id, answer.user_id, answer.version_min, answer.version_max,
-                    answer.replica_id, answer.incarnation, answer.served_at,
-                )  # fmt: skip
+            case r.Interaction() as answer:
+                served = record_at(consumed, replace(answer, segments=[]))
                 self.repeats["interactions"] += answer.interaction_id in self.served
                 self.served.setdefault(answer.interaction_id, served)
-                self.served_at_place[place] = served
-            case Outcome() as outcome:
-                self._take_outcome(record_at(consumed, outcome))
-            case OnlineBatch() as batch:
+                self.served_at_place[served.place] = served.record
+            case r.Outcome() as outcome:
+                end = record_at(consumed, replace(outcome, signals=[]))
+                known = self.ends[outcome.interaction_id]
+                if any(other.digest == end.digest for other in known):
+                    self.repeats["outcomes"] += 1
+                else:
+                    known.append(end)
+            case r.OnlineBatch() as batch:
                 self.batches.append(record_at(consumed, batch))
-            case UserRequest(user_id=user, wish=UserWish.ERASE, at=at):
-                self.erasures[user] = max(at, self.erasures.get(user, at))
-                self.erasure_times[user].add(at)
+                self.batch_at[consumed.position] = batch
+            case r.UserRequest(user_id=user, wish=r.UserWish.ERASE, at=at):
+                self.erasures[user].add(at)
             case None if consumed.value is None:
-                self._erase(consumed)
-
-    def _take_outcome(self, outcome: RecordAt[Outcome]) -> None:
-        of = outcome.record
-        end = OutcomeFacts(of.interaction_id, of.user_id, of.revision, of.reward, of.exclusion, of.partition, of.offset)
-        known = self.ends[of.interaction_id]
-        if any(other.digest == outcome.digest for other in known):
-            self.repeats["outcomes"] += 1
-        else:
-            known.append(RecordAt(outcome.place, end, outcome.digest))
-
-    def _erase(self, tombstone: ConsumedRecord) -> None:
-        name = (tombstone.key or b"").decode("utf-8", "replace")
-        if tombstone.topic is Topic.INTERACTIONS:
-            self.erased.setdefault(name, tombstone.timestamp_ms * 1_000)
-            gone = self.served.pop(name, None)
-            if gone is not None:
-                self.served_at_place.pop(gone.place, None)
-        elif tombstone.topic is Topic.OUTCOMES:
-            self.ends.pop(name, None)
+                name = (consumed.key or b"").decode("utf-8", "replace")
+                if consumed.topic is Topic.INTERACTIONS:
+                    self.erased.setdefault(name, consumed.timestamp_ms * 1_000)
+                    gone = self.served.pop(name, None)
+                    if gone is not None:
+                        self.served_at_place.pop(gone.place, None)
+                elif consumed.topic is Topic.OUTCOMES:
+                    self.ends.pop(name, None)
 
 
 TRANSACTIONAL = frozenset({Topic.STEPS, Topic.MANIFESTS, Topic.GROUPS, Topic.OUTCOMES, Topic.ONLINE_BATCHES})
@@ -120,44 +186,33 @@ class PartitionFacts:
     """First offset that the broker keeps."""
     high: int
     """The offset after the last one."""
-    following: int = field(init=False)
+    following: int
     """The offset after the last record read."""
     records: int = 0
-    hidden: int = 0
-    """Offsets from which no record was read."""
-    first_gap: int | None = None
+    gap: int | None = None
+    """The first offset from which no record was read, before the last record."""
 
-    def __post_init__(self) -> None:
-        self.following = self.low
+    @property
+    def hidden(self) -> int:
+        """Offsets from which no record was read."""
+        return self.high - self.low - self.records
+
+    @property
+    def first_gap(self) -> int:
+        """The first of these offsets, where there is one."""
+        return self.following if self.gap is None else self.gap
 
     def observe(self, offset: int) -> None:
         """Count a record. Offsets rise."""
-        self._skip_to(offset)
+        if offset > self.following and self.gap is None:
+            self.gap = self.following
         self.records += 1
         self.following = offset + 1
         self.high = max(self.high, self.following)
 
-    def finish(self) -> None:
-        """Count the offsets after the last record."""
-        self._skip_to(self.high)
-        self.following = self.high
-
-    def _skip_to(self, offset: int) -> None:
-        if offset > self.following:
-            self.first_gap = self.following if self.first_gap is None else self.first_gap
-            self.hidden += offset - self.following
-
 
 class Facts:
-    """The facts of one run.
-
-    Args:
-        run_id: the run.
-        ends: first and next offset of each partition, as the broker says; for other partitions they are taken from the
-            records.
-    """
-
-    def __init__(self, run_id: str, ends: Mapping[Partition, tuple[int, int]] | None = None) -> None:
+    def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.played, self.model, self.online = RolloutFacts(), ModelFacts(), OnlineFacts()
         self.letters: dict[Position, str] = {}
@@ -165,7 +220,6 @@ class Facts:
         self.unreadable: list[tuple[Position, int, str]] = []
         """Records that cannot be decoded: the place, the time in microseconds, the error."""
         self.partitions: dict[Partition, PartitionFacts] = {}
-        self.expect(ends or {})
         self.runs: Counter[str] = Counter()
         """Records by run."""
         self.replayed = 0
@@ -174,11 +228,11 @@ class Facts:
         """Event time: the newest timestamp in the log."""
 
     def expect(self, ends: Mapping[Partition, tuple[int, int]]) -> None:
-        """Set first and next offset of partitions, before their records are observed."""
-        self.partitions.update({where: PartitionFacts(low, high) for where, (low, high) in ends.items()})
+        """Set first and next offset of partitions, as the broker says, before their records are observed; for other
+        partitions they are taken from the records."""
+        self.partitions.update({where: PartitionFacts(low, high, low) for where, (low, high) in ends.items()})
 
     def observe(self, consumed: ConsumedRecord) -> None:
-        """Take in a record."""
         where = (consumed.topic, consumed.partition)
         if where not in self.partitions:
             self.expect({where: (consumed.offset, consumed.offset)})
@@ -196,18 +250,13 @@ class Facts:
         if run_id is not None:
             self.runs[run_id] += 1
         if run_id is None or run_id == self.run_id:
-            self.played.observe(consumed)
-            self.model.observe(consumed)
-            self.online.observe(consumed)
+            for facts in (self.played, self.model, self.online):
+                facts.observe(consumed)
 
-    def observe_letter(self, place: Position, reason: str) -> None:
-        """Take in a dead letter: the place of the record that could not be used, and the reason."""
-        self.letters.setdefault(place, reason)
-
-    def finish(self) -> None:
-        """Mark the end of the records."""
-        for partition in self.partitions.values():
-            partition.finish()
+    def input_at(self, place: Position) -> r.Group | r.OnlineBatch | None:
+        """The group or online batch at a place."""
+        group = self.model.group_at.get(place)
+        return self.online.batch_at.get(place) if group is None else group.record
 
     def is_truncated(self, topic: Topic) -> bool:
         """Whether the log no longer keeps the beginning of some partition of a topic."""

@@ -1,44 +1,47 @@
-"""Checks of rollouts: each was asked for, ends once, is trained once, and is in its group as it was written."""
+"""Checks of what was sampled, rollouts and answers to users: each ends once and is used once, as it was written."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
-from tidemill.consumers.operate.audit.endings import OPEN, AuditedRun, RolloutState, check
+from tidemill.consumers.operate import RecordAt
+from tidemill.consumers.operate.audit.endings import OPEN, AuditedRun, Finding, RolloutState, check
 from tidemill.consumers.operate.audit.facts import Facts
-from tidemill.consumers.operate.audit.report import Finding
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import CloseReason, Group, GroupMember, RolloutStatus, StepInput
 
 
 @check("tasks", "every rollout that was taken, sampled or written belongs to a task that was issued, as the task says")
 def tasks(run: AuditedRun) -> Iterator[Finding]:
-    """Find rollouts without a task, and rollouts that disagree with theirs."""
     facts = run.facts
     if facts.is_truncated(Topic.TASKS):
         return
+    tasks = {name: at.record for name, at in facts.played.tasks.items()}
     for task_id, (place, indexes) in facts.played.dispatched.items():
-        task = facts.played.tasks.get(task_id)
+        task = tasks.get(task_id)
         if task is None or not all(0 <= index < task.group_size for index in indexes):
             what = "no such task was issued" if task is None else f"it has {task.group_size} rollouts"
             yield Finding(place, f"a worker took rollouts {sorted(indexes)} of task {task_id}: {what}")
-    for rollout_id, sampled in facts.played.turns.items():
-        if sampled.task_id not in facts.played.tasks:
-            yield Finding(sampled.place, f"rollout {rollout_id} is of task {sampled.task_id}, which was never issued")
-    for rollout in facts.played.rollouts.values():
-        task, place = facts.played.tasks.get(rollout.task_id), rollout.records[0].place
+    for name, turn in facts.played.turns.items():
+        if turn.record.task_id not in tasks:
+            yield Finding(turn.place, f"rollout {name} is of task {turn.record.task_id}, which was never issued")
+    for name, records in facts.played.rollouts.items():
+        rollout, place = records[0].record, records[0].place
+        task = tasks.get(rollout.task_id)
         if place in facts.letters:
             continue
         if task is None:
-            yield Finding(place, f"rollout {rollout.rollout_id} is of task {rollout.task_id}, which was never issued")
+            yield Finding(place, f"rollout {name} is of task {rollout.task_id}, which was never issued")
             continue
         stated = (rollout.group_id, rollout.group_size, rollout.mode, rollout.deadline_at)
         if stated != (task.group_id, task.group_size, task.mode, task.deadline_at):
-            yield Finding(place, f"rollout {rollout.rollout_id} disagrees with its task at {task.place}: {stated}")
+            at = facts.played.tasks[rollout.task_id].place
+            yield Finding(place, f"rollout {name} disagrees with its task at {at}: {stated}")
         elif not 0 <= rollout.index < task.group_size:
-            yield Finding(place, f"rollout {rollout.rollout_id} is number {rollout.index} of {task.group_size}")
+            yield Finding(place, f"rollout {name} is number {rollout.index} of {task.group_size}")
 
 
 @check(
@@ -47,7 +50,6 @@ def tasks(run: AuditedRun) -> Iterator[Finding]:
     "late or rejected, or it is on its way within its time",
 )
 def endings(run: AuditedRun) -> Iterator[Finding]:
-    """Find rollouts that are lost, left open, or ended more than once."""
     for life in run.lives:
         if life.state is RolloutState.LOST:
             yield Finding(life.place, f"rollout {life.rollout_id} is lost: {life.reason}")
@@ -60,25 +62,21 @@ def endings(run: AuditedRun) -> Iterator[Finding]:
 
 @check("trained_once", "no rollout and no online batch was trained by two steps, nor by one step twice")
 def trained_once(run: AuditedRun) -> Iterator[Finding]:
-    """Find records that were trained twice."""
     before: dict[str, Position] = {}
     for step in run.facts.model.steps:
         for reference in step.record.inputs:
-            for name in _trained_by(run.facts, reference):
+            group = run.facts.model.group_at.get(Position.of(reference))
+            if reference.topic == Topic.ONLINE_BATCHES:
+                names = [f"online batch {reference.group_id}"]
+            elif group is None:
+                names = [f"group {reference.group_id}"]
+            else:
+                completed = (m for m in group.record.members if m.status is r.RolloutStatus.COMPLETED)
+                names = [f"rollout {member.rollout_id}" for member in completed]
+            for name in names:
                 if name in before:
                     yield Finding(step.place, f"{name} was trained before, by {before[name]}")
                 before.setdefault(name, step.place)
-
-
-def _trained_by(facts: Facts, reference: StepInput) -> list[str]:
-    """The names of everything that one input of a step stands for."""
-    if reference.topic == Topic.ONLINE_BATCHES:
-        return [f"online batch {reference.group_id}"]
-    group = facts.model.group_at.get(Position.of(reference))
-    if group is None:
-        return [f"group {reference.group_id}"]
-    completed = [member for member in group.record.members if member.status is RolloutStatus.COMPLETED]
-    return [f"rollout {member.rollout_id}" for member in completed]
 
 
 @check(
@@ -87,39 +85,39 @@ def _trained_by(facts: Facts, reference: StepInput) -> list[str]:
     "it says, its advantages follow from them, and its second record is the same byte for byte",
 )
 def groups(run: AuditedRun) -> Iterator[Finding]:
-    """Find groups that disagree with their task or their rollouts, and groups with two contents."""
     for at in run.facts.model.groups:
         group = at.record
         for problem in (*_size(run.facts, group), *_members(run.facts, group), *_advantages(group)):
             yield Finding(at.place, f"group {group.group_id}: {problem}")
         # A group of one late rollout is written for each such rollout.
-        if group.closed_by is not CloseReason.LATE:
+        if group.closed_by is not r.CloseReason.LATE:
             copies = run.facts.model.groups_of[group.group_id]
-            first = next(one for one in copies if one.record.closed_by is not CloseReason.LATE)
+            first = next(one for one in copies if one.record.closed_by is not r.CloseReason.LATE)
             if first.digest != at.digest:
                 yield Finding(at.place, f"group {group.group_id} stands at {first.place} with other contents")
 
 
-def _size(facts: Facts, group: Group) -> Iterator[str]:
+def _size(facts: Facts, group: r.Group) -> Iterator[str]:
     n = len(group.members)
     match group.closed_by:
-        case CloseReason.SIZE if n != group.expected_size:
+        case r.CloseReason.SIZE if n != group.expected_size:
             yield f"closed as complete with {n} of {group.expected_size} rollouts"
-        case CloseReason.DEADLINE if not 0 < n < group.expected_size:
+        case r.CloseReason.DEADLINE if not 0 < n < group.expected_size:
             yield f"closed by its deadline with {n} of {group.expected_size} rollouts"
-        case CloseReason.LATE if n != 1:
+        case r.CloseReason.LATE if n != 1:
             yield f"a late group holds one straggler, not {n}"
-    task = facts.played.tasks.get(group.task_id)
+    at = facts.played.tasks.get(group.task_id)
+    task = None if at is None else at.record
     if task is not None and (task.group_id, task.group_size) != (group.group_id, group.expected_size):
         yield f"task {task.task_id} asked for {task.group_size} rollouts of group {task.group_id}"
-    if task is not None and group.closed_by is CloseReason.DEADLINE and group.closed_at < task.deadline_at:
+    if task is not None and group.closed_by is r.CloseReason.DEADLINE and group.closed_at < task.deadline_at:
         yield f"closed by its deadline at {group.closed_at}, before the deadline {task.deadline_at}"
     names = [member.rollout_id for member in group.members]
     if names != sorted(set(names)):
         yield "its members are not in order, each once"
 
 
-def _members(facts: Facts, group: Group) -> Iterator[str]:
+def _members(facts: Facts, group: r.Group) -> Iterator[str]:
     rewards: list[float | None] = []
     for member in group.members:
         if facts.is_kept(Position(Topic.ROLLOUTS.value, member.partition, member.offset)):
@@ -129,25 +127,19 @@ def _members(facts: Facts, group: Group) -> Iterator[str]:
             else:
                 rewards.append(found)
     # Shuffled rewards are the same rewards in another order.
-    if group.rewards_shuffled and len(rewards) == len(group.members):
-        stated = [member.reward for member in group.members]
-        if sorted(rewards, key=_none_first) != sorted(stated, key=_none_first):
-            yield f"its rewards {stated} are not those of its rollouts, {rewards}"
+    stated = [member.reward for member in group.members]
+    if group.rewards_shuffled and len(rewards) == len(stated) and Counter(rewards) != Counter(stated):
+        yield f"its rewards {stated} are not those of its rollouts, {rewards}"
 
 
-def _none_first(reward: float | None) -> tuple[bool, float]:
-    return reward is not None, reward or 0.0
-
-
-def _reward_of(facts: Facts, group: Group, member: GroupMember) -> float | str | None:
+def _reward_of(facts: Facts, group: r.Group, member: r.GroupMember) -> float | str | None:
     """The reward of a member's rollout, or the member's fault as text."""
     place = f"{member.topic}[{member.partition}]@{member.offset}"
-    rollout = facts.played.rollouts.get(member.rollout_id)
-    record = rollout.at(member.partition, member.offset) if rollout is not None else None
-    if rollout is None or record is None or member.topic != Topic.ROLLOUTS:
+    record = facts.played.record_of(member.rollout_id, member)
+    if record is None:
         return f"no rollout {member.rollout_id} lies at {place}"
-    if (rollout.group_id, rollout.mode) != (group.group_id, group.mode):
-        return f"rollout {member.rollout_id} is of group {rollout.group_id}, {rollout.mode.value}"
+    if (record.group_id, record.mode) != (group.group_id, group.mode):
+        return f"rollout {member.rollout_id} is of group {record.group_id}, {record.mode.value}"
     stated = (member.status, member.success, member.sampled_tokens, member.version_min, member.version_max)
     held = (record.status, record.success, record.sampled_tokens, record.version_min, record.version_max)
     if stated != held:
@@ -157,7 +149,7 @@ def _reward_of(facts: Facts, group: Group, member: GroupMember) -> float | str |
     return record.reward
 
 
-def _advantages(group: Group) -> Iterator[str]:
+def _advantages(group: r.Group) -> Iterator[str]:
     rewards = [member.reward for member in group.members if member.reward is not None]
     mean = group.mean_reward
     if mean is not None and (not rewards or not _equal(mean, math.fsum(rewards) / len(rewards))):
@@ -175,4 +167,107 @@ def _equal(one: float | None, other: float | None) -> bool:
     return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
+@check(
+    "interactions",
+    "every answer that was served has one end of revision 0, a reward or an exclusion with its reason, unless its "
+    "horizon has not passed or its user had it erased",
+)
+def interactions(run: AuditedRun) -> Iterator[Finding]:
+    facts, rules = run.facts, run.rules
+    for name, ends in facts.online.ends.items():
+        last = ends[-1]
+        by_revision: dict[int, list[RecordAt[r.Outcome]]] = {}
+        for end in ends:
+            by_revision.setdefault(end.record.revision, []).append(end)
+        for revision, same in by_revision.items():
+            if len(same) > 1:
+                what = f"interaction {name} has {len(same)} different outcomes of revision {revision}"
+                yield Finding(same[1].place, what)
+        for end in by_revision.get(0, ()):
+            if (end.record.reward is None) == (not end.record.exclusion):
+                yield Finding(end.place, f"the end of interaction {name} is neither a reward nor an exclusion")
+        # An erasure removes the records of an interaction one by one.
+        user_erased = last.record.user_id in facts.online.erasures
+        if user_erased or name in facts.online.erased or facts.is_truncated(Topic.OUTCOMES):
+            continue
+        if sorted(by_revision) != list(range(1 + max(by_revision))):
+            yield Finding(last.place, f"interaction {name} has revisions and not each from 0 on")
+        place = Position(Topic.INTERACTIONS.value, last.record.partition, last.record.offset)
+        if facts.online.served and facts.is_kept(place) and place not in facts.online.served_at_place:
+            yield Finding(last.place, f"interaction {name} ended, and {place} is no interaction")
+    for name, answer in facts.online.served.items():
+        if facts.online.ends.get(name) or facts.letters.get(answer.place):
+            continue
+        if rules.complete or facts.clock_us > answer.record.served_at + rules.horizon_us + rules.grace_us:
+            yield Finding(answer.place, f"interaction {name} was served and never ended")
+
+
+@check(
+    "batches",
+    "online batches are numbered without a gap, their members are interactions of the one version that lie where they "
+    "say, each in one batch, with the reward of its outcome",
+)
+def batches(run: AuditedRun) -> Iterator[Finding]:
+    known: dict[str, RecordAt[r.OnlineBatch]] = {}
+    batch_of: dict[str, RecordAt[r.OnlineBatch]] = {}
+    following: Counter[str] = Counter()
+    """Next number of each branch."""
+    for at in run.facts.online.batches:
+        batch = at.record
+        first = known.setdefault(batch.batch_id, at)
+        if first is not at:
+            if first.digest != at.digest:
+                yield Finding(at.place, f"batch {batch.batch_id} stands at {first.place} otherwise")
+            continue
+        expected = following[batch.branch]
+        if batch.sequence != expected and not run.facts.is_truncated(Topic.ONLINE_BATCHES):
+            yield Finding(at.place, f"batch {batch.sequence} where number {expected} was expected")
+        following[batch.branch] = batch.sequence + 1
+        tokens = sum(member.sampled_tokens for member in batch.members)
+        if tokens != batch.tokens:
+            yield Finding(at.place, f"counts {batch.tokens} tokens, its members have {tokens}")
+        for member in batch.members:
+            problem = _problem(run.facts, batch, member)
+            if not member.correction:
+                before = batch_of.setdefault(member.interaction_id, at)
+                problem = problem or ("" if before is at else f"it is in the batch at {before.place} already")
+            if problem:
+                yield Finding(at.place, f"interaction {member.interaction_id}: {problem}")
+
+
+def _problem(facts: Facts, batch: r.OnlineBatch, member: r.OnlineMember) -> str:
+    if not member.correction and (member.version_min, member.version_max) != (batch.version, batch.version):
+        return f"sampled under version {member.version_min} to {member.version_max}, the batch is of {batch.version}"
+    if member.user_id in facts.online.erasures or member.interaction_id in facts.online.erased:
+        return ""
+    place = Position.of(member)
+    answer = facts.online.served_at_place.get(place)
+    if facts.is_kept(place) and (answer is None or answer.interaction_id != member.interaction_id):
+        return f"it does not lie at {place}"
+    rewards = [end.record.reward for end in facts.online.ends.get(member.interaction_id, ())]
+    if rewards and not member.correction and member.reward not in rewards:
+        return f"trained with reward {member.reward}, its outcomes say {rewards}"
+    return ""
+
+
+@check("erasures", "no step trained on a user's answers after they had demanded to be erased")
+def erasures(run: AuditedRun) -> Iterator[Finding]:
+    online = run.facts.online
+    for step in run.facts.model.steps if online.erasures else ():
+        excluded = {one.group_id for one in step.record.exclusions if one.topic == Topic.INTERACTIONS}
+        for reference in step.record.inputs:
+            batch = online.batch_at.get(Position.of(reference))
+            for member in batch.members if batch is not None else ():
+                at = max(online.erasures.get(member.user_id, ()), default=None)
+                # The request may not have reached the trainer yet.
+                known = at is not None and at + run.rules.grace_us < step.record.started_at
+                if at is None or not known or member.interaction_id in excluded:
+                    continue
+                answer = online.served.get(member.interaction_id)
+                if answer is None or answer.record.served_at <= at:
+                    what = f"step {step.record.step} trained on interaction {member.interaction_id} of user"
+                    yield Finding(step.place, f"{what} {member.user_id}, who had demanded to be erased")
+
+
 CHECKS = (tasks, endings, trained_once, groups)
+ANSWER_CHECKS = (interactions, batches, erasures)

@@ -1,34 +1,25 @@
-"""Checks of steps: each was planned, read what it says that it read, and continues an earlier one."""
+"""Checks of training: each step was planned, read what it says, and continues an earlier one; each version is what its
+step made, was proved before it was served, and is of one incarnation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from tidemill.consumers.operate.audit.endings import AuditedRun, check
-from tidemill.consumers.operate.audit.facts import Facts
-from tidemill.consumers.operate.audit.report import Finding
-from tidemill.consumers.operate.audit.run_facts import references
+from tidemill.consumers.operate.audit.endings import AuditedRun, Finding, check
+from tidemill.consumers.operate.audit.facts import Facts, references
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.gate_decisions import GIVES_UP
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import (
-    CloseReason,
-    Group,
-    GroupMember,
-    Mode,
-    OnlineBatch,
-    OnlineMember,
-    RolloutStatus,
-    StepExclusion,
-    StepInput,
-    StepPlan,
-    TrainStep,
-)
 
 DECISIVE = ("parent_version", "inputs", "exclusions", "seed", "config_hash")
 """Fields in which a step equals its plan."""
 BOUND = "policy_lag_bound"
-TrainedMember = GroupMember | OnlineMember
+TrainedMember = r.GroupMember | r.OnlineMember
+NOTHING = -1
+"""The version that a replica reports while it serves none, and the version of a rollout without a sampled token."""
+_Published = dict[tuple[str, int], r.Manifest]
+"""By branch and version."""
 
 
 @check(
@@ -38,22 +29,20 @@ TrainedMember = GroupMember | OnlineMember
     "erasure stood against the first plan",
 )
 def plans(run: AuditedRun) -> Iterator[Finding]:
-    """Find steps without a plan or against it, and plans that changed without a reason."""
-    planned: dict[int, tuple[Position, StepPlan]] = {}
+    planned: dict[int, tuple[Position, r.StepPlan]] = {}
     taken: dict[int, Position] = {}
-    inputs = _Inputs(run.facts, run.rules.grace_us)
     for at in run.facts.model.plans_and_steps:
         record, number, problem = at.record, at.record.step, ""
         place, plan = planned.get(number, (None, None))
-        if isinstance(record, StepPlan):
-            field = _difference(plan, record)
+        fields = DECISIVE if plan is not None else ()
+        field = next((name for name in fields if getattr(plan, name) != getattr(record, name)), "")
+        if isinstance(record, r.StepPlan):
             if number in taken:
                 problem = f"was planned after it was taken, at {taken[number]}"
-            elif plan is not None and field and not inputs.is_outdated(plan, record):
+            elif plan is not None and field and not _is_outdated(run, plan, record):
                 problem = f"was planned at {place} with other {field}, and nothing in the log stood against that plan"
             planned[number] = (at.place, record)
         else:
-            field = _difference(plan, record)
             if field:
                 problem = f"was taken with other {field} than {place} planned"
             elif plan is None and planned:
@@ -64,67 +53,44 @@ def plans(run: AuditedRun) -> Iterator[Finding]:
             yield Finding(at.place, f"step {number} {problem}")
 
 
-def _difference(plan: StepPlan | None, other: StepPlan | TrainStep) -> str:
-    """The first field in which a plan and another record differ; empty for none."""
-    fields = DECISIVE if plan is not None else ()
-    return next((field for field in fields if getattr(plan, field) != getattr(other, field)), "")
-
-
-class _Inputs:
-    """The groups and online batches of a log, and whether they could still be read at a time.
+def _is_outdated(run: AuditedRun, before: r.StepPlan, now: r.StepPlan) -> bool:
+    """Whether a trainer that came back had to plan anew: also where an input was gone when it did, or, where only the
+    beginning of the log shows that, is gone by now.
 
     A place before its partition's beginning is gone, and so is one of a compacted topic that holds no record. Claimed
     bytes are in a store, of which the log says nothing.
-
-    Args:
-        grace_us: how much later a deletion may say that it was made, since clocks differ.
     """
-
-    def __init__(self, facts: Facts, grace_us: int = 0) -> None:
-        self.facts, self._grace_us = facts, grace_us
-        self._batches: Mapping[Position, OnlineBatch] = {at.place: at.record for at in facts.online.batches}
-
-    def at(self, place: Position) -> Group | OnlineBatch | None:
-        """The group or batch at a place."""
-        group = self.facts.model.group_at.get(place)
-        return self._batches.get(place) if group is None else group.record
-
-    def is_outdated(self, before: StepPlan, now: StepPlan) -> bool:
-        """Whether a trainer that came back had to plan anew."""
-        if before.trainer == now.trainer:
-            return False
-        # A trainer whose version was abandoned continues from another one.
-        moved = before.parent_version != now.parent_version
-        abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in self.facts.model.decisions)
-        return before.config_hash != now.config_hash or abandoned or self._lacks(before, now.at)
-
-    def _lacks(self, plan: StepPlan, at: int) -> bool:
-        """Whether an input of `plan` was gone by the time `at`, in microseconds; where only the beginning of the log
-        shows that it is gone, by now."""
-        excluded = {one.group_id for one in plan.exclusions if one.topic == Topic.INTERACTIONS}
-        for place in map(Position.of, plan.inputs):
-            found = self.at(place)
-            places = [place]
-            if isinstance(found, Group):
-                places += [Position.of(m) for m in _with_reward(found)]
-            elif found is not None:
-                members = [member for member in found.members if member.interaction_id not in excluded]
-                if any(self._is_answer_gone(member, at) for member in members):
-                    return True
-            if not all(map(self.facts.is_kept, places)):
-                return True
+    facts = run.facts
+    if before.trainer == now.trainer:
         return False
+    # A trainer whose version was abandoned continues from another one.
+    moved = before.parent_version != now.parent_version
+    abandoned = moved and any(decision.record.verdict in GIVES_UP for decision in facts.model.decisions)
+    if before.config_hash != now.config_hash or abandoned:
+        return True
+    excluded = {one.group_id for one in before.exclusions if one.topic == Topic.INTERACTIONS}
+    places = list(map(Position.of, before.inputs))
+    for found in map(facts.input_at, tuple(places)):
+        if isinstance(found, r.Group):
+            places += map(Position.of, _with_reward(found))
+        elif found is not None:
+            # A deletion may say that it was made a little later, since clocks differ.
+            by = now.at + run.rules.grace_us
+            members = (member for member in found.members if member.interaction_id not in excluded)
+            if any(_is_answer_gone(facts, member, by) for member in members):
+                return True
+    return not all(map(facts.is_kept, places))
 
-    def _is_answer_gone(self, member: OnlineMember, at: int) -> bool:
-        online, by = self.facts.online, at + self._grace_us
-        erased_at = online.erased.get(member.interaction_id)
-        if erased_at is not None:
-            return erased_at <= by
-        served = online.served_at_place.get(Position.of(member))
-        if served is None:
-            # Neither a tombstone nor a record is left: compaction removed both.
-            return True
-        return any(served.served_at <= asked <= by for asked in online.erasure_times.get(member.user_id, ()))
+
+def _is_answer_gone(facts: Facts, member: r.OnlineMember, by: int) -> bool:
+    erased_at = facts.online.erased.get(member.interaction_id)
+    if erased_at is not None:
+        return erased_at <= by
+    served = facts.online.served_at_place.get(Position.of(member))
+    if served is None:
+        # Neither a tombstone nor a record is left: compaction removed both.
+        return True
+    return any(served.served_at <= asked <= by for asked in facts.online.erasures.get(member.user_id, ()))
 
 
 @check(
@@ -133,37 +99,33 @@ class _Inputs:
     "inputs, within the bound",
 )
 def inputs(run: AuditedRun) -> Iterator[Finding]:
-    """Find steps that disagree with the records that they name."""
-    read = _Inputs(run.facts)
     for step in run.facts.model.steps:
-        for problem in (*_references(read, step.record), *_counts(read, step.record)):
+        for reference in references(step.record):
+            place = Position.of(reference)
+            if not run.facts.is_kept(place) or place.topic == Topic.INTERACTIONS:
+                continue
+            problem = _problem(reference, run.facts.input_at(place))
+            if problem:
+                what = "input" if isinstance(reference, r.StepInput) else "exclusion"
+                yield Finding(step.place, f"step {step.record.step}: {what} at {place}: {problem}")
+        for problem in _counts(run.facts, step.record):
             yield Finding(step.place, f"step {step.record.step}: {problem}")
 
 
-def _references(read: _Inputs, step: TrainStep) -> Iterator[str]:
-    for reference in references(step):
-        place = Position.of(reference)
-        if not read.facts.is_kept(place) or place.topic == Topic.INTERACTIONS:
-            continue
-        problem = _problem(reference, read.at(place))
-        if problem:
-            yield f"{'input' if isinstance(reference, StepInput) else 'exclusion'} at {place}: {problem}"
-
-
-def _problem(reference: StepInput | StepExclusion, found: Group | OnlineBatch | None) -> str:
-    name = found.group_id if isinstance(found, Group) else found.batch_id if found is not None else None
+def _problem(reference: r.StepInput | r.StepExclusion, found: r.Group | r.OnlineBatch | None) -> str:
+    name = found.group_id if isinstance(found, r.Group) else found.batch_id if found is not None else None
     if found is None or name != reference.group_id:
         return f"{reference.group_id} is not there; there is {name or 'nothing of the run'}"
-    if isinstance(reference, StepExclusion):
+    if isinstance(reference, r.StepExclusion):
         n = len(found.members)
         return "" if reference.rollouts == n else f"counts {reference.rollouts} rollouts, it has {n}"
-    if isinstance(found, Group) and (found.mode is Mode.EVAL or found.closed_by is CloseReason.LATE):
+    if isinstance(found, r.Group) and (found.mode is r.Mode.EVAL or found.closed_by is r.CloseReason.LATE):
         return f"{reference.group_id} must not be trained: {found.mode.value}, closed by {found.closed_by.value}"
     return ""
 
 
-def _counts(read: _Inputs, step: TrainStep) -> Iterator[str]:
-    found = [read.at(Position.of(place)) for place in step.inputs]
+def _counts(facts: Facts, step: r.TrainStep) -> Iterator[str]:
+    found = [facts.input_at(Position.of(place)) for place in step.inputs]
     if any(one is None for one in found):
         return
     trained = [member for one in found if one is not None for member in _trained(one, step)]
@@ -182,18 +144,18 @@ def _counts(read: _Inputs, step: TrainStep) -> Iterator[str]:
         if (min(lags), max(lags)) != (low, high):
             yield f"records policy lag {min(lags)} to {max(lags)}; its inputs were sampled {low} to {high} behind"
     bound = step.metrics.get(BOUND)
-    simulated = all(isinstance(member, GroupMember) for member in trained)
+    simulated = all(isinstance(member, r.GroupMember) for member in trained)
     if simulated and bound is not None and any(count.lag > bound for count in step.lag):
         yield f"trained tokens {max(count.lag for count in step.lag)} versions behind; the bound is {bound:g}"
 
 
-def _with_reward(group: Group) -> list[GroupMember]:
-    return [m for m in group.members if m.status is RolloutStatus.COMPLETED and m.reward is not None]
+def _with_reward(group: r.Group) -> list[r.GroupMember]:
+    return [m for m in group.members if m.status is r.RolloutStatus.COMPLETED and m.reward is not None]
 
 
-def _trained(found: Group | OnlineBatch, step: TrainStep) -> list[TrainedMember]:
+def _trained(found: r.Group | r.OnlineBatch, step: r.TrainStep) -> list[TrainedMember]:
     """The members of an input that a step trained on."""
-    if isinstance(found, Group):
+    if isinstance(found, r.Group):
         return [*_with_reward(found)]
     excluded = {one.group_id for one in step.exclusions if one.topic == Topic.INTERACTIONS}
     kept: list[TrainedMember] = []
@@ -209,7 +171,6 @@ def _trained(found: Group | OnlineBatch, step: TrainStep) -> list[TrainedMember]
 
 @check("steps", "the steps are numbered without a gap, and each starts from the weights that an earlier step made")
 def steps(run: AuditedRun) -> Iterator[Finding]:
-    """Find gaps in the steps, and steps that start from other weights than an earlier one made."""
     facts = run.facts
     start = (one.record.fingerprint for one in facts.model.manifests if one.record.version == 0)
     # None where the log does not say what the run starts from.
@@ -222,23 +183,145 @@ def steps(run: AuditedRun) -> Iterator[Finding]:
             made[step.parent_version] = step.parent_fingerprint
         if step.step != expected:
             yield Finding(at.place, f"step {step.step} where step {expected} was expected")
-        problem = _continues(step, made)
+        parent, weights, problem = step.parent_version, made.get(step.parent_version), ""
+        if step.version != step.step:
+            problem = f"made version {step.version}; a step makes the version of its number"
+        elif parent not in made or parent >= step.version:
+            problem = f"starts from version {parent}, which nothing before it made"
+        elif weights not in (None, step.parent_fingerprint):
+            problem = f"starts from weights {step.parent_fingerprint}, and version {parent} was made with {weights}"
         if problem:
             yield Finding(at.place, f"step {step.step} {problem}")
         made.setdefault(step.version, step.fingerprint)
         expected = step.step + 1
 
 
-def _continues(step: TrainStep, made: Mapping[int, str | None]) -> str:
-    if step.version != step.step:
-        return f"made version {step.version}; a step makes the version of its number"
-    if step.parent_version not in made or step.parent_version >= step.version:
-        return f"starts from version {step.parent_version}, which nothing before it made"
-    parent = made[step.parent_version]
-    if parent is not None and parent != step.parent_fingerprint:
-        weights = step.parent_fingerprint
-        return f"starts from weights {weights}, and version {step.parent_version} was made with {parent}"
-    return ""
+@check("versions", "every published version continues a published one, and has the weights that its step made")
+def versions(run: AuditedRun) -> Iterator[Finding]:
+    model = run.facts.model
+    steps = {step.record.version: step.record for step in model.steps}
+    published: _Published = {}
+    for at in model.manifests:
+        manifest = at.record
+        problems, made_by = list(_chain(run.facts, published, manifest)), steps.get(manifest.version)
+        # A trainer may have continued after its steps were read.
+        was_read = run.rules.complete or manifest.step <= max(steps, default=0)
+        if made_by is None:
+            if steps and manifest.step > 0 and was_read and not run.facts.is_truncated(Topic.STEPS):
+                problems.append(f"names step {manifest.step}, and no step made it")
+        elif manifest.fingerprint != made_by.fingerprint:
+            problems.append(f"has weights {manifest.fingerprint}; step {made_by.step} made {made_by.fingerprint}")
+        elif manifest.parent not in (None, made_by.parent_version):
+            start = made_by.parent_version
+            problems.append(f"continues version {manifest.parent}; step {made_by.step} started from {start}")
+        for problem in problems:
+            yield Finding(at.place, f"version {manifest.version} of branch {manifest.branch} {problem}")
+        published.setdefault((manifest.branch, manifest.version), manifest)
+    for skip in model.skips:
+        branch, base, version = skip.record.branch, skip.record.base, skip.record.version
+        if (branch, version) not in published or (branch, base) not in published:
+            what = f"the skip-delta from version {base} to {version} of branch {branch} joins nothing"
+            yield Finding(skip.place, what)
+    numbers = {version for _, version in published}
+    for step in model.steps if run.rules.complete and numbers else ():
+        if step.record.version not in numbers:
+            what = f"step {step.record.step} made version {step.record.version}: never published"
+            yield Finding(step.place, what)
 
 
-CHECKS = (plans, inputs, steps)
+def _chain(facts: Facts, published: _Published, manifest: r.Manifest) -> Iterator[str]:
+    branch, parent = manifest.branch, manifest.parent
+    before = published.get((branch, manifest.version))
+    if before is not None and before.fingerprint != manifest.fingerprint:
+        yield f"was published with weights {before.fingerprint} before, now with {manifest.fingerprint}"
+    if parent is None:
+        if before is None and any(of == branch for of, _ in published):
+            yield "has no parent, and the branch had begun"
+        if manifest.anchor is None:
+            yield "has neither a parent nor an anchor"
+    elif (branch, parent) not in published and not facts.is_truncated(Topic.MANIFESTS):
+        yield f"continues version {parent}, which is not published before it"
+    elif parent >= manifest.version:
+        yield f"continues version {parent}; a parent is older"
+
+
+@check(
+    "served",
+    "every version that a replica served, and every version that something was sampled under, was proved before from "
+    "the replica's live tensors, with the published fingerprint; a refusal is no fault",
+)
+def served(run: AuditedRun) -> Iterator[Finding]:
+    facts = run.facts
+    published = {(m.record.branch, m.record.version): m.record.fingerprint for m in facts.model.manifests}
+    proved: set[tuple[str, str, int]] = set()
+    for at in facts.model.acks:
+        ack = at.record
+        if ack.status is not r.AckStatus.REFUSED:
+            proved.add((ack.replica_id, ack.incarnation, ack.version))
+            wanted, problem = published.get((ack.branch, ack.version)), ""
+            if wanted is None and not facts.is_truncated(Topic.MANIFESTS):
+                problem = "no such version is published"
+            elif wanted not in (None, ack.fingerprint):
+                problem = f"proved weights {ack.fingerprint}; it is published with {wanted}"
+            if problem:
+                yield Finding(at.place, f"{ack.replica_id}, version {ack.version}: {problem}")
+        known = (ack.replica_id, ack.incarnation, ack.serving_version) in proved
+        if ack.serving_version > NOTHING and not known and not facts.is_truncated(Topic.ACKS):
+            yield Finding(at.place, f"{ack.replica_id} serves version {ack.serving_version} and never proved it")
+    if not facts.model.acks or facts.is_truncated(Topic.ACKS):
+        return
+    by_replica = {(replica, version) for replica, _, version in proved}
+    numbers = {version for _, version in by_replica}
+    for version, place in facts.played.sampled_under.items():
+        if version > NOTHING and version not in numbers:
+            yield Finding(place, f"a rollout was sampled under version {version}, which no replica proved")
+    for (replica, version), place in facts.played.sampled_by.items():
+        if replica and (replica, version) not in by_replica:
+            yield Finding(place, f"a turn was sampled by {replica} under version {version}, which it never proved")
+    for name, one in facts.online.served.items():
+        answer = one.record
+        if answer.version_max > NOTHING and (answer.replica_id, answer.version_max) not in by_replica:
+            what = f"interaction {name} was answered by {answer.replica_id} under version {answer.version_max}"
+            yield Finding(one.place, f"{what}, which it never proved")
+
+
+@check(
+    "incarnations",
+    "no step trained on what was sampled in another life of the version numbers, and every version is of its parent's",
+)
+def incarnations(run: AuditedRun) -> Iterator[Finding]:
+    model = run.facts.model
+    for step in model.steps:
+        for name, incarnation in _sampled_in(run.facts, step.record):
+            if _differ(step.record.incarnation, incarnation):
+                what = f"step {step.record.step} of incarnation {step.record.incarnation} trained on {name}"
+                yield Finding(step.place, f"{what}, sampled in incarnation {incarnation}")
+    of_step = {step.record.version: step.record.incarnation for step in model.steps}
+    of_version = {(m.record.branch, m.record.version): m.record.incarnation for m in model.manifests}
+    for at in model.manifests:
+        manifest = at.record
+        parent = "" if manifest.parent is None else of_version.get((manifest.branch, manifest.parent), "")
+        for other, of in ((parent, "its parent"), (of_step.get(manifest.version, ""), "its step")):
+            if _differ(manifest.incarnation, other):
+                what = f"version {manifest.version} of incarnation {manifest.incarnation}, {of} of {other}"
+                yield Finding(at.place, what)
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two incarnations differ; a record from before there were incarnations can be of any."""
+    return bool(one and other and one != other)
+
+
+def _sampled_in(facts: Facts, step: r.TrainStep) -> Iterator[tuple[str, str]]:
+    """Everything that a step trained on, with the incarnation under which it was sampled."""
+    for found in map(facts.input_at, map(Position.of, step.inputs)):
+        for member in found.members if found is not None else ():
+            if isinstance(member, r.GroupMember):
+                record = facts.played.record_of(member.rollout_id, member)
+                if record is not None and record.status is r.RolloutStatus.COMPLETED:
+                    yield f"rollout {member.rollout_id}", record.incarnation
+            elif (answer := facts.online.served_at_place.get(Position.of(member))) is not None:
+                yield f"interaction {member.interaction_id}", answer.incarnation
+
+
+CHECKS = (plans, inputs, steps, versions, served, incarnations)

@@ -19,10 +19,10 @@ import fastavro
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import LanePlan, Plan
+from tidemill.consumers.operate.replay.copy import ReplayOrigin
+from tidemill.consumers.operate.replay.plan import LanePlan, LaneReport, Plan, lane_reports
 from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, RawRecord, references
 from tidemill.consumers.operate.replay.selection import Selection
-from tidemill.consumers.operate.replay.session import LaneReport, ReplayOrigin, lane_reports
 from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import (
     RECORD_TYPES,
@@ -65,8 +65,6 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ArchiveManifest:
-    """What an archive holds."""
-
     format: int
     made_at: int
     """Microseconds since the Unix epoch."""
@@ -106,12 +104,18 @@ def export(origin: ReplayOrigin, file: Path, progress: Progress = no_progress) -
     )
     written = _empty_plan(made)
     partial = file.with_name(file.name + ".partial")
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for n, record in enumerate(_chosen(origin, plan)):
+            written.lanes[record.lane].add(record)
+            progress(n, plan.records)
+            yield {**asdict(record), "headers": [{"name": name, "value": value} for name, value in record.headers]}
+
     try:
         with partial.open("wb") as out:
-            rows = _counted(_chosen(origin, plan), written, progress, plan.records)
             text = json.dumps(asdict(made), sort_keys=True)
             metadata = {MANIFEST: text, MANIFEST_SHA256: hashlib.sha256(text.encode()).hexdigest()}
-            fastavro.writer(out, _SCHEMA, rows, codec="deflate", metadata=metadata)
+            fastavro.writer(out, _SCHEMA, rows(), codec="deflate", metadata=metadata)
             out.flush()
             os.fsync(out.fileno())
         if written.sha256() != made.sha256:
@@ -134,7 +138,8 @@ class ArchiveOrigin:
         self._file = file.open("rb")
         try:
             self.manifest = _manifest_of(self._file)
-            self._plan = self._checked(progress)
+            self._plan = _empty_plan(self.manifest)
+            self._check(progress)
         except BaseException:  # the file is given back after any error
             self._file.close()
             raise
@@ -142,7 +147,6 @@ class ArchiveOrigin:
         self.selection = Selection(topics=tuple(self._plan.topics))
 
     def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
-        """Everything in the archive."""
         return self._plan
 
     def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
@@ -153,11 +157,10 @@ class ArchiveOrigin:
             yield reached[record.lane], record
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
-    def _checked(self, progress: Progress) -> Plan:
-        plan, codec = _empty_plan(self.manifest), Codec()
+    def _check(self, progress: Progress) -> None:
+        plan, codec = self._plan, Codec()
         for n, record in enumerate(_records(self._file)):
             lane = plan.lanes.get(record.lane)
             if lane is None or not lane.start <= record.offset < lane.end:
@@ -176,19 +179,10 @@ class ArchiveOrigin:
                 )
         if plan.sha256() != self.manifest.sha256:
             raise ArchiveError("the records are not those that were exported: the file is damaged or was changed")
-        return plan
 
 
 def _chosen(origin: ReplayOrigin, plan: Plan) -> Iterator[RawRecord]:
     return (r for _, r in origin.ordered(plan) if plan.rank((*r.lane, r.offset)) is not None)
-
-
-def _counted(records: Iterable[RawRecord], plan: Plan, progress: Progress, total: int) -> Iterator[dict[str, Any]]:
-    for n, record in enumerate(records):
-        plan.lanes[record.lane].add(record)
-        progress(n, total)
-        headers = [{"name": name, "value": value} for name, value in record.headers]
-        yield {**asdict(record), "headers": headers}
 
 
 def _manifest_of(file: BinaryIO) -> ArchiveManifest:

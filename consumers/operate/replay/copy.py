@@ -1,20 +1,205 @@
-"""Carries out a plan: every chosen record is written once, at the place that was planned for it.
+"""A replay from start to end: the selection is planned, the target checked, and then, unless it is a dry run, copied.
 
-Key, partition, time and headers are those of the original. So is the value, except that references point to the copies.
-The copies that are in the target already must be the beginning of the plan, partition by partition; otherwise nothing
-is written.
+`prepare` writes nothing, so that a dry run shows what a run would do, refusals included. The manifest of a replay holds
+its ranges, counts and digests. Every chosen record is then written once, at the place that was planned for it. Key,
+partition, time and headers are those of the original. So is the value, except that references point to the copies. The
+copies that are in the target already must be the beginning of the plan, partition by partition; otherwise nothing is
+written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from confluent_kafka import KafkaError, Message, Producer
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.records import REFERRING, Lane, Place, RawRecord, relocated
-from tidemill.consumers.operate.replay.target import Beginning, CopyWriter, TargetRefused, TargetState, copy_headers
+from tidemill.consumers.operate.replay.plan import LaneReport, Plan, Planner, lane_reports
+from tidemill.consumers.operate.replay.records import (
+    CLIENT_ID,
+    REFERRING,
+    Header,
+    Lane,
+    LogSource,
+    Place,
+    Range,
+    RawRecord,
+    relocated,
+)
+from tidemill.consumers.operate.replay.selection import Selection
+from tidemill.consumers.operate.replay.target import (
+    MARKS_BYTES,
+    Beginning,
+    Target,
+    TargetRefused,
+    TargetState,
+    copy_headers,
+)
+from tidemill.schemas.clock import now_us
 from tidemill.schemas.codec import Codec, DecodeError
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.producer import DeliveryError
+
+
+class ReplayOrigin(Protocol):
+    """Where the records of a replay come from: a log, or an archive."""
+
+    prefix: str
+    """Of the topics that they lay in."""
+    selection: Selection
+
+    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
+        """What there is to copy; `ends` as in `Planner`."""
+
+    def ordered(self, plan: Plan) -> Iterable[tuple[int, RawRecord]]:
+        """The records of a plan, and perhaps others, in the order of `OrderedMerge`, with the time reached."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+class LogOrigin:
+    """Records of the topics under the configured prefix."""
+
+    def __init__(self, kafka: KafkaSettings, selection: Selection) -> None:
+        self.prefix, self.selection = kafka.topic_prefix, selection
+        self._source = LogSource(kafka, selection.isolation)
+        self._codec = Codec(kafka.registry_url)
+
+    def plan(self, ends: Mapping[Lane, int] | None, progress: Progress) -> Plan:
+        """What the selection comes to. Raises like `Planner.plan`."""
+        return Planner(self._source, self._codec, progress, ends).plan(self.selection)
+
+    def ordered(self, plan: Plan) -> Iterator[tuple[int, RawRecord]]:
+        """Every record between the first and the last that is chosen of each partition."""
+        return self._source.ordered(
+            {
+                lane: Range(chosen.offsets[0], chosen.offsets[-1] + 1)
+                for lane, chosen in plan.lanes.items()
+                if chosen.offsets
+            }
+        )
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Replay:
+    """One replay into a prefix of its own.
+
+    Args:
+        resume: id of the interrupted replay that goes on; None for one that begins.
+    """
+
+    def __init__(self, kafka: KafkaSettings, origin: ReplayOrigin, into: str, *, resume: str | None = None) -> None:
+        self._kafka, self._origin, self._into, self._resume = kafka, origin, into, resume
+        self._target = Target(kafka, into)
+        self.plan: Plan
+        self.begun: Beginning
+        self._standing: TargetState
+
+    def prepare(self, progress: Progress = no_progress) -> ReplayManifest:
+        """Plan, and check that the target is this replay's; nothing is written.
+
+        Raises:
+            TargetRefused: the target is somebody else's, or the replay that goes on was another one.
+            LookupError: the log does not hold what is selected.
+        """
+        self._standing = self._target.check(self._resume)
+        old = self._standing.begun
+        if old is None and self._standing.records:
+            raise TargetRefused(
+                f"the first copy of replay {self._resume} is gone from {self._into!r}: start a new replay"
+            )
+        selected = self._origin.selection.digest(self._origin.prefix)
+        if old is not None and old.selected != selected:
+            raise TargetRefused(
+                f"replay {self._resume} was begun with another selection: give the same options with --resume"
+            )
+        self.plan = self._origin.plan(None if old is None else old.ends, progress)
+        self._target.check_partitions(self.plan)
+        carried_on(self.plan, self._standing)
+        # When it began (UTC), and four digits against chance.
+        new_id = f"replay-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(2)}"
+        self.begun = old or Beginning(
+            replay_id=self._resume or new_id,
+            began_at=now_us(),
+            selected=selected,
+            ends={lane: chosen.end for lane, chosen in self.plan.lanes.items()},
+        )
+        plan = self.plan
+        return ReplayManifest(
+            replay_id=self.begun.replay_id,
+            began_at=self.begun.began_at,
+            source_prefix=self._origin.prefix,
+            into=self._into,
+            selection=asdict(self._origin.selection),
+            lanes=lane_reports(plan, self._origin.prefix),
+            records=plan.records,
+            n_bytes=plan.n_bytes,
+            sha256=plan.sha256(),
+            undecodable=plan.undecodable,
+            missing=len(plan.missing),
+            references_outside=sum(1 for _ in plan.outside()),
+        )
+
+    @property
+    def already_copied(self) -> int:
+        return self._standing.records
+
+    def run(self, speed: float | None = None, progress: Progress = no_progress) -> Copied:
+        """Copy what is planned and not copied yet.
+
+        Args:
+            speed: seconds of the log in a second; None for as fast as it goes.
+
+        Raises like `copy_records`, and TargetRefused when the topics cannot be those of the plan.
+        """
+        self._target.prepare(self.plan)
+        ends = self._target.ends(self.plan)
+        base = {lane: self._standing.first.get(lane, end) for lane, end in ends.items()}
+        return copy_records(
+            self._origin.ordered(self.plan),
+            self.plan,
+            self.begun,
+            self._origin.prefix,
+            carried_on(self.plan, self._standing),
+            base,
+            Codec(self._kafka.registry_url),
+            CopyWriter(self._kafka, self._into),
+            pacer=Pacer(speed, time.monotonic),
+            pause=time.sleep,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayManifest:
+    replay_id: str
+    began_at: int
+    """Microseconds since the Unix epoch."""
+    source_prefix: str
+    into: str
+    """Prefix of the copies' topics."""
+    selection: dict[str, object]
+    lanes: list[LaneReport]
+    records: int
+    n_bytes: int
+    sha256: str
+    """Of everything chosen: two replays of the same records have the same."""
+    undecodable: int
+    """Records that were left out because they cannot be read, and so cannot be chosen by what they say."""
+    missing: int
+    """Records that a step names and that the log no longer holds."""
+    references_outside: int
+    """Places that copies refer to and that are not copied."""
+
 
 GONE = "{what} went from the source while it was copied: its retention or compaction has removed them"
 
@@ -46,86 +231,68 @@ def carried_on(plan: Plan, standing: TargetState) -> dict[Lane, int]:
     return {lane: len(standing.copied.get(lane, ())) for lane in plan.lanes}
 
 
-class Copier:
-    """Copies the records of one plan.
+def copy_records(
+    ordered: Iterable[tuple[int, RawRecord]],
+    plan: Plan,
+    begun: Beginning,
+    source_prefix: str,
+    done: Mapping[Lane, int],
+    base: Mapping[Lane, int],
+    codec: Codec,
+    writer: CopyWriter,
+    *,
+    pacer: Pacer,
+    pause: Callable[[float], object],
+    progress: Progress = no_progress,
+) -> Copied:
+    """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
+    passed over. What was queued is in the log when this returns or is interrupted.
 
     Args:
         done: how many of each partition are copied already.
         base: offset of the first copy in each partition, by (topic, partition).
         pause: waits so many seconds.
+
+    Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        begun: Beginning,
-        source_prefix: str,
-        done: Mapping[Lane, int],
-        base: Mapping[Lane, int],
-        codec: Codec,
-        writer: CopyWriter,
-        *,
-        pacer: Pacer,
-        pause: Callable[[float], object],
-    ) -> None:
-        self._plan, self._begun, self._source_prefix = plan, begun, source_prefix
-        self._next, self._base = dict(done), base
-        self._codec, self._writer = codec, writer
-        self._pacer, self._pause = pacer, pause
-        self.copied = Copied(there=sum(done.values()))
+    def copy_of(place: Place) -> int | None:
+        rank = plan.rank(place)
+        return None if rank is None else base[place[:2]] + rank
 
-    def run(self, ordered: Iterable[tuple[int, RawRecord]], progress: Progress = no_progress) -> Copied:
-        """Copy records of the source, in the order of the replay, each with the time reached; those not in the plan are
-        passed over. What was queued is in the log when this returns or is interrupted.
-
-        Raises DeliveryError when the log refuses a copy, TargetRefused when the source has lost a planned record.
-        """
-        total = self._plan.records
-        try:
-            for reached_ms, record in ordered:
-                rank = self._plan.rank((*record.lane, record.offset))
-                if rank is None or rank < self._next[record.lane]:
-                    continue
-                if rank > self._next[record.lane]:
-                    raise TargetRefused(GONE.format(what=f"records before {record}"))
-                if (wait_s := self._pacer.wait_s(reached_ms)) > 0:
-                    self._pause(wait_s)
-                self._write(record, rank)
-                progress(self.copied.there + self.copied.written, total)
-        finally:
-            self._writer.flush()
-        if self.copied.there + self.copied.written != total:
-            raise TargetRefused(
-                GONE.format(what=f"{total - self.copied.there - self.copied.written} of {total} records")
-            )
-        return self.copied
-
-    def _write(self, record: RawRecord, rank: int) -> None:
-        first = self.copied.there + self.copied.written == 0
-        headers = copy_headers(record, self._source_prefix, self._begun, first)
-        self._writer.send(record, self._value(record), headers, self._base[record.lane] + rank)
-        self.copied.written += 1
-        self._next[record.lane] += 1
-        if first:
-            # A process that carries this replay on finds its beginning in its first copy: none may be there before it.
-            self._writer.flush()
-
-    def _value(self, record: RawRecord) -> bytes | None:
-        if record.topic not in REFERRING:
-            return record.value
-        try:
-            original = self._codec.decode(record.value)
-        except DecodeError:
-            return record.value
-        moved = relocated(original, self._copy_of)
-        if moved is original:
-            return record.value
-        self.copied.relocated += 1
-        return self._codec.encode(moved)
-
-    def _copy_of(self, place: Place) -> int | None:
-        rank = self._plan.rank(place)
-        return None if rank is None else self._base[place[:2]] + rank
+    total, following = plan.records, dict(done)
+    copied = Copied(there=sum(done.values()))
+    try:
+        for reached_ms, record in ordered:
+            rank = plan.rank((*record.lane, record.offset))
+            if rank is None or rank < following[record.lane]:
+                continue
+            if rank > following[record.lane]:
+                raise TargetRefused(GONE.format(what=f"records before {record}"))
+            if (wait_s := pacer.wait_s(reached_ms)) > 0:
+                pause(wait_s)
+            value = record.value
+            if record.topic in REFERRING:
+                with suppress(DecodeError):
+                    original = codec.decode(value)
+                    moved = relocated(original, copy_of)
+                    if moved is not original:
+                        copied.relocated += 1
+                        value = codec.encode(moved)
+            first = copied.there + copied.written == 0
+            writer.send(record, value, copy_headers(record, source_prefix, begun, first), base[record.lane] + rank)
+            copied.written += 1
+            following[record.lane] += 1
+            if first:
+                # A process that carries this replay on finds its beginning in its first copy: none may be there before.
+                writer.flush()
+            progress(copied.there + copied.written, total)
+    finally:
+        writer.flush()
+    left = total - copied.there - copied.written
+    if left:
+        raise TargetRefused(GONE.format(what=f"{left} of {total} records"))
+    return copied
 
 
 ORIGINAL = "original"
@@ -169,3 +336,53 @@ class Pacer:
         began, first_ms = self._origin
         due = began + (reached_ms - first_ms) / 1_000 / self._speed
         return max(0.0, due - self._clock())
+
+
+class CopyWriter:
+    """Writes copies and holds the log to the place that was planned for each."""
+
+    def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
+        limit = {"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES}
+        self._producer = Producer({**producer_settings(kafka, CLIENT_ID), **limit})
+        self._prefix = prefix
+        self._failure = ""
+
+    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
+        """Queue the copy of a record, which has to come to lie at `offset`. Raises DeliveryError for an earlier one."""
+        self._raise_failure()
+
+        def delivered(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._failure = self._failure or f"the log refused a copy: {error}"
+            elif message.offset() != offset:
+                self._failure = self._failure or (
+                    f"{message.topic()}[{message.partition()}]: a copy lies at offset {message.offset()}, planned was "
+                    f"{offset}. Another process writes there: delete these topics and replay under another prefix"
+                )
+
+        while True:
+            try:
+                self._producer.produce(
+                    self._prefix + record.topic,
+                    value,
+                    record.key,
+                    partition=record.partition,
+                    timestamp=record.timestamp_ms,
+                    headers=list(headers),
+                    on_delivery=delivered,
+                )
+                break
+            except BufferError:
+                self._producer.poll(0.1)
+        self._producer.poll(0)
+
+    def flush(self) -> None:
+        """Wait until everything is in the log. Raises DeliveryError."""
+        left = self._producer.flush(DELIVERY_TIMEOUT_MS / 1000)
+        self._raise_failure()
+        if left:
+            raise DeliveryError(f"{left} copies were not acknowledged")
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise DeliveryError(self._failure)

@@ -8,12 +8,11 @@ it went back, and it is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.records import RANK, Lane, RawRecord, topic_of
-from tidemill.consumers.operate.replay.source import LogSource, Range
+from tidemill.consumers.operate.replay.records import RANK, Lane, LogSource, Range, RawRecord, topic_of
 from tidemill.consumers.operate.replay.target import header
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, is_compacted
 from tidemill.schemas.codec import Codec, DecodeError
@@ -40,8 +39,6 @@ Transform = Callable[["StoredLetter"], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class StoredLetter:
-    """One dead letter."""
-
     raw: RawRecord
     """As it lies in the dead-letter topic."""
     source: Lane
@@ -65,12 +62,10 @@ class StoredLetter:
 
     @property
     def value(self) -> bytes | None:
-        """The bytes that could not be used."""
         return self.raw.value
 
     @property
     def key(self) -> bytes | None:
-        """The key that they were written under."""
         return self.raw.key
 
 
@@ -110,7 +105,6 @@ class Sequel:
     _newest: dict[tuple[Lane, bytes], int] = field(default_factory=dict)
 
     def observe(self, record: RawRecord, prefix: str) -> None:
-        """The next record of a source partition."""
         of = _text(record, HEADER_REDRIVE_OF, "")
         if of:
             self._sent_back.add(of.removeprefix(prefix))
@@ -144,8 +138,6 @@ class Sequel:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of one letter."""
-
     letter: StoredLetter
     value: bytes | None
     """What goes back; None when nothing does."""
@@ -183,20 +175,10 @@ def readable(value: bytes | None, topic: str, codec: Codec) -> tuple[Record | No
     return record, ""
 
 
-def headers_of(verdict: Verdict, prefix: str) -> Mapping[str, bytes]:
-    """Headers of a record that goes back."""
-    return {
-        HEADER_REDRIVE_OF: f"{prefix}{verdict.letter.origin}".encode(),
-        HEADER_ATTEMPTS: str(verdict.attempts).encode(),
-    }
-
-
 CLIENT_ID = "tidemill-redrive"
 
 
 class DeadLetters:
-    """The dead letters under one prefix."""
-
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._prefix, self._progress = kafka, kafka.topic_prefix, progress
         self._source = LogSource(kafka)
@@ -270,11 +252,13 @@ class DeadLetters:
                     key=verdict.letter.key,
                     partition=partition,
                     timestamp_ms=verdict.letter.source_timestamp_ms,
-                    headers=headers_of(verdict, self._prefix),
+                    headers={
+                        HEADER_REDRIVE_OF: f"{self._prefix}{verdict.letter.origin}".encode(),
+                        HEADER_ATTEMPTS: str(verdict.attempts).encode(),
+                    },
                 )
                 sent += 1
         return sent
 
     def close(self) -> None:
-        """Give the connections back."""
         self._source.close()

@@ -12,28 +12,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from tidemill.schemas import records as r
 from tidemill.schemas.log.consumed import Position
-from tidemill.schemas.records import (
-    CloseReason,
-    Group,
-    Interaction,
-    Manifest,
-    OnlineBatch,
-    Outcome,
-    Record,
-    Rollout,
-    SkipDelta,
-    StepPlan,
-    TrainStep,
-)
 
 ABSENT = "nothing"
 SHOWN_BYTES = 16
 
 
 class DifferenceKind(StrEnum):
-    """How two sides differ in one record."""
-
     CHANGED = "changed"
     ONLY_THERE = "only_there"
     ONLY_HERE = "only_here"
@@ -41,11 +27,9 @@ class DifferenceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One record of one side."""
-
     key: bytes | None
     value: bytes | None
-    record: Record | None
+    record: r.Record | None
     place: Position
     """Under the full name of its topic; of the record that decided it, where it was not written."""
     timestamp_ms: int
@@ -62,8 +46,6 @@ class FieldChange:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One record in which two sides differ."""
-
     name: str
     kind: DifferenceKind
     at_us: int
@@ -76,8 +58,6 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class OutputComparison:
-    """Two sides, record by record."""
-
     there: int
     here: int
     """Records of each side, repetitions left out."""
@@ -95,11 +75,9 @@ class OutputComparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first record that differs."""
         return self.differences[0] if self.differences else None
 
     def count(self, kind: DifferenceKind) -> int:
-        """How many records differ in one way."""
         return sum(difference.kind is kind for difference in self.differences)
 
 
@@ -112,8 +90,25 @@ def compare(there: Iterable[Item], here: Iterable[Item], window: Window | None =
         for name in dict.fromkeys([*left, *right])
         if window is None or any(window.holds(side[name]) for side in (left, right) if name in side)
     ]
-    found = [_difference(name, left.get(name), right.get(name)) for name in names]
-    differences = sorted((d for d in found if d is not None), key=_order)
+    found = []
+    for name in names:
+        one, other = left.get(name), right.get(name)
+        fields: list[FieldChange] = []
+        if one is None or other is None:
+            kind = DifferenceKind.ONLY_HERE if one is None else DifferenceKind.ONLY_THERE
+        elif one.value == other.value:
+            continue
+        else:
+            kind = DifferenceKind.CHANGED
+            if one.record is None or other.record is None:
+                fields = list(field_changes(one.value, other.value, "value"))
+            else:
+                fields = list(field_changes(one.record, other.record))
+        sides = [item for item in (one, other) if item is not None]
+        at_us, first = min(map(event_us, sides)), sides[0].place
+        places = (None if one is None else one.place, None if other is None else other.place)
+        found.append(((at_us, first.partition, first.offset, name), Difference(name, kind, at_us, *places, fields)))
+    differences = [difference for _, difference in sorted(found, key=lambda pair: pair[0])]
     return OutputComparison(
         there=sum(name in left for name in names),
         here=sum(name in right for name in names),
@@ -155,7 +150,11 @@ def named(items: Iterable[Item]) -> tuple[dict[str, Item], int]:
 
 def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Item] | None:
     """The first records that stand elsewhere among those that a partition has on both sides; None where none does."""
-    left, right = (_by_partition(named(side)[0]) for side in (there, here))
+    sides: list[dict[int, dict[str, Item]]] = [{}, {}]
+    for by_partition, items in zip(sides, (there, here), strict=True):
+        for name, item in sorted(named(items)[0].items(), key=lambda entry: entry[1].place.offset):
+            by_partition.setdefault(item.place.partition, {})[name] = item
+    left, right = sides
     for partition in sorted(left.keys() & right.keys()):
         one, other = left[partition], right[partition]
         shared = one.keys() & other.keys()
@@ -166,32 +165,25 @@ def out_of_order(there: Iterable[Item], here: Iterable[Item]) -> tuple[Item, Ite
     return None
 
 
-def _by_partition(items: Mapping[str, Item]) -> dict[int, dict[str, Item]]:
-    found: dict[int, dict[str, Item]] = {}
-    for name, item in sorted(items.items(), key=lambda entry: entry[1].place.offset):
-        found.setdefault(item.place.partition, {})[name] = item
-    return found
-
-
 def identity(item: Item) -> str:
     """The key by which two records count as the same one, with any content."""
     match item.record:
-        case Group(group_id=group_id, closed_by=closed_by, members=members):
-            late = closed_by is CloseReason.LATE and members
+        case r.Group(group_id=group_id, closed_by=closed_by, members=members):
+            late = closed_by is r.CloseReason.LATE and members
             return f"{group_id}, late {members[0].rollout_id}" if late else group_id
-        case Outcome(interaction_id=name, revision=revision):
+        case r.Outcome(interaction_id=name, revision=revision):
             return f"{name}, revision {revision}"
-        case OnlineBatch(run_id=run_id, branch=branch, sequence=sequence):
+        case r.OnlineBatch(run_id=run_id, branch=branch, sequence=sequence):
             return f"{run_id}, {branch}, batch {sequence}"
-        case TrainStep(run_id=run_id, step=step):
+        case r.TrainStep(run_id=run_id, step=step):
             return f"{run_id}, step {step}"
-        case StepPlan(run_id=run_id, step=step):
+        case r.StepPlan(run_id=run_id, step=step):
             return f"{run_id}, plan of step {step}"
-        case Rollout(rollout_id=name) | Interaction(interaction_id=name):
+        case r.Rollout(rollout_id=name) | r.Interaction(interaction_id=name):
             return name
-        case Manifest(run_id=run_id, branch=branch, version=version):
+        case r.Manifest(run_id=run_id, branch=branch, version=version):
             return f"{run_id}, {branch}, version {version}"
-        case SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
+        case r.SkipDelta(run_id=run_id, branch=branch, version=version, base=base):
             return f"{run_id}, {branch}, version {version} from {base}"
         case _:
             return "no key" if item.key is None else item.key.decode("utf-8", "backslashreplace")
@@ -200,13 +192,13 @@ def identity(item: Item) -> str:
 def event_us(item: Item) -> int:
     """When what a record tells of ended, microseconds; the record's timestamp for those that do not say."""
     match item.record:
-        case Group(closed_at=at) | Outcome(closed_at=at) | OnlineBatch(closed_at=at):
+        case r.Group(closed_at=at) | r.Outcome(closed_at=at) | r.OnlineBatch(closed_at=at):
             return at
         case _:
             return item.timestamp_ms * 1_000
 
 
-def field_changes(there: object, here: object, path: str = "") -> Iterator[FieldChange]:
+def field_changes(there: Any, here: Any, path: str = "") -> Iterator[FieldChange]:  # noqa: ANN401 - parts of records
     """The fields in which two records differ, in the order of the schema."""
     if type(there) is type(here):
         if dataclasses.is_dataclass(there):
@@ -215,23 +207,18 @@ def field_changes(there: object, here: object, path: str = "") -> Iterator[Field
                 yield from field_changes(getattr(there, name), getattr(here, name), inner)
             return
         if isinstance(there, Sequence | Mapping) and not isinstance(there, str | bytes):
-            yield from _changes_by_key(there, here, path)
+            left, right = (dict(enumerate(x)) if isinstance(x, Sequence) else x for x in (there, here))
+            for key in sorted(left.keys() | right.keys()):
+                if key in left and key in right:
+                    yield from field_changes(left[key], right[key], f"{path}[{key}]")
+                else:
+                    yield FieldChange(
+                        f"{path}[{key}]", *(_shown(x[key]) if key in x else ABSENT for x in (left, right))
+                    )
             return
     # Written so that a NaN equals itself: it is the same bytes.
     if repr(there) != repr(here):
         yield FieldChange(path, _shown(there), _shown(here))
-
-
-def _changes_by_key(there: Any, here: Any, path: str) -> Iterator[FieldChange]:  # noqa: ANN401 - lists or mappings
-    if isinstance(there, Sequence):
-        there, here = dict(enumerate(there)), dict(enumerate(here))
-    for key in sorted(there.keys() | here.keys()):
-        inner = f"{path}[{key}]"
-        if key in there and key in here:
-            yield from field_changes(there[key], here[key], inner)
-        else:
-            sides = (_shown(side[key]) if key in side else ABSENT for side in (there, here))
-            yield FieldChange(inner, *sides)
 
 
 def _shown(value: object) -> str:
@@ -239,31 +226,3 @@ def _shown(value: object) -> str:
         tail = "..." if len(value) > SHOWN_BYTES else ""
         return f"{len(value)} bytes {value[:SHOWN_BYTES].hex()}{tail}"
     return str(value)
-
-
-def _difference(name: str, there: Item | None, here: Item | None) -> Difference | None:
-    if there is not None and here is not None and there.value == here.value:
-        return None
-    sides = [item for item in (there, here) if item is not None]
-    kind = DifferenceKind.CHANGED
-    fields: list[FieldChange] = []
-    if there is None or here is None:
-        kind = DifferenceKind.ONLY_HERE if there is None else DifferenceKind.ONLY_THERE
-    elif there.record is None or here.record is None:
-        fields = list(field_changes(there.value, here.value, "value"))
-    else:
-        fields = list(field_changes(there.record, here.record))
-    return Difference(
-        name=name,
-        kind=kind,
-        at_us=min(map(event_us, sides)),
-        there=None if there is None else there.place,
-        here=None if here is None else here.place,
-        fields=fields,
-    )
-
-
-def _order(difference: Difference) -> tuple[int, int, int, str]:
-    place = difference.there or difference.here
-    assert place is not None, "a difference is of a record that one side has at least"
-    return difference.at_us, place.partition, place.offset, difference.name

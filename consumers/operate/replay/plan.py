@@ -12,14 +12,23 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
-from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.replay.records import RANK, REFERRING, Lane, Place, RawRecord, references, topic_of
+from tidemill.consumers.operate import Progress, copied, no_progress
+from tidemill.consumers.operate.replay.records import (
+    RANK,
+    REFERRING,
+    Lane,
+    LogSource,
+    Place,
+    Range,
+    RawRecord,
+    references,
+    topic_of,
+)
 from tidemill.consumers.operate.replay.selection import Filter, NumberRange, Selection, utc_text
-from tidemill.consumers.operate.replay.source import LogSource, Range
 from tidemill.schemas.catalogue import CATALOGUE, Topic
 from tidemill.schemas.codec import Codec, DecodeError
 from tidemill.schemas.log.producer import partition_of
@@ -28,8 +37,6 @@ from tidemill.schemas.records import Record, StepPlan, TrainStep
 
 @dataclass(slots=True)
 class LanePlan:
-    """What is chosen of one partition."""
-
     topic: str
     partition: int
     start: int
@@ -49,7 +56,13 @@ class LanePlan:
         self.n_bytes += record.n_bytes
         self.first_ms = record.timestamp_ms if self.first_ms is None else min(self.first_ms, record.timestamp_ms)
         self.last_ms = record.timestamp_ms if self.last_ms is None else max(self.last_ms, record.timestamp_ms)
-        hash_record(self._hash, record)
+        # Each part with its length, so that nothing can shift from one to the next unnoticed.
+        parts: list[bytes | None] = [record.key, record.value]
+        for name, value in record.headers:
+            parts += [name.encode(), value]
+        self._hash.update(f"{record.offset}/{record.timestamp_ms}/{len(parts)}".encode())
+        for part in parts:
+            self._hash.update(b"-" if part is None else f"+{len(part)}/".encode() + part)
 
     @property
     def sha256(self) -> str:
@@ -82,17 +95,14 @@ class Plan:
 
     @property
     def topics(self) -> list[str]:
-        """Names of the topics, in the order of the catalogue."""
         return list(self.partitions)
 
     @property
     def records(self) -> int:
-        """Records chosen."""
         return sum(len(plan.offsets) for plan in self.lanes.values())
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of their keys, values and headers."""
         return sum(plan.n_bytes for plan in self.lanes.values())
 
     def rank(self, place: Place) -> int | None:
@@ -105,22 +115,41 @@ class Plan:
         return (place for place in sorted(self.referred) if self.rank(place) is None)
 
     def sha256(self) -> str:
-        """Digest of everything chosen."""
         total = hashlib.sha256()
         for plan in self.lanes.values():
             total.update(f"{plan.topic}/{plan.partition}/{len(plan.offsets)}/{plan.sha256}\n".encode())
         return total.hexdigest()
 
 
-def hash_record(into: hashlib._Hash, record: RawRecord) -> None:
-    """Add a record to a digest: place, time, key, value and headers, each with its length, so that nothing can shift
-    from one to the next unnoticed."""
-    parts: list[bytes | None] = [record.key, record.value]
-    for name, value in record.headers:
-        parts += [name.encode(), value]
-    into.update(f"{record.offset}/{record.timestamp_ms}/{len(parts)}".encode())
-    for part in parts:
-        into.update(b"-" if part is None else f"+{len(part)}/".encode() + part)
+@dataclass(frozen=True, slots=True)
+class LaneReport:
+    topic: str
+    """Full name."""
+    partition: int
+    start: int
+    end: int
+    """Offsets [start, end) were looked at."""
+    records: int
+    n_bytes: int
+    first: str | None
+    last: str | None
+    """Oldest and newest record time, UTC."""
+    sha256: str
+    """Of the chosen records as they lie in the source."""
+
+
+def lane_reports(plan: Plan, source_prefix: str) -> list[LaneReport]:
+    return [
+        copied(
+            LaneReport,
+            lane,
+            topic=source_prefix + lane.topic,
+            records=len(lane.offsets),
+            first=None if lane.first_ms is None else utc_text(lane.first_ms),
+            last=None if lane.last_ms is None else utc_text(lane.last_ms),
+        )
+        for lane in plan.lanes.values()
+    ]
 
 
 class StepIndex:
@@ -128,20 +157,19 @@ class StepIndex:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._taken: dict[int, set[Place]] = {}
-        self._begun: dict[int, set[Place]] = {}
-        self._made: dict[int, set[Place]] = {}
+        self._begun: defaultdict[int, set[Place]] = defaultdict(set)
+        self._taken: defaultdict[int, set[Place]] = defaultdict(set)
+        self._made: defaultdict[int, set[Place]] = defaultdict(set)
 
     def observe(self, place: Place, record: Record | None) -> None:
         """One record of `train.steps` and where it lies."""
-        if not isinstance(record, TrainStep | StepPlan) or record.run_id != self._run_id:
-            return
-        places = {place, *references(record)}
-        if isinstance(record, StepPlan):
-            self._begun.setdefault(record.step, set()).update(places)
-            return
-        self._taken.setdefault(record.step, set()).update(places)
-        self._made.setdefault(record.version, set()).update(places)
+        if isinstance(record, TrainStep | StepPlan) and record.run_id == self._run_id:
+            places = {place, *references(record)}
+            if isinstance(record, StepPlan):
+                self._begun[record.step] |= places
+            else:
+                self._taken[record.step] |= places
+                self._made[record.version] |= places
 
     def of_steps(self, steps: Iterable[NumberRange]) -> set[Place]:
         """Places of some steps; of one that was begun and not taken, those of its plan.
@@ -157,8 +185,8 @@ class StepIndex:
     def _chosen(self, what: str, known: dict[int, set[Place]], spans: Iterable[NumberRange]) -> set[Place]:
         chosen: set[Place] = set()
         for span in spans:
-            found = [number for number in known if number in span]
-            if not {span.first, span.last} <= set(found):
+            found = {number for number in known if number in span}
+            if not {span.first, span.last} <= found:
                 there = f"{min(known)} to {max(known)}" if known else "none"
                 raise LookupError(f"train.steps has no {what} {span} of run {self._run_id!r}; there are {there}")
             chosen |= set().union(*(known[number] for number in found))
@@ -196,7 +224,11 @@ class Planner:
             TimeoutError: the broker falls silent.
         """
         places = self._named_places(selection)
-        topics = self._topics(selection, places)
+        chosen = {*selection.topics, *(r.topic for r in selection.offsets)}
+        if not chosen:
+            chosen = {topic for topic, _, _ in places if topic in OF_STEPS}
+            chosen |= {topic.value for topic in OF_GROUPS if selection.groups}
+        topics = sorted(chosen, key=RANK.__getitem__)
         where = Filter(selection.where, topics) if selection.where else None
         partitions = {topic: self._partitions(topic) for topic in topics}
         ranges = {
@@ -206,42 +238,26 @@ class Planner:
             if (found := self._range(selection, places, (topic, partition), partitions[topic])) is not None
         }
         plan = Plan((LanePlan(*lane, r.start, r.end) for lane, r in ranges.items()), partitions)
-        self._look(selection, places, where, plan, ranges)
-        return plan
-
-    def _look(
-        self,
-        selection: Selection,
-        places: set[Place],
-        where: Filter | None,
-        plan: Plan,
-        ranges: Mapping[Lane, Range],
-    ) -> None:
+        plan.missing = {place for place in places if place[:2] in ranges}
         total = sum(r.end - r.start for r in ranges.values())
         reads_all = where is not None or bool(selection.groups)
-        plan.missing = {place for place in places if place[:2] in ranges}
         for n, raw in enumerate(self._source.scan(ranges)):
             if n % 500 == 0:
                 self._progress(n, total)
-            plan.missing.discard((*raw.lane, raw.offset))
-            if not _within(selection, raw):
+            place = (*raw.lane, raw.offset)
+            plan.missing.discard(place)
+            if not selection.within(*place) or not selection.in_times(raw.timestamp_ms):
                 continue
             record = self._decoded(raw) if reads_all or raw.topic in REFERRING else None
             plan.undecodable += reads_all and record is None
-            named = (*raw.lane, raw.offset) in places or getattr(record, "group_id", None) in selection.groups
+            named = place in places or getattr(record, "group_id", None) in selection.groups
             if (selection.names_records and not named) or (where is not None and not where.keeps(raw, record)):
                 continue
             plan.lanes[raw.lane].add(raw)
             if record is not None and raw.topic in REFERRING:
                 plan.referred.update(references(record))
         self._progress(total, total)
-
-    def _topics(self, selection: Selection, places: set[Place]) -> list[str]:
-        chosen = {*selection.topics, *(r.topic for r in selection.offsets)}
-        if not chosen:
-            chosen = {topic for topic, _, _ in places if topic in OF_STEPS}
-            chosen |= {topic.value for topic in OF_GROUPS if selection.groups}
-        return sorted(chosen, key=RANK.__getitem__)
+        return plan
 
     def _partitions(self, topic: str) -> int:
         found = self._source.partitions(topic)
@@ -251,49 +267,41 @@ class Planner:
 
     def _range(self, selection: Selection, places: set[Place], lane: Lane, partitions: int) -> Range | None:
         """The offsets of a partition that have to be looked at; None when it is out of question."""
+        topic, partition = lane
         ranges = selection.ranges_of(*lane)
-        if selection.limits(lane[0]) and not ranges:
+        if not ranges and any(r.topic == topic for r in selection.offsets):
             return None
         bounds = self._source.bounds(lane)
-        start, end = bounds.start, bounds.end
+        start, end = bounds
         if self._ends is not None:
             # A partition that an interrupted replay did not know of has nothing for it.
             end = min(end, self._ends.get(lane, 0))
         if ranges:
             start = min(bounds.start if r.start is None else r.start for r in ranges)
             end = min(end, max(end if r.end is None else r.end for r in ranges))
-        if selection.names_records and not self._may_hold_group(selection, lane, partitions):
-            offsets = [offset for topic, partition, offset in places if (topic, partition) == lane]
+        by_group = CATALOGUE[topic_of(topic)].key == "group_id"
+        holds_group = any(not by_group or partition_of(each, partitions) == partition for each in selection.groups)
+        if selection.names_records and not holds_group:
+            offsets = [offset for *of, offset in places if tuple(of) == lane]
             if not offsets:
                 return None
             start, end = max(start, min(offsets)), min(end, max(offsets) + 1)
         if start < bounds.start:
-            raise LookupError(f"{_named(lane)}: offset {start} is no longer kept; {self._first_text(lane)}")
+            raise self._gone(lane, f"offset {start} is no longer kept")
         if selection.from_ms is not None:
-            start = max(start, self._first_since(lane, selection.from_ms, bounds))
+            oldest = self._source.first(lane) if bounds.start > 0 else None
+            if oldest is not None and oldest.timestamp_ms > selection.from_ms:
+                raise self._gone(lane, f"what was written from {utc_text(selection.from_ms)} on is not all kept")
+            since = self._source.first_since(lane, selection.from_ms)
+            start = max(start, bounds.end if since is None else since)
         return Range(start, max(start, end))
 
-    def _may_hold_group(self, selection: Selection, lane: Lane, partitions: int) -> bool:
-        topic, partition = lane
-        if CATALOGUE[topic_of(topic)].key != "group_id":
-            return bool(selection.groups)
-        return any(partition_of(group, partitions) == partition for group in selection.groups)
-
-    def _first_since(self, lane: Lane, from_ms: int, bounds: Range) -> int:
-        first = self._source.first(lane) if bounds.start > 0 else None
-        if first is not None and first.timestamp_ms > from_ms:
-            raise LookupError(
-                f"{_named(lane)}: what was written from {utc_text(from_ms)} on is not all kept; "
-                f"{self._first_text(lane)}"
-            )
-        found = self._source.first_since(lane, from_ms)
-        return bounds.end if found is None else found
-
-    def _first_text(self, lane: Lane) -> str:
+    def _gone(self, lane: Lane, what: str) -> LookupError:
         first = self._source.first(lane)
-        if first is None:
-            return "the log holds no record of it"
-        return f"the log begins at offset {first.offset}, written {utc_text(first.timestamp_ms)}"
+        left = "the log holds no record of it"
+        if first is not None:
+            left = f"the log begins at offset {first.offset}, written {utc_text(first.timestamp_ms)}"
+        return LookupError(f"{lane[0]}[{lane[1]}]: {what}; {left}")
 
     def _named_places(self, selection: Selection) -> set[Place]:
         """The records of the steps and versions that are named: what steps read, and what that refers to."""
@@ -305,34 +313,18 @@ class Planner:
         for raw in self._source.scan({lane: self._source.bounds(lane)}):
             index.observe((*lane, raw.offset), self._decoded(raw))
         read = index.of_steps(selection.steps) | index.of_versions(selection.versions)
-        return read | set(chain.from_iterable(references(record) for record in self._records(read)))
-
-    def _records(self, places: Iterable[Place]) -> list[Record]:
-        """The records at some places. Raises LookupError when the log no longer holds one."""
-        by_lane: dict[Lane, set[int]] = {}
-        for topic, partition, offset in places:
-            by_lane.setdefault((topic, partition), set()).add(offset)
-        ranges = {lane: Range(min(offsets), max(offsets) + 1) for lane, offsets in by_lane.items()}
-        for lane, wanted in ranges.items():
-            if wanted.start < self._source.bounds(lane).start:
-                raise LookupError(f"{_named(lane)}: offset {wanted.start} is no longer kept; {self._first_text(lane)}")
-        found = (raw for raw in self._source.scan(ranges) if raw.offset in by_lane[raw.lane])
-        return [record for raw in found if (record := self._decoded(raw)) is not None]
+        by_lane: dict[Lane, list[int]] = {}
+        for topic, partition, offset in read:
+            by_lane.setdefault((topic, partition), []).append(offset)
+        ranges = {of: Range(min(offsets), max(offsets) + 1) for of, offsets in by_lane.items()}
+        for of, wanted in ranges.items():
+            if wanted.start < self._source.bounds(of).start:
+                raise self._gone(of, f"offset {wanted.start} is no longer kept")
+        found = (raw for raw in self._source.scan(ranges) if (*raw.lane, raw.offset) in read)
+        return read | {place for raw in found for place in references(self._decoded(raw))}
 
     def _decoded(self, raw: RawRecord) -> Record | None:
         try:
             return self._codec.decode(raw.value)
         except DecodeError:
             return None
-
-
-def _within(selection: Selection, raw: RawRecord) -> bool:
-    ranges = selection.ranges_of(*raw.lane)
-    in_range = not ranges or any(
-        (r.start is None or raw.offset >= r.start) and (r.end is None or raw.offset < r.end) for r in ranges
-    )
-    return in_range and selection.in_times(raw.timestamp_ms)
-
-
-def _named(lane: Lane) -> str:
-    return f"{lane[0]}[{lane[1]}]"

@@ -1,21 +1,33 @@
-"""Records as they are in the log, undecoded, and the references of records to other places in the log.
+"""Records as they are in the log, undecoded; the references of records to other places in the log; and readers of both.
 
 A copy must equal the bytes that were written, whether they can be decoded or not. A reference is a topic (without
 prefix), partition and offset in a record: the rollouts of a group, the groups of a step, the interactions of a batch or
 an outcome, the chunks of a version. A copy has another offset than its original whenever the copied range does not
 begin at the partition's first record, or leaves records out; references are then changed to point to the copies.
+
+Ranges are read without a consumer group: no committed offsets move, and nothing is written. The end of every range is
+fixed before reading begins. The order of a replay merges the records of many partitions by (timestamp, topic,
+partition, offset). The order within a partition never changes: a record with an earlier timestamp than the record
+before it counts as if it had the later time, so that the merged times never go back. The order depends on the records
+alone, not on how they arrive from the broker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from confluent_kafka import Message
 
 from tidemill.schemas.catalogue import CATALOGUE, DEAD_LETTER_SUFFIX, Topic
-from tidemill.schemas.records import Record
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
+from tidemill.schemas.log.reader import PartitionReader
+from tidemill.schemas.log.watermarks import offset_since, watermarks
 
 Header = tuple[str, bytes | None]
 Lane = tuple[str, int]
@@ -30,8 +42,6 @@ RANK = {
 
 @dataclass(frozen=True, slots=True)
 class RawRecord:
-    """One record of the log."""
-
     topic: str
     """Without its prefix."""
     partition: int
@@ -43,12 +53,10 @@ class RawRecord:
 
     @property
     def lane(self) -> Lane:
-        """Its topic and partition."""
         return self.topic, self.partition
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of key, value and headers."""
         named = sum(len(name.encode()) + len(value or b"") for name, value in self.headers)
         return len(self.key or b"") + len(self.value or b"") + named
 
@@ -92,52 +100,161 @@ def references(value: Any) -> Iterator[Place]:  # noqa: ANN401 - a record or a p
     if isinstance(value, list):
         for item in value:
             yield from references(item)
-    if _is_reference(value):
-        yield from ((value.topic, value.partition, offset) for offset in _offsets(value))
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
+        yield from _places(value)
         for entry in fields(value):
             yield from references(getattr(value, entry.name))
 
 
-def relocated(record: Record, to: Callable[[Place], int | None]) -> Record:
+def relocated(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: ANN401 - a record or a part of one
     """The record with each reference at the offset that `to` says, unchanged where it says None.
 
     Returns the same object when nothing changes.
     """
-    moved: Record = _moved(record, to)
-    return moved
-
-
-def _is_reference(value: Any) -> bool:  # noqa: ANN401 - a record or a part of one
-    return all(hasattr(value, name) for name in ("topic", "partition"))
-
-
-def _offsets(value: Any) -> list[int]:  # noqa: ANN401
-    return list(value.offsets) if hasattr(value, "offsets") else [value.offset]
-
-
-def _moved(value: Any, to: Callable[[Place], int | None]) -> Any:  # noqa: ANN401
     if isinstance(value, list):
-        items = [_moved(item, to) for item in value]
+        items = [relocated(item, to) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-    if not is_dataclass(value) or isinstance(value, type):
+    if not is_dataclass(value):
         return value
-    changes = {}
-    for entry in fields(value):
-        old = getattr(value, entry.name)
-        new = _moved(old, to)
-        if new is not old:
-            changes[entry.name] = new
-    changes |= _new_offsets(value, to)
-    return replace(value, **changes) if changes else value
+    old = {entry.name: getattr(value, entry.name) for entry in fields(value)}
+    new = {name: relocated(held, to) for name, held in old.items()}
+    changes = {name: held for name, held in new.items() if held is not old[name]}
+    places = _places(value)
+    moved = [place[2] if (other := to(place)) is None else other for place in places]
+    if moved != [place[2] for place in places]:
+        changes |= {"offsets": moved} if hasattr(value, "offsets") else {"offset": moved[0]}
+    part: Any = value
+    return replace(part, **changes) if changes else value
 
 
-def _new_offsets(value: Any, to: Callable[[Place], int | None]) -> dict[str, Any]:  # noqa: ANN401
-    if not _is_reference(value):
-        return {}
-    old = _offsets(value)
-    found = [to((value.topic, value.partition, offset)) for offset in old]
-    new = [offset if moved is None else moved for offset, moved in zip(old, found, strict=True)]
-    if new == old:
-        return {}
-    return {"offsets": new} if hasattr(value, "offsets") else {"offset": new[0]}
+def _places(value: Any) -> list[Place]:  # noqa: ANN401 - a record or a part of one
+    """What a reference names; nothing for anything else."""
+    if not (hasattr(value, "topic") and hasattr(value, "partition")):
+        return []
+    offsets = value.offsets if hasattr(value, "offsets") else [value.offset]
+    return [(value.topic, value.partition, offset) for offset in offsets]
+
+
+READ_COMMITTED = "read_committed"
+READ_UNCOMMITTED = "read_uncommitted"
+CLIENT_ID = "tidemill-replay"
+HELD_BYTES = 8 * 2**20
+"""A partition that is so far ahead of the others is not fetched from until they have caught up."""
+
+
+class Range(NamedTuple):
+    """Offsets [start, end) of a partition."""
+
+    start: int
+    end: int
+
+
+class LogSource:
+    """The topics under one prefix, by their names without it."""
+
+    def __init__(self, kafka: KafkaSettings, isolation: str = READ_COMMITTED) -> None:
+        self._kafka, self._isolation = kafka, isolation
+        self._log = self._reader()
+
+    def _reader(self) -> PartitionReader:
+        return PartitionReader(self._kafka, CLIENT_ID, isolation=self._isolation)
+
+    def partitions(self, topic: str) -> int:
+        """How many partitions a topic has; 0 when it does not exist."""
+        full = self._kafka.topic_prefix + topic
+        found = self._log.client.list_topics(full, timeout=METADATA_TIMEOUT_S).topics[full]
+        return 0 if found.error is not None else len(found.partitions)
+
+    def bounds(self, lane: Lane) -> Range:
+        """What the log holds of a partition now: from its first offset to the one that the next record will have."""
+        return Range(*watermarks(self._log.client, self._full(lane)))
+
+    def first_since(self, lane: Lane, timestamp_ms: int) -> int | None:
+        """The first offset whose record is not older than a time; None when there is none."""
+        return offset_since(self._log.client, self._full(lane), timestamp_ms)
+
+    def first(self, lane: Lane) -> RawRecord | None:
+        return next(self.scan({lane: self.bounds(lane)}), None)
+
+    def scan(self, ranges: Mapping[Lane, Range]) -> Iterator[RawRecord]:
+        """Every record of some ranges, in offset order within each partition.
+
+        Raises TimeoutError when the broker delivers nothing for a minute.
+        """
+        with closing(self._reader()) as log:
+            for messages in log.read_ranges({self._full(lane): held for lane, held in ranges.items()}):
+                yield from (raw_record(message, self._kafka.topic_prefix) for message in messages)
+
+    def ordered(self, ranges: Mapping[Lane, Range]) -> Iterator[tuple[int, RawRecord]]:
+        """Every record of some ranges in the order of `OrderedMerge`, with the time that the merge has reached.
+
+        Raises like `scan`.
+        """
+        merge, open_lanes = OrderedMerge(ranges), set(ranges)
+        with closing(self._reader()) as log:
+            for messages in log.read_ranges({self._full(lane): held for lane, held in ranges.items()}):
+                for message in messages:
+                    merge.add(raw_record(message, self._kafka.topic_prefix))
+                left = {lane for lane in open_lanes if self._full(lane) in log.next_offsets()}
+                for lane in open_lanes - left:
+                    merge.end(lane)
+                open_lanes = left
+                yield from merge.take()
+                log.hold_back(self._full(lane) for lane in open_lanes if merge.held_bytes(lane) > HELD_BYTES)
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _full(self, lane: Lane) -> Lane:
+        return self._kafka.topic_prefix + lane[0], lane[1]
+
+
+Order = tuple[int, int, int, int]
+"""Time reached in the partition, rank of the topic, partition, offset."""
+
+OVERHEAD_BYTES = 500
+"""Memory of a record beside its bytes."""
+
+
+class OrderedMerge:
+    """Merges partitions: records go in with `add`, in offset order within each partition, and come out of `take`."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self._held: dict[Lane, deque[tuple[Order, RawRecord]]] = {lane: deque() for lane in lanes}
+        self._bytes = dict.fromkeys(self._held, 0)
+        self._reached: dict[Lane, int] = {}
+        self._heads: list[tuple[Order, Lane]] = []
+        self._open = set(self._held)
+        self._awaited = set(self._held)
+
+    def add(self, record: RawRecord) -> None:
+        lane = record.lane
+        self._reached[lane] = max(record.timestamp_ms, self._reached.get(lane, record.timestamp_ms))
+        order = (self._reached[lane], RANK[record.topic], record.partition, record.offset)
+        self._held[lane].append((order, record))
+        self._bytes[lane] += record.n_bytes + OVERHEAD_BYTES
+        if len(self._held[lane]) == 1:
+            self._awaited.discard(lane)
+            heapq.heappush(self._heads, (order, lane))
+
+    def end(self, lane: Lane) -> None:
+        """Nothing more comes of this partition."""
+        self._open.discard(lane)
+        self._awaited.discard(lane)
+
+    def held_bytes(self, lane: Lane) -> int:
+        """Size of the records of a partition that wait for those of others."""
+        return self._bytes[lane]
+
+    def take(self) -> Iterator[tuple[int, RawRecord]]:
+        """Every record whose turn is certain, with the time that the merge has reached."""
+        while self._heads and not self._awaited:
+            order, lane = heapq.heappop(self._heads)
+            held = self._held[lane]
+            _, record = held.popleft()
+            self._bytes[lane] -= record.n_bytes + OVERHEAD_BYTES
+            if held:
+                heapq.heappush(self._heads, (held[0][0], lane))
+            elif lane in self._open:
+                self._awaited.add(lane)
+            yield order[0], record

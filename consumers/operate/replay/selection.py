@@ -19,18 +19,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from typing import Any
 
 from simpleeval import AttributeDoesNotExist, EvalWithCompoundTypes, FeatureNotAvailable, InvalidExpression
 
-from tidemill.consumers.operate.replay.records import RawRecord, topic_of
+from tidemill.consumers.operate.replay.records import READ_COMMITTED, READ_UNCOMMITTED, RawRecord, topic_of
 from tidemill.schemas import records
 from tidemill.schemas.catalogue import CATALOGUE
 from tidemill.schemas.records import Record
-
-READ_COMMITTED = "read_committed"
-READ_UNCOMMITTED = "read_uncommitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +55,6 @@ class NumberRange:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is to be replayed."""
-
     topics: tuple[str, ...] = ()
     """Without prefix, in the order of the catalogue. Empty: those that the steps, versions or groups lie in."""
     from_ms: int | None = None
@@ -93,7 +87,6 @@ class Selection:
         return bool(self.steps or self.versions or self.groups)
 
     def in_times(self, timestamp_ms: int) -> bool:
-        """Whether a record's time is within the range."""
         after = self.from_ms is None or timestamp_ms >= self.from_ms
         return after and (self.to_ms is None or timestamp_ms < self.to_ms)
 
@@ -101,9 +94,12 @@ class Selection:
         """The ranges that speak of a partition; none where the topic is chosen without offsets."""
         return [r for r in self.offsets if r.topic == topic and r.partition in (None, partition)]
 
-    def limits(self, topic: str) -> bool:
-        """Whether offsets were given for a topic, so that partitions without any are left out."""
-        return any(r.topic == topic for r in self.offsets)
+    def within(self, topic: str, partition: int, offset: int) -> bool:
+        """Whether an offset is in one of the ranges that speak of its partition, where there are any."""
+        ranges = self.ranges_of(topic, partition)
+        return not ranges or any(
+            (r.start is None or offset >= r.start) and (r.end is None or offset < r.end) for r in ranges
+        )
 
     def digest(self, prefix: str) -> str:
         """sha256 of what is selected of the topics under a prefix: two commands that mean the same have the same."""
@@ -167,12 +163,18 @@ class Filter:
 
     def __init__(self, expression: str, topics: Iterable[str]) -> None:
         self._expression = expression
-        known: dict[str, list[str]] = {}
-        """Fields of the records, each with the kinds that have it."""
-        for kind in dict.fromkeys(kind for name in topics for kind in CATALOGUE[topic_of(name)].values):
-            for entry in fields(kind):
-                known.setdefault(entry.name, []).append(kind.__name__)
-        self._parsed = _parsed(expression, known)
+        known = {entry.name for name in topics for kind in CATALOGUE[topic_of(name)].values for entry in fields(kind)}
+        try:
+            tree = ast.parse(expression.strip(), mode="exec")
+        except (SyntaxError, ValueError) as error:
+            raise FilterError(f"--where {expression!r} is no expression: {error}") from error
+        if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
+            raise FilterError(f"--where {expression!r}: give one expression, for instance record.reward > 0.5")
+        self._parsed = tree.body[0]
+        for node in ast.walk(self._parsed):
+            problem = _problem(node, known)
+            if problem:
+                raise FilterError(f"--where {expression!r}: {problem}")
         self._evaluator = EvalWithCompoundTypes(functions=dict(FUNCTIONS), allowed_attrs=_ALLOWED)
 
     def keeps(self, raw: RawRecord, record: Record | None) -> bool:
@@ -180,7 +182,16 @@ class Filter:
 
         Raises FilterError when it cannot be computed for it.
         """
-        self._evaluator.names = CONSTANTS | _names(raw, record)
+        self._evaluator.names = CONSTANTS | {
+            "record": record,
+            "kind": None if record is None else type(record).__name__,
+            "topic": raw.topic,
+            "partition": raw.partition,
+            "offset": raw.offset,
+            "timestamp": raw.timestamp_ms,
+            "key": _text(raw.key),
+            "headers": {name: _text(value) for name, value in raw.headers},
+        }
         try:
             return bool(self._evaluator.eval(self._expression, previously_parsed=self._parsed))
         except (AttributeDoesNotExist, FeatureNotAvailable, TypeError, LookupError):
@@ -190,49 +201,20 @@ class Filter:
             raise FilterError(f"--where {self._expression!r}: {error}, at {raw}") from error
 
 
-def _names(raw: RawRecord, record: Record | None) -> dict[str, Any]:
-    return {
-        "record": record,
-        "kind": None if record is None else type(record).__name__,
-        "topic": raw.topic,
-        "partition": raw.partition,
-        "offset": raw.offset,
-        "timestamp": raw.timestamp_ms,
-        "key": _text(raw.key),
-        "headers": {name: _text(value) for name, value in raw.headers},
-    }
-
-
 def _text(value: bytes | None) -> str | None:
     return None if value is None else value.decode("utf-8", "replace")
 
 
-def _allowed() -> dict[type | None, Any]:
-    found = [kind for kind in vars(records).values() if isinstance(kind, type)]
-    allowed: dict[type | None, Any] = {kind: {f.name for f in fields(kind)} for kind in found if is_dataclass(kind)}
-    texts: list[type] = [str, *(kind for kind in found if issubclass(kind, StrEnum))]
-    return allowed | {kind: TEXT for kind in texts}
-
-
-_ALLOWED = _allowed()
+_KINDS = [kind for kind in vars(records).values() if isinstance(kind, type)]
+_ALLOWED: dict[type | None, Any] = {
+    **{kind: {f.name for f in fields(kind)} for kind in _KINDS if is_dataclass(kind)},
+    **{kind: TEXT for kind in (str, *_KINDS) if issubclass(kind, str)},
+}
+"""Fields that an expression may name, by the type of their owner."""
 _ANY_FIELD = frozenset[str]().union(*_ALLOWED.values())
 
 
-def _parsed(expression: str, known: dict[str, list[str]]) -> ast.stmt:
-    try:
-        tree = ast.parse(expression.strip(), mode="exec")
-    except (SyntaxError, ValueError) as error:
-        raise FilterError(f"--where {expression!r} is no expression: {error}") from error
-    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Expr):
-        raise FilterError(f"--where {expression!r}: give one expression, for instance record.reward > 0.5")
-    for node in ast.walk(tree.body[0]):
-        problem = _problem(node, known)
-        if problem:
-            raise FilterError(f"--where {expression!r}: {problem}")
-    return tree.body[0]
-
-
-def _problem(node: ast.AST, known: dict[str, list[str]]) -> str:
+def _problem(node: ast.AST, known: set[str]) -> str:
     """What is wrong with a part of an expression; empty when nothing is."""
     if isinstance(node, ast.Name) and node.id not in NAMES and node.id not in FUNCTIONS:
         return f"no name {node.id!r}; there are {', '.join(sorted(NAMES))}, and functions {', '.join(FUNCTIONS)}"

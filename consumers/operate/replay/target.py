@@ -9,10 +9,10 @@ alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
-from confluent_kafka import ConsumerGroupState, KafkaError, Message, Producer
+from confluent_kafka import ConsumerGroupState
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs re-export nothing
     AdminClient,
     ConfigResource,
@@ -21,17 +21,22 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # its stubs r
 )
 
 from tidemill.consumers.operate.replay.plan import Plan
-from tidemill.consumers.operate.replay.records import RANK, Header, Lane, RawRecord
-from tidemill.consumers.operate.replay.source import CLIENT_ID, LogSource
+from tidemill.consumers.operate.replay.records import RANK, READ_UNCOMMITTED, Header, Lane, LogSource, RawRecord
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
-from tidemill.schemas.log.client_settings import DELIVERY_TIMEOUT_MS, MAX_RECORD_BYTES, producer_settings
+from tidemill.schemas.log.client_settings import MAX_RECORD_BYTES
 from tidemill.schemas.log.consumed import HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, replay_headers, replay_id_of
-from tidemill.schemas.log.producer import DeliveryError
 
 DEFAULT_PREFIX = str(KafkaSettings.model_fields["topic_prefix"].default)
 MARKS_BYTES = 65_536
 """Room for the headers that a copy has and its original has not."""
+
+
+HEADER_REPLAY_AT = "tidemill-replay-at"
+"""When the replay began, microseconds since the Unix epoch."""
+HEADER_REPLAY_BEGAN = "tidemill-replay-began"
+"""On the first copy of a replay: its `Beginning`, as JSON."""
+OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
 
 
 class TargetRefused(ValueError):
@@ -55,8 +60,6 @@ def check_prefix(source: str, into: str) -> None:
 
 @dataclass(slots=True)
 class TargetState:
-    """What lies in the topics of a replay."""
-
     begun: Beginning | None = None
     """None: it has no record there."""
     copied: dict[Lane, list[int]] = field(default_factory=dict)
@@ -66,7 +69,6 @@ class TargetState:
 
     @property
     def records(self) -> int:
-        """Copies."""
         return sum(len(offsets) for offsets in self.copied.values())
 
 
@@ -90,56 +92,54 @@ class Target:
             TargetRefused: a consumer group reads there, or records lie there that this replay did not write.
             TimeoutError: the broker falls silent.
         """
-        self._refuse_groups()
-        standing = TargetState()
         existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         topics = [name for name in RANK if self.prefix + name in existing]
-        with LogSource(self._kafka, "read_uncommitted") as reader:
-            lanes = [(name, partition) for name in topics for partition in range(reader.partitions(name))]
-            for record in reader.scan({lane: reader.bounds(lane) for lane in lanes}):
-                self._take_note(standing, record, replay_id)
-        return standing
-
-    def _take_note(self, standing: TargetState, record: RawRecord, replay_id: str | None) -> None:
-        of = replay_id_of(record.headers)
-        full = f"{self.prefix}{record}"
-        if not of:
-            raise TargetRefused(f"{full} was not written by a replay: give another prefix than --into {self.prefix!r}")
-        if replay_id is None or of != replay_id:
-            raise TargetRefused(
-                f"{full} was written by replay {of}: carry that one on with --resume {of}, or give another prefix"
-            )
-        offset = copied_offset(record, replay_id)
-        assert offset is not None
-        standing.copied.setdefault(record.lane, []).append(offset)
-        standing.first.setdefault(record.lane, record.offset)
-        began = header(record, HEADER_REPLAY_BEGAN)
-        if began is not None:
-            standing.begun = beginning(began)
-
-    def _refuse_groups(self) -> None:
-        own = {self.prefix + name for name in RANK}
         listed = self._admin.list_consumer_groups(request_timeout=REQUEST_TIMEOUT_S).result()
         active = [group.group_id for group in listed.valid if group.state is not ConsumerGroupState.EMPTY]
         for group_id, future in (self._admin.describe_consumer_groups(active) if active else {}).items():
             for member in future.result().members:
-                read = {place.topic for place in member.assignment.topic_partitions} & own
+                read = {place.topic for place in member.assignment.topic_partitions} & {self.prefix + n for n in RANK}
                 if read:
                     raise TargetRefused(
                         f"consumer group {group_id} reads {min(read)}: a replay would feed it. Stop it, or give "
                         "another prefix"
                     )
+        standing = TargetState()
+        with closing(LogSource(self._kafka, READ_UNCOMMITTED)) as reader:
+            lanes = [(name, partition) for name in topics for partition in range(reader.partitions(name))]
+            for record in reader.scan({lane: reader.bounds(lane) for lane in lanes}):
+                of = replay_id_of(record.headers)
+                if not of:
+                    raise TargetRefused(
+                        f"{self.prefix}{record} was not written by a replay: give another prefix than --into "
+                        f"{self.prefix!r}"
+                    )
+                if replay_id is None or of != replay_id:
+                    raise TargetRefused(
+                        f"{self.prefix}{record} was written by replay {of}: carry that one on with --resume {of}, or "
+                        "give another prefix"
+                    )
+                offset = copied_offset(record, replay_id)
+                assert offset is not None
+                standing.copied.setdefault(record.lane, []).append(offset)
+                standing.first.setdefault(record.lane, record.offset)
+                began = header(record, HEADER_REPLAY_BEGAN)
+                if began is not None:
+                    standing.begun = beginning(began)
+        return standing
 
-    def prepare(self, plan: Plan) -> list[str]:
-        """Create the topics of a plan that do not exist; their full names.
+    def prepare(self, plan: Plan) -> None:
+        """Create the topics of a plan that do not exist.
 
         They keep everything for ever, since what is replayed may be older than the live topics' retention, and are as
         partitioned as their originals. Raises TargetRefused when one exists that is partitioned otherwise.
         """
-        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-        self.check_partitions(plan, {name: len(existing[name].partitions) for name in existing})
+        existing = self.check_partitions(plan)
         missing = [topic for topic in plan.topics if self.prefix + topic not in existing]
-        limits = self._record_limits(missing)
+        sources = [self._source_prefix + topic for topic in missing if self._source_prefix + topic in existing]
+        asked = [ConfigResource(ResourceType.TOPIC, full) for full in sources]
+        described = self._admin.describe_configs(asked) if asked else {}
+        limits = {of.name: int(future.result()["max.message.bytes"].value) for of, future in described.items()}
         new = [
             NewTopic(
                 self.prefix + topic,
@@ -148,7 +148,7 @@ class Target:
                 config={
                     "cleanup.policy": "delete",
                     "retention.ms": "-1",
-                    "max.message.bytes": str(limits.get(topic, MAX_RECORD_BYTES) + MARKS_BYTES),
+                    "max.message.bytes": str(limits.get(self._source_prefix + topic, MAX_RECORD_BYTES) + MARKS_BYTES),
                 },
             )
             for topic in missing
@@ -156,94 +156,23 @@ class Target:
         for future in (self._admin.create_topics(new, request_timeout=REQUEST_TIMEOUT_S) if new else {}).values():
             future.result()
         wait_until_led(self._admin, {self.prefix + topic for topic in plan.topics})
-        return [topic.topic for topic in new]
 
-    def check_partitions(self, plan: Plan, existing: Mapping[str, int] | None = None) -> None:
-        """Raise TargetRefused when a topic exists that is partitioned otherwise than its original."""
-        if existing is None:
-            found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-            existing = {name: len(found[name].partitions) for name in found}
+    def check_partitions(self, plan: Plan) -> set[str]:
+        """The topics that exist. Raises TargetRefused when one is partitioned otherwise than its original."""
+        found = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
         for topic, wanted in plan.partitions.items():
-            actual = existing.get(self.prefix + topic, wanted)
-            if actual != wanted:
+            full = self.prefix + topic
+            if full in found and len(found[full].partitions) != wanted:
                 raise TargetRefused(
-                    f"{self.prefix}{topic} exists with {actual} partitions, and its original has {wanted}: give "
+                    f"{full} exists with {len(found[full].partitions)} partitions, and its original has {wanted}: give "
                     "another prefix"
                 )
-
-    def _record_limits(self, topics: list[str]) -> dict[str, int]:
-        existing = self._admin.list_topics(timeout=REQUEST_TIMEOUT_S).topics
-        originals = {t: self._source_prefix + t for t in topics if self._source_prefix + t in existing}
-        resources = {ConfigResource(ResourceType.TOPIC, full): topic for topic, full in originals.items()}
-        described = self._admin.describe_configs(list(resources)) if resources else {}
-        return {
-            resources[resource]: int(future.result()["max.message.bytes"].value)
-            for resource, future in described.items()
-        }
+        return set(found)
 
     def ends(self, plan: Plan) -> dict[Lane, int]:
         """The offset that the next record will have in each partition of a plan's topics."""
-        with LogSource(self._kafka) as reader:
+        with closing(LogSource(self._kafka)) as reader:
             return {lane: reader.bounds(lane).end for lane in plan.lanes}
-
-
-class CopyWriter:
-    """Writes copies and holds the log to the place that was planned for each."""
-
-    def __init__(self, kafka: KafkaSettings, prefix: str) -> None:
-        limit = {"message.max.bytes": MAX_RECORD_BYTES + 2 * MARKS_BYTES}
-        self._producer = Producer({**producer_settings(kafka, CLIENT_ID), **limit})
-        self._prefix = prefix
-        self._failure = ""
-
-    def send(self, record: RawRecord, value: bytes | None, headers: list[Header], offset: int) -> None:
-        """Queue the copy of a record, which has to come to lie at `offset`. Raises DeliveryError for an earlier one."""
-        self._raise_failure()
-        while True:
-            try:
-                self._producer.produce(
-                    self._prefix + record.topic,
-                    value,
-                    record.key,
-                    partition=record.partition,
-                    timestamp=record.timestamp_ms,
-                    headers=list(headers),
-                    on_delivery=self._delivery(offset),
-                )
-                break
-            except BufferError:
-                self._producer.poll(0.1)
-        self._producer.poll(0)
-
-    def flush(self) -> None:
-        """Wait until everything is in the log. Raises DeliveryError."""
-        left = self._producer.flush(DELIVERY_TIMEOUT_MS / 1000)
-        self._raise_failure()
-        if left:
-            raise DeliveryError(f"{left} copies were not acknowledged")
-
-    def _delivery(self, planned: int) -> Callable[[KafkaError | None, Message], None]:
-        def delivered(error: KafkaError | None, message: Message) -> None:
-            if error is not None:
-                self._failure = self._failure or f"the log refused a copy: {error}"
-            elif message.offset() != planned:
-                self._failure = self._failure or (
-                    f"{message.topic()}[{message.partition()}]: a copy lies at offset {message.offset()}, planned was "
-                    f"{planned}. Another process writes there: delete these topics and replay under another prefix"
-                )
-
-        return delivered
-
-    def _raise_failure(self) -> None:
-        if self._failure:
-            raise DeliveryError(self._failure)
-
-
-HEADER_REPLAY_AT = "tidemill-replay-at"
-"""When the replay began, microseconds since the Unix epoch."""
-HEADER_REPLAY_BEGAN = "tidemill-replay-began"
-"""On the first copy of a replay: its `Beginning`, as JSON."""
-OWN = (HEADER_REPLAY_ID, HEADER_REPLAY_SOURCE, HEADER_REPLAY_AT, HEADER_REPLAY_BEGAN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +188,6 @@ class Beginning:
     """Where each partition of the source ended."""
 
     def to_json(self) -> str:
-        """As it stands in a header."""
         ends = {f"{topic}/{partition}": end for (topic, partition), end in sorted(self.ends.items())}
         return json.dumps(
             {"replay_id": self.replay_id, "began_at": self.began_at, "selected": self.selected, "ends": ends}
@@ -300,5 +228,4 @@ def copied_offset(record: RawRecord, replay_id: str) -> int | None:
 
 
 def header(record: RawRecord, name: str) -> bytes | None:
-    """The value of a header; None without one."""
     return next((value for found, value in record.headers if found == name), None)

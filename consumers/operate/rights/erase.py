@@ -20,20 +20,17 @@ import fsspec
 
 from tidemill.consumers.operate import Progress, no_progress
 from tidemill.consumers.operate.rights.records import (
+    CLIENT_ID,
+    COPIED,
     SWEPT,
+    BadUser,
     Survey,
     UserRecord,
     UserRecords,
-    user_of,
-)
-from tidemill.consumers.operate.rights.requests import (
-    CLIENT_ID,
-    COPIED,
-    BadUser,
     copy_request,
     new_request,
-    record_request,
     requests_of,
+    user_of,
 )
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.rows import DeadLetter
@@ -50,8 +47,6 @@ SWEEPS = 5
 
 @dataclass(slots=True)
 class Cleared:
-    """What became of claimed bytes."""
-
     deleted: int = 0
     absent: int = 0
     """Were gone already."""
@@ -154,38 +149,34 @@ class Eraser:
             done.carried_on = standing is not None and holdings.newest_at <= standing.at
             if not dry_run:
                 done.request = standing if done.carried_on and standing is not None else new
-                self._carry_out(done.request, survey, holdings, done)
+                with RecordProducer(self._kafka, CLIENT_ID) as producer:
+                    if not done.carried_on:
+                        producer.send_acked(Topic.USER_REQUESTS, [(user_id, done.request)])
+                    copy_request(producer, done.request, {topic: survey.partitions(topic) for topic in COPIED})
+                    survey.read_on(holdings)
+                    for _ in range(SWEEPS):
+                        if not holdings.held:
+                            break
+                        self._sweep(producer, holdings.held, done)
+                        survey.read_on(holdings)
+                done.left = holdings.counts
         done.unreadable = {topic.value: n for topic, n in holdings.unreadable.items()}
         done.dead_letters = letters_of(self._kafka, holdings)
         return done
 
-    def _carry_out(self, request: UserRequest, survey: Survey, holdings: UserRecords, done: Erasure) -> None:
-        with RecordProducer(self._kafka, CLIENT_ID) as producer:
-            if not done.carried_on:
-                record_request(producer, request)
-            copy_request(producer, request, {topic: survey.partitions(topic) for topic in COPIED})
-            survey.read_on(holdings)
-            for _ in range(SWEEPS):
-                if not holdings.held:
-                    break
-                self._sweep(producer, holdings.held, done)
-                survey.read_on(holdings)
-        done.left = holdings.counts
-
     def _sweep(self, producer: RecordProducer, held: list[UserRecord], done: Erasure) -> None:
-        self._bury(producer, (one for one in held if one.topic is not Topic.INTERACTIONS), done)
-        cleared = delete_claims(self._store.root, (claim for one in held for claim in one.claims))
-        done.claims.deleted += cleared.deleted
-        done.claims.absent += cleared.absent
-        done.claims.foreign += cleared.foreign
-        self._bury(producer, (one for one in held if one.topic is Topic.INTERACTIONS), done)
-
-    def _bury(self, producer: RecordProducer, held: Iterable[UserRecord], done: Erasure) -> None:
-        """Write a tombstone for each record, and wait for the log."""
-        for one in held:
-            producer.send_bytes(self._names.of(one.topic), None, key=one.key, partition=one.partition)
-            done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
-        producer.flush()
+        """Write a tombstone for each record, interactions last, and wait for the log before and after the claims."""
+        for last in (False, True):
+            for one in held:
+                if (one.topic is Topic.INTERACTIONS) is last:
+                    producer.send_bytes(self._names.of(one.topic), None, key=one.key, partition=one.partition)
+                    done.tombstones[one.topic.value] = done.tombstones.get(one.topic.value, 0) + 1
+            producer.flush()
+            if not last:
+                cleared = delete_claims(self._store.root, (claim for one in held for claim in one.claims))
+                done.claims.deleted += cleared.deleted
+                done.claims.absent += cleared.absent
+                done.claims.foreign += cleared.foreign
 
 
 def letters_of(kafka: KafkaSettings, holdings: UserRecords) -> LettersHeld:

@@ -1,4 +1,8 @@
-"""The records of one user in the log: a pure fold over `interactions`, `outcomes` and `feedback`, and its reader.
+"""A user's data in the log: their requests about it, and their records.
+
+Requests, opting out of training and in again, and erasure, are written once into `user.requests`, then copied into
+every partition whose readers must know them. The copies carry the request's own id and time, so that writing them again
+changes nothing: a command that was stopped between the two starts again with the copies.
 
 A record belongs to a user when it is an interaction that was served to them, its outcome, feedback that they gave, or
 feedback that anyone gave on their interactions. A record under a key that has a tombstone is gone, though its bytes
@@ -9,18 +13,113 @@ belongs to the user.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Self
 
 from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.rights.requests import CLIENT_ID
-from tidemill.schemas.catalogue import Topic
+from tidemill.schemas.catalogue import Topic, user_request_key
+from tidemill.schemas.clock import now_us, to_ms
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.producer import RecordProducer
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, UserRequest
+from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, UserRequest, UserWish
+from tidemill.schemas.stored_object import digest
+
+LONGEST_NAME = 200
+
+
+class BadUser(ValueError):
+    """A user that no request can be about; the message says why."""
+
+
+def checked_pseudonym(text: str) -> str:
+    """A pseudonym as it was given. Raises BadUser for a text that names no user of the log."""
+    if not text:
+        raise BadUser("the user is empty: interactions that name no user belong to nobody and cannot be told apart")
+    if len(text) > LONGEST_NAME or not text.isprintable():
+        raise BadUser(f"a pseudonym has at most {LONGEST_NAME} printable characters, not {len(text)}")
+    return text
+
+
+def new_request(user_id: str, wish: UserWish, requested_by: str, at: int) -> UserRequest:
+    """A request made now. Raises BadUser."""
+    checked_pseudonym(user_id)
+    if not 0 < len(requested_by.strip()) <= LONGEST_NAME:
+        raise BadUser(f"who demands it has a name of 1 to {LONGEST_NAME} characters: give it with --by")
+    name = digest(f"{user_id}\x00{wish.value}\x00{at}".encode())
+    return UserRequest(request_id=name, user_id=user_id, wish=wish, requested_by=requested_by.strip(), at=at)
+
+
+@dataclass(slots=True)
+class UserRequests:
+    """The demands of one user in the order of the log; a repeated record counts once."""
+
+    user_id: str
+    made: list[UserRequest] = field(default_factory=list)
+
+    def observe(self, record: object) -> None:
+        """Take a record in; other users' and other kinds are let pass."""
+        if isinstance(record, UserRequest) and record.user_id == self.user_id and record not in self.made:
+            self.made.append(record)
+
+    def standing(self, wish: UserWish) -> UserRequest | None:
+        """The newest demand, where it is this wish: to be carried on, not made again."""
+        return self.made[-1] if self.made and self.made[-1].wish is wish else None
+
+
+CLIENT_ID = "tidemill-rights"
+COPIED = (Topic.INTERACTIONS, Topic.OUTCOMES)
+
+
+def requests_of(kafka: KafkaSettings, user_id: str) -> UserRequests:
+    """The requests of a user so far."""
+    requests = UserRequests(user_id)
+    with LogReader(kafka, [Topic.USER_REQUESTS], client_id=CLIENT_ID) as reader:
+        for located in reader.read_to_end():
+            requests.observe(located.record)
+    return requests
+
+
+def copy_request(producer: RecordProducer, request: UserRequest, partitions: Mapping[Topic, Sequence[int]]) -> int:
+    """Write its copy into every partition, and wait for the log; the number of copies. Raises DeliveryError."""
+    places = [(topic, partition) for topic in COPIED for partition in partitions[topic]]
+    for topic, partition in places:
+        key = user_request_key(request.user_id, partition)
+        producer.send(topic, request, key=key, partition=partition, timestamp_ms=to_ms(request.at))
+    producer.flush()
+    return len(places)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedWish:
+    """A demand and how many partitions have it."""
+
+    request: UserRequest
+    carried_on: bool
+    """It holds since an earlier run; its copies were written again."""
+    copies: int
+
+
+def choose(
+    kafka: KafkaSettings, user_id: str, wish: UserWish, requested_by: str, at: int | None = None
+) -> RecordedWish:
+    """Write a user's wish and its copies, unless it is their wish already. A user may choose before the first answer.
+
+    Raises BadUser, LookupError for a topic that does not exist, DeliveryError.
+    """
+    new = new_request(user_id, wish, requested_by, now_us() if at is None else at)
+    standing = requests_of(kafka, user_id).standing(wish)
+    request = standing or new
+    with LogReader(kafka, COPIED, start="end", client_id=CLIENT_ID) as reader:
+        partitions = {topic: reader.partitions(topic) for topic in COPIED}
+    with RecordProducer(kafka, CLIENT_ID) as producer:
+        if standing is None:
+            producer.send_acked(Topic.USER_REQUESTS, [(request.user_id, request)])
+        return RecordedWish(request, standing is not None, copy_request(producer, request, partitions))
+
 
 SWEPT = (Topic.INTERACTIONS, Topic.OUTCOMES, Topic.FEEDBACK)
 """The topics that hold users' data, in the order of reading."""
@@ -44,8 +143,6 @@ Slot = tuple[Topic, int, bytes]
 
 
 class UserRecords:
-    """The records of one user, by slot."""
-
     def __init__(self, user_id: str) -> None:
         self._user_id = user_id
         self._held: dict[Slot, UserRecord] = {}
@@ -58,7 +155,6 @@ class UserRecords:
 
     @property
     def held(self) -> list[UserRecord]:
-        """What is there now, in the order in which it was read."""
         return list(self._held.values())
 
     @property
@@ -72,7 +168,6 @@ class UserRecords:
         return max((held.dated_at for held in self._held.values()), default=-1)
 
     def observe(self, located: ConsumedRecord) -> None:
-        """Take a record in, in the order of its partition."""
         slot = (located.topic, located.partition, located.key or b"")
         if located.value is None:
             self._held.pop(slot, None)
@@ -80,26 +175,21 @@ class UserRecords:
         if located.record is None:
             self.unreadable[located.topic] += 1
             return
-        dated_at = self._dated(located.record)
-        if dated_at is None:
-            return
+        match located.record:
+            case Interaction(user_id=self._user_id) as record:
+                self._interactions.add(record.interaction_id)
+                dated_at = record.served_at
+            case Outcome() as record if self._is_of_user(record):
+                dated_at = record.served_at
+            case Feedback() as record if self._is_of_user(record):
+                dated_at = record.observed_at
+            case _:
+                return
         claims = self._held[slot].claims if slot in self._held else ()
-        if isinstance(located.record, Interaction) and located.record.claim is not None:
-            claims = tuple(dict.fromkeys([*claims, located.record.claim]))
+        if isinstance(record, Interaction) and record.claim is not None:
+            claims = tuple(dict.fromkeys([*claims, record.claim]))
         self._held[slot] = UserRecord(*slot, dated_at, claims)
         self.slots.add(slot)
-
-    def _dated(self, record: object) -> int | None:
-        """Event time of a record of the user; None for any other."""
-        match record:
-            case Interaction() if record.user_id == self._user_id:
-                self._interactions.add(record.interaction_id)
-                return record.served_at
-            case Outcome() if self._is_of_user(record):
-                return record.served_at
-            case Feedback() if self._is_of_user(record):
-                return record.observed_at
-        return None
 
     def _is_of_user(self, record: Outcome | Feedback) -> bool:
         return record.user_id == self._user_id or record.interaction_id in self._interactions
@@ -111,7 +201,6 @@ class UserRecords:
 
 
 def user_of(record: object) -> str | None:
-    """The user that a record names."""
     return record.user_id if isinstance(record, Interaction | Outcome | Feedback | UserRequest) else None
 
 
@@ -146,7 +235,5 @@ class Survey:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._open.close()

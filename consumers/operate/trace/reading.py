@@ -1,22 +1,205 @@
-"""Reads from the log what a trace needs: of the large topics only the partition where an interaction's records lie."""
+"""The paths of a simulated rollout and of a user's data, and the reader of the log for every trace.
+
+Of the large topics only the partition is read where an interaction's records lie. Closed batches keep the pseudonym of
+each member, also after an erasure: what was learnt from a user can then still be told, and is told here. The steps name
+the versions, since a step may have left members of its batch out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from tidemill.consumers.operate import Progress, no_progress
-from tidemill.consumers.operate.trace.interaction import InteractionTrace
-from tidemill.consumers.operate.trace.path import InteractionPath
-from tidemill.consumers.operate.trace.rollout import RolloutPath, RolloutTrace
-from tidemill.consumers.operate.trace.user import UserPath, UserTrace
-from tidemill.consumers.operate.trace.versions import VersionHistory
+from tidemill.consumers.operate import Progress, copied, no_progress
+from tidemill.consumers.operate.rights.records import UserRequests
+from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
+from tidemill.consumers.operate.trace.versions import (
+    Ended,
+    TracedVersion,
+    VersionHistory,
+    ranges,
+)
 from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.consumed import ConsumedRecord
+from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.log.producer import partition_of
 from tidemill.schemas.log.reader import LogReader
-from tidemill.schemas.records import Feedback
+
+
+@dataclass(frozen=True, slots=True)
+class InGroup:
+    place: Position
+    group_id: str
+    closed_by: str
+    reward: float | None
+    advantage: float | None
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPath:
+    rollout_id: str
+    place: Position
+    run_id: str
+    task_id: str
+    mode: str
+    status: str
+    failure: str
+    replica_id: str
+    version_min: int
+    version_max: int
+    reward: float | None
+    groups: list[InGroup]
+    versions: list[TracedVersion]
+    end: str
+    """Where the path ends, and why."""
+
+
+class RolloutTrace:
+    def __init__(self, rollout_id: str) -> None:
+        self._id = rollout_id
+        self._rollout: tuple[Position, r.Rollout] | None = None
+        self._groups: list[tuple[Position, r.Group]] = []
+
+    @property
+    def run_id(self) -> str | None:
+        """The run that it belongs to; None while it was not observed."""
+        return self._rollout[1].run_id if self._rollout else None
+
+    def observe(self, located: ConsumedRecord) -> None:
+        """Take a record in; what is not about the rollout is let pass."""
+        record = located.record
+        if isinstance(record, r.Rollout) and record.rollout_id == self._id and self._rollout is None:
+            self._rollout = (located.position, record)
+        elif isinstance(record, r.Group) and any(member.rollout_id == self._id for member in record.members):
+            self._groups.append((located.position, record))
+
+    def path(self, history: VersionHistory) -> RolloutPath:
+        """Everything observed so far. Raises LookupError while the rollout was not."""
+        if self._rollout is None:
+            raise LookupError(f"the log holds no rollout {self._id}")
+        place, rollout = self._rollout
+        groups = []
+        for where, group in self._groups:
+            member = next(member for member in group.members if member.rollout_id == self._id)
+            use = history.ended(Topic.GROUPS, group.group_id)
+            groups.append(
+                copied(InGroup, group, place=where, reward=member.reward, advantage=member.advantage, ended=use)
+            )
+        versions = sorted({one.ended.version for one in groups if one.ended.version is not None})
+        reasons = [one.ended.reason for one in groups if one.ended.reason]
+        if versions:
+            failed = (
+                " (it failed: its group was trained without it)" if rollout.status is r.RolloutStatus.FAILED else ""
+            )
+            end = f"its group was trained into version {', '.join(map(str, versions))}{failed}"
+        elif not groups:
+            end = "waits for its group to close"
+        else:
+            end = f"left out by the trainer: {reasons[-1]}" if reasons else "waits for the trainer"
+        made = [history.made(version) for version in versions]
+        return copied(RolloutPath, rollout, place=place, groups=groups, versions=made, end=end)
+
+
+@dataclass(frozen=True, slots=True)
+class UserBatch:
+    place: Position
+    batch_id: str
+    run_id: str
+    branch: str
+    sequence: int
+    interactions: int
+    reward: float
+    """Sum over the user's members."""
+    trained: int
+    """Of the user's members."""
+    ended: list[Ended]
+    """The different endings of the user's members."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunTouched:
+    """The versions of one run that learnt from the user, or descend from one that did."""
+
+    run_id: str
+    trained: list[TracedVersion]
+    """Versions whose step trained on interactions of the user."""
+    contained_in: str
+    """These and every version that descends from one of them, as ranges."""
+    served_by: dict[str, int]
+    """Replicas that serve such a version now."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserPath:
+    user_id: str
+    demands: list[r.UserRequest]
+    outcomes: dict[str, int]
+    """The user's interactions that ended, by ending; erased ones are gone from the log and are not counted."""
+    batches: list[UserBatch]
+    runs: list[RunTouched]
+
+
+class UserTrace:
+    """Follows one user, by pseudonym."""
+
+    def __init__(self, user_id: str) -> None:
+        self._user_id = user_id
+        self._demands = UserRequests(user_id)
+        self._endings: dict[str, str] = {}
+        self._batches: dict[str, tuple[Position, r.OnlineBatch]] = {}
+
+    @property
+    def runs(self) -> set[str]:
+        """The runs whose batches hold interactions of the user."""
+        return {batch.run_id for _, batch in self._batches.values()}
+
+    @property
+    def found(self) -> bool:
+        return bool(self._demands.made or self._endings or self._batches)
+
+    def observe(self, located: ConsumedRecord) -> None:
+        """Take a record in; records that are not about the user change nothing."""
+        match located.record:
+            case r.UserRequest():
+                self._demands.observe(located.record)
+            case r.Outcome() if located.record.user_id == self._user_id:
+                self._endings[located.record.interaction_id] = located.record.exclusion or "reward"
+            case r.OnlineBatch() if any(member.user_id == self._user_id for member in located.record.members):
+                self._batches.setdefault(located.record.batch_id, (located.position, located.record))
+            case None if located.value is None:
+                self._endings.pop((located.key or b"").decode("utf-8", "replace"), None)
+
+    def path(self, histories: Mapping[str, VersionHistory]) -> UserPath:
+        """Everything observed so far, with the versions of each run of `runs`."""
+        batches = []
+        for place, batch in self._batches.values():
+            members = [member for member in batch.members if member.user_id == self._user_id]
+            history = histories[batch.run_id]
+            endings = [history.ended(Topic.ONLINE_BATCHES, batch.batch_id, member.interaction_id) for member in members]
+            batches.append(
+                copied(
+                    UserBatch,
+                    batch,
+                    place=place,
+                    interactions=len({member.interaction_id for member in members}),
+                    reward=sum(member.reward for member in members),
+                    trained=sum(ending.version is not None for ending in endings),
+                    ended=list(dict.fromkeys(endings)),
+                )
+            )
+        touched = []
+        for run in sorted(self.runs):
+            endings = [ending for batch in batches if batch.run_id == run for ending in batch.ended]
+            trained = {ending.version for ending in endings if ending.version is not None}
+            containing = histories[run].containing(trained)
+            made = [histories[run].made(version) for version in sorted(trained)]
+            touched.append(RunTouched(run, made, ranges(containing), histories[run].serving(containing)))
+        return UserPath(self._user_id, self._demands.made, dict(Counter(self._endings.values())), batches, touched)
+
 
 CLIENT_ID = "tidemill-trace"
 PRODUCT = (Topic.INTERACTIONS, Topic.FEEDBACK)
@@ -36,8 +219,6 @@ def checked_name(text: str) -> str:
 
 
 class TraceReader:
-    """Traces over one log."""
-
     def __init__(self, kafka: KafkaSettings, progress: Progress = no_progress) -> None:
         self._kafka, self._progress = kafka, progress
 
@@ -53,8 +234,18 @@ class TraceReader:
         """
         name = checked_name(text)
         traced = self._interaction(name)
-        if traced is None and (about := self._interactions_of(text.strip())):
-            traced = self._interaction(about[0])
+        if traced is None:
+            about: dict[str, None] = {}
+
+            def observe(located: ConsumedRecord) -> None:
+                if isinstance(located.record, r.Feedback) and located.record.event_id == text.strip():
+                    about[located.record.interaction_id] = None
+
+            self._read((Topic.FEEDBACK,), observe)
+            if len(about) > 1:
+                named = ", ".join(sorted(about))
+                raise ValueError(f"event {text.strip()} is about {len(about)} interactions; trace one: {named}")
+            traced = self._interaction(next(iter(about))) if about else None
         if traced is not None:
             return traced
         rollout = RolloutTrace(text.strip())
@@ -90,19 +281,6 @@ class TraceReader:
         if traced.run_id is not None:
             traced.history = self._history(traced.run_id)
         return traced.path()
-
-    def _interactions_of(self, event_id: str) -> list[str]:
-        found: dict[str, None] = {}
-
-        def observe(located: ConsumedRecord) -> None:
-            if isinstance(located.record, Feedback) and located.record.event_id == event_id:
-                found[located.record.interaction_id] = None
-
-        self._read((Topic.FEEDBACK,), observe)
-        if len(found) > 1:
-            named = ", ".join(sorted(found))
-            raise ValueError(f"event {event_id} is about {len(found)} interactions; trace one: {named}")
-        return list(found)
 
     def _history(self, run_id: str) -> VersionHistory:
         history = VersionHistory(run_id)

@@ -6,9 +6,10 @@ number need not descend from an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tidemill.consumers.operate import copied
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord, Position
 from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainStep, WeightAck
@@ -16,8 +17,6 @@ from tidemill.schemas.records import AckStatus, GateDecision, Manifest, TrainSte
 
 @dataclass(frozen=True, slots=True)
 class VersionDecision:
-    """A decision about a version."""
-
     place: Position
     verdict: str
     by: str
@@ -47,6 +46,21 @@ class TracedVersion:
     """Replicas that serve it or a version that contains it now, with the version that they serve."""
     contained_in: str
     """Later versions that contain it, as ranges."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What the trainer did with something that it read."""
+
+    step: Position | None
+    """The step that trained on it, or that says why it was left out; None while it waits."""
+    version: int | None
+    """The version that the step made with it; None where it was left out or waits."""
+    reason: str
+    """Why it was left out; empty otherwise."""
+
+
+WAITING = Ended(None, None, "")
 
 
 @dataclass(slots=True)
@@ -89,14 +103,7 @@ class VersionHistory:
                     made.manifest_place, made.step_number = located.position, record.step
                     made.parent = record.parent if made.step is None else made.parent
             case GateDecision() if record.version is not None:
-                decided = VersionDecision(
-                    place=located.position,
-                    verdict=record.verdict.value,
-                    by=record.decided_by,
-                    reason=record.reason,
-                    numbers=dict(record.numbers),
-                    at=record.at,
-                )
+                decided = copied(VersionDecision, record, place=located.position, by=record.decided_by)
                 self._decisions.setdefault(record.version, []).append(decided)
             case WeightAck():
                 self._acks[record.replica_id] = record
@@ -105,7 +112,6 @@ class VersionHistory:
                     self._served_at.setdefault(record.serving_version, record.at)
 
     def made(self, version: int) -> TracedVersion:
-        """What became of a version."""
         known = self._versions.get(version, _Version())
         containing = self.containing([version])
         step = known.step
@@ -124,7 +130,6 @@ class VersionHistory:
         )
 
     def containing(self, versions: Iterable[int]) -> set[int]:
-        """The versions and their descendants."""
         children: dict[int, list[int]] = {}
         for version, made in self._versions.items():
             if made.parent is not None:
@@ -143,12 +148,20 @@ class VersionHistory:
         now = {replica: ack.serving_version for replica, ack in sorted(self._acks.items())}
         return {replica: version for replica, version in now.items() if version in wanted}
 
-    def ending(self, topic: Topic, name: str) -> Iterator[tuple[Position, str]]:
-        """Places and reasons of the steps' exclusions of a record."""
+    def ended(self, topic: Topic, name: str, member: str = "") -> Ended:
+        """What the trainer did with a group or batch; with an interaction that is a member of a batch, which a trained
+        batch may have left out."""
         for place, step in self.steps:
-            for excluded in step.exclusions:
-                if (excluded.topic, excluded.group_id) == (topic.value, name):
-                    yield place, excluded.reason
+            if any((read.topic, read.group_id) == (topic.value, name) for read in step.inputs):
+                left_out = self._reasons(step, Topic.INTERACTIONS, member)
+                return Ended(place, None, left_out[0]) if left_out else Ended(place, step.version, "")
+        for place, step in self.steps:
+            for reason in self._reasons(step, topic, name):
+                return Ended(place, None, reason)
+        return WAITING
+
+    def _reasons(self, step: TrainStep, topic: Topic, name: str) -> list[str]:
+        return [each.reason for each in step.exclusions if (each.topic, each.group_id) == (topic.value, name)]
 
 
 def ranges(versions: Iterable[int]) -> str:
@@ -160,39 +173,3 @@ def ranges(versions: Iterable[int]) -> str:
         else:
             parts.append([version, version])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What the trainer did with something that it read."""
-
-    step: Position | None
-    """The step that trained on it, or that says why it was left out; None while it waits."""
-    version: int | None
-    """The version that the step made with it; None where it was left out or waits."""
-    reason: str
-    """Why it was left out; empty otherwise."""
-
-
-WAITING = Ended(None, None, "")
-
-
-def ended(history: VersionHistory, topic: Topic, name: str) -> Ended:
-    """The ending of a batch or group."""
-    for place, step in history.steps:
-        if any((read.topic, read.group_id) == (topic.value, name) for read in step.inputs):
-            return Ended(place, step.version, "")
-    for place, reason in history.ending(topic, name):
-        return Ended(place, None, reason)
-    return WAITING
-
-
-def ended_in_batch(history: VersionHistory, batch_id: str, interaction_id: str) -> Ended:
-    """The ending of one interaction of a batch: a trained batch may have left it out."""
-    of_batch = ended(history, Topic.ONLINE_BATCHES, batch_id)
-    if of_batch.version is None:
-        return of_batch
-    for place, reason in history.ending(Topic.INTERACTIONS, interaction_id):
-        if place == of_batch.step:
-            return Ended(place, None, reason)
-    return of_batch

@@ -13,8 +13,9 @@ from typing import Any
 
 from tests.consumers.product_support import interaction, member, online_batch, outcome, request
 from tests.consumers.sink_support import ack, manifest
-from tidemill.consumers.operate.audit.audit import audit
-from tidemill.consumers.operate.audit.report import AuditReport, AuditRules
+from tidemill.consumers.operate.audit.audit import AuditReport, judge
+from tidemill.consumers.operate.audit.endings import AuditRules
+from tidemill.consumers.operate.audit.facts import Facts
 from tidemill.schemas import records as r
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.clock import now_us
@@ -110,9 +111,12 @@ class WrittenLog:
 
     def audit(self, **rules: Any) -> AuditReport:
         """The audit of it, in memory."""
-        letters = [(Position(topic.value, 0, offset), why) for (topic, offset), why in self.letters.items()]
-        ends = {(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()}
-        return audit(self.all(), AuditRules(run_id=RUN, **rules), letters=letters, ends=ends)
+        facts = Facts(RUN)
+        facts.expect({(topic, 0): (self.low.get(topic, 0), len(entries)) for topic, entries in self.entries.items()})
+        for consumed in self.all():
+            facts.observe(consumed)
+        facts.letters = {Position(topic.value, 0, offset): why for (topic, offset), why in self.letters.items()}
+        return judge(facts, AuditRules(run_id=RUN, **rules))
 
     def write(self, kafka: KafkaSettings) -> None:
         """Write all of it to a Kafka whose topics have one partition and are empty: the offsets are the same."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tests.consumers.operate.audit_support import PLANTED_FAULTS, RunLog, sound_log
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.audit.audit import audit_log
-from tidemill.consumers.operate.audit.report import AuditRules
+from tidemill.consumers.operate.audit.endings import AuditRules
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.admin import admin_client, create_topics
@@ -89,7 +89,9 @@ def test_a_topic_whose_beginning_was_deleted_is_told_and_may_be_allowed(kafka: A
         assert future.result().low_watermark == 1
     report = audit_log(settings, RULES)
     assert [check.name for check in report.failed] == ["retention"]
-    assert str(report.check("retention").first).startswith("rollouts[0]@1: truncated")
+    assert str(next(one.first for one in report.checks if one.name == "retention")).startswith(
+        "rollouts[0]@1: truncated"
+    )
     assert run_audit(settings).exit_code == 1
     allowed = run_audit(settings, "--allow-truncated", "--json")
     assert allowed.exit_code == 0, allowed.output

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import closing
 
 import pytest
 from confluent_kafka import Consumer, TopicPartition
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from tests.consumers.operate.replay_support import group, rollout, step
 from tidemill.compose.cli import app
+from tidemill.consumers.operate.replay.copy import LogOrigin, Replay
+from tidemill.consumers.operate.replay.records import LogSource
 from tidemill.consumers.operate.replay.selection import NumberRange, OffsetRange, Selection
-from tidemill.consumers.operate.replay.session import LogOrigin, Replay
-from tidemill.consumers.operate.replay.source import LogSource
 from tidemill.consumers.operate.replay.target import TargetRefused
 from tidemill.schemas.catalogue import Names, Topic
 from tidemill.schemas.codec import Codec
@@ -78,7 +79,7 @@ def under(settings, prefix):
 
 def records_of(settings, topic):
     """Every record of a topic, by partition."""
-    with LogSource(settings) as source:
+    with closing(LogSource(settings)) as source:
         lanes = [(topic, partition) for partition in range(source.partitions(topic))]
         found = {partition: [] for _, partition in lanes}
         for record in source.scan({lane: source.bounds(lane) for lane in lanes}):
@@ -87,7 +88,8 @@ def records_of(settings, topic):
 
 
 def replay(settings, into, *, resume=None, **chosen):
-    with Replay(settings, LogOrigin(settings, Selection(run_id="run", **chosen)), into, resume=resume) as made:
+    with closing(LogOrigin(settings, Selection(run_id="run", **chosen))) as origin:
+        made = Replay(settings, origin, into, resume=resume)
         report = made.prepare()
         return report, made.run()
 
@@ -151,7 +153,7 @@ def test_live_topics_and_groups_are_left_alone(live, into):
 def standing(settings, consumer, rollouts):
     """Committed offsets of the live group, and both ends of every live partition."""
     committed = consumer.committed([TopicPartition(rollouts, p) for p in range(PARTITIONS)], timeout=60)
-    with LogSource(settings) as source:
+    with closing(LogSource(settings)) as source:
         ends = {
             (topic.value, p): source.bounds((topic.value, p))
             for topic in Topic
@@ -329,6 +331,6 @@ def test_a_killed_replay_goes_on_without_a_gap_and_without_a_second_copy(kafka, 
 
 def count(live, into):
     """Copies that lie in the target now."""
-    with LogSource(under(live, into)) as source:
+    with closing(LogSource(under(live, into))) as source:
         lanes = [(topic, p) for topic in ("rollouts", "groups") for p in range(source.partitions(topic))]
         return sum(source.bounds(lane).end for lane in lanes)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.consumers.operate.replay_support import group, manifest_of, rollout, step
-from tidemill.consumers.operate.replay.copy import Copier, Pacer, carried_on, speed_of
+from tidemill.consumers.operate.replay.copy import Pacer, carried_on, copy_records, speed_of
 from tidemill.consumers.operate.replay.plan import LanePlan, Plan, StepIndex
-from tidemill.consumers.operate.replay.records import RANK, RawRecord, references, relocated
+from tidemill.consumers.operate.replay.records import RANK, OrderedMerge, RawRecord, references, relocated
 from tidemill.consumers.operate.replay.selection import (
     Filter,
     FilterError,
@@ -22,7 +22,6 @@ from tidemill.consumers.operate.replay.selection import (
     offset_range,
     span,
 )
-from tidemill.consumers.operate.replay.source import OrderedMerge
 from tidemill.consumers.operate.replay.target import (
     HEADER_REPLAY_BEGAN,
     Beginning,
@@ -267,10 +266,9 @@ def standing_of(log, replay_id):
 def run(plan, lanes, log, begun, standing):
     base = dict.fromkeys(plan.lanes, 0)
     done = carried_on(plan, standing)
-    copier = Copier(
-        plan, begun, "live.", done, base, Codec(), log, pacer=Pacer(None, lambda: 0.0), pause=lambda _s: None
-    )
-    return copier.run(ordered_by_sorting(lanes))
+    pacer = Pacer(None, lambda: 0.0)
+    records = ordered_by_sorting(lanes)
+    return copy_records(records, plan, begun, "live.", done, base, Codec(), log, pacer=pacer, pause=lambda _s: None)
 
 
 @given(partitions(), st.lists(st.integers(0, 10), max_size=4))

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from tests.consumers.product_support import feedback, interaction, outcome, request
 from tests.consumers.sink_support import START_US
 from tidemill.consumers.operate.rights.erase import delete_claims
-from tidemill.consumers.operate.rights.records import SWEPT, UserRecords
-from tidemill.consumers.operate.rights.requests import BadUser, UserRequests, checked_pseudonym, new_request
+from tidemill.consumers.operate.rights.records import (
+    SWEPT,
+    BadUser,
+    UserRecords,
+    UserRequests,
+    checked_pseudonym,
+    new_request,
+)
 from tidemill.schemas.catalogue import Topic, feedback_key
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import Claim, Feedback, Interaction, Outcome, Record, Tick, UserWish

@@ -25,8 +25,7 @@ from tests.consumers.product_support import SECOND, ProductLog, feedback, intera
 from tests.consumers.sink_support import START_US
 from tidemill.compose.cli import app
 from tidemill.consumers.operate.rights.erase import BadUser, Eraser, read_consent_status
-from tidemill.consumers.operate.rights.records import SWEPT
-from tidemill.consumers.operate.rights.requests import choose
+from tidemill.consumers.operate.rights.records import SWEPT, choose
 from tidemill.producers.product.settings import ProductSettings
 from tidemill.producers.product.signing import Pseudonyms
 from tidemill.schemas.catalogue import Names, Topic, user_request_key

@@ -21,11 +21,8 @@ from tests.consumers.product_support import (
     use,
 )
 from tests.consumers.sink_support import START_US, ack, group, manifest, rollout, step
-from tidemill.consumers.operate.trace.interaction import InteractionTrace
-from tidemill.consumers.operate.trace.path import InteractionPath
-from tidemill.consumers.operate.trace.reading import checked_name
-from tidemill.consumers.operate.trace.rollout import RolloutTrace
-from tidemill.consumers.operate.trace.user import UserTrace
+from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
+from tidemill.consumers.operate.trace.reading import RolloutTrace, UserTrace, checked_name
 from tidemill.consumers.operate.trace.versions import VersionHistory, ranges
 from tidemill.consumers.sink.rows import DeadLetter, Row
 from tidemill.schemas import records as r

@@ -10,8 +10,7 @@ import pytest
 
 from tests.consumers.sink_support import PREFIX
 from tests.consumers.view.run_records import ONLINE_STEP, STEPS, SimulatedLoop, page_rows
-from tidemill.consumers.operate.trace.interaction import InteractionTrace
-from tidemill.consumers.operate.trace.path import InteractionPath
+from tidemill.consumers.operate.trace.interaction import InteractionPath, InteractionTrace
 from tidemill.consumers.operate.trace.versions import VersionHistory
 from tidemill.consumers.sink.query import ask
 from tidemill.consumers.sink.rows import DeadLetter, DeletedKey

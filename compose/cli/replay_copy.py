@@ -1,24 +1,98 @@
-"""`tidemill replay export|import|copy`: records of the log in a file, and in other topics."""
+"""`tidemill replay export|import|copy`: records of the log in a file and in other topics, and options that choose them.
+
+`with_selection` gives a command these options and hands it a function from settings to a `Selection` in their place.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.progress import remaining
-from tidemill.compose.replay import replay_app
-from tidemill.compose.replay.choice import SelectionOf, with_selection
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.options import SettingsOf, with_options, with_reachable_log, with_settings
+from tidemill.compose.output import CsvOption, JsonOption, moment_us, print_rows, remaining
 
 if TYPE_CHECKING:
-    from tidemill.consumers.operate.replay.copy import Copied
-    from tidemill.consumers.operate.replay.session import LaneReport, Replay, ReplayManifest
+    from tidemill.consumers.operate.replay.copy import Replay, ReplayManifest
+    from tidemill.consumers.operate.replay.plan import LaneReport
+    from tidemill.consumers.operate.replay.selection import Selection
+
+
+replay_app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Replay the log: run recorded work again, without writing to the live topics.""",
+)
+SelectionOf = Callable[[TidemillSettings], "Selection"]
+PANEL = "Which records (each option narrows the choice)"
+
+
+def _option(kind: Any, *names: str, help: str, metavar: str | None = None) -> Any:  # noqa: ANN401 - of any type
+    return Annotated[kind, typer.Option(*names, metavar=metavar, help=help, rich_help_panel=PANEL)]
+
+
+_TEXT, _TEXTS = str | None, list[str] | None
+_OPTIONS = {
+    "topic": _option(
+        _TEXTS, "--topic", help="A topic without its prefix, or its dead letters (rollouts.dlq); may be repeated."
+    ),
+    "since": _option(_TEXT, "--from", metavar="TIME", help="Written at or after, ISO 8601, UTC."),
+    "until": _option(_TEXT, "--to", metavar="TIME", help="Written before, ISO 8601, UTC."),
+    "offsets": _option(
+        _TEXTS,
+        "--offsets",
+        metavar="TOPIC[/PARTITION]=FROM:TO",
+        help="Offsets from, up to and not including; either may be left out; may be repeated.",
+    ),
+    "step": _option(
+        _TEXTS,
+        "--step",
+        metavar="N[..M]",
+        help="What optimizer steps read: groups and their rollouts, batches and their interactions.",
+    ),
+    "version": _option(_TEXTS, "--version", metavar="V[..W]", help="The same, of the steps that made versions."),
+    "group": _option(_TEXTS, "--group", metavar="ID", help="A group and its rollouts; may be repeated."),
+    "where": _option(
+        str,
+        "--where",
+        metavar="EXPRESSION",
+        help="Of the decoded record, for instance 'record.reward > 0.5 and record.mode == \"train\"'; kind, topic, "
+        "partition, offset, timestamp, key and headers[...] can be named too.",
+    ),
+    "uncommitted": _option(bool, "--uncommitted", help="Also records of transactions that are open or aborted."),
+}
+
+
+def with_selection(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's parameter `selection_of` by the options that select records."""
+    return with_options(command, "selection_of", _OPTIONS, {"where": "", "uncommitted": False}, selection)
+
+
+def selection(options: dict[str, Any], settings: TidemillSettings) -> Selection:
+    from tidemill.consumers.operate.replay.records import RANK, READ_COMMITTED, READ_UNCOMMITTED
+    from tidemill.consumers.operate.replay.selection import Selection, offset_range, span
+
+    since, until = moment_us(options["since"]), moment_us(options["until"])
+    return Selection(
+        topics=tuple(sorted(set(options["topic"] or ()), key=lambda name: RANK.get(name, -1))),
+        from_ms=None if since is None else since // 1_000,
+        to_ms=None if until is None else until // 1_000,
+        offsets=tuple(offset_range(text) for text in options["offsets"] or ()),
+        steps=tuple(span(text) for text in options["step"] or ()),
+        versions=tuple(span(text) for text in options["version"] or ()),
+        groups=tuple(options["group"] or ()),
+        where=options["where"],
+        run_id=settings.run.run_id,
+        isolation=READ_UNCOMMITTED if options["uncommitted"] else READ_COMMITTED,
+    )
+
 
 IntoOption = Annotated[
     str, typer.Option("--into", metavar="PREFIX", help="Topic prefix for this replay only, for instance replay-1.")
@@ -62,17 +136,13 @@ def export_command(
     if file.exists():
         raise typer.BadParameter(f"{file} exists already")
     settings = settings_of({})
-    selection = selection_of(settings)
+    chosen = selection_of(settings)
     kafka = with_reachable_log(settings).kafka
     from tidemill.consumers.operate.replay.archive import export
-    from tidemill.consumers.operate.replay.session import LogOrigin
+    from tidemill.consumers.operate.replay.copy import LogOrigin
 
-    origin = LogOrigin(kafka, selection)
-    try:
-        with remaining("reading") as progress:
-            made, sha256 = export(origin, file, progress)
-    finally:
-        origin.close()
+    with closing(LogOrigin(kafka, chosen)) as origin, remaining("reading") as progress:
+        made, sha256 = export(origin, file, progress)
     if as_json:
         typer.echo(json.dumps({"file": str(file), "file_sha256": sha256, **asdict(made)}, indent=2))
         return
@@ -106,8 +176,7 @@ def import_command(
     Example: `tidemill replay import step7.avro --into bug-17. --yes`
     """
     from tidemill.consumers.operate.replay.archive import ArchiveError, ArchiveOrigin
-    from tidemill.consumers.operate.replay.copy import speed_of
-    from tidemill.consumers.operate.replay.session import Replay
+    from tidemill.consumers.operate.replay.copy import Replay, speed_of
     from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
@@ -120,7 +189,8 @@ def import_command(
     with remaining("checking") as progress:
         origin = ArchiveOrigin(file, progress)
     kafka = with_reachable_log(settings).kafka
-    with Replay(kafka, origin, into, resume=resume) as replay:
+    with closing(origin):
+        replay = Replay(kafka, origin, into, resume=resume)
         carry_out(
             replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
         )
@@ -156,15 +226,15 @@ def copy(
     `tidemill replay copy --step 7..9 --into step7. --yes` ·
     `tidemill replay copy --topic rollouts --where 'record.reward > 0.5' --into good. --speed 10 --yes`
     """
-    from tidemill.consumers.operate.replay.copy import speed_of
-    from tidemill.consumers.operate.replay.session import LogOrigin, Replay
+    from tidemill.consumers.operate.replay.copy import LogOrigin, Replay, speed_of
     from tidemill.consumers.operate.replay.target import check_prefix
 
     pace, settings = speed_of(speed), settings_of({})
-    selection = selection_of(settings)
+    chosen = selection_of(settings)
     check_prefix(settings.kafka.topic_prefix, into)
     kafka = with_reachable_log(settings).kafka
-    with Replay(kafka, LogOrigin(kafka, selection), into, resume=resume) as replay:
+    with closing(LogOrigin(kafka, chosen)) as origin:
+        replay = Replay(kafka, origin, into, resume=resume)
         carry_out(
             replay, speed=pace, do_it=yes and not dry_run, manifest_file=manifest_file, as_json=as_json, as_csv=as_csv
         )
@@ -181,77 +251,56 @@ def carry_out(
         where = f"{made.source_prefix}* into {made.into}*" if made.into else f"{made.source_prefix}*"
         typer.echo(where, err=as_csv)
         print_manifest(made, as_csv)
-        for line in note_lines(made):
-            typer.echo(line, err=as_csv)
-    if not do_it:
-        _say(f"nothing was written: --yes copies {made.records:,} records", document, as_json, as_csv)
-        return
-    copied = _copy(replay, speed)
-    document |= asdict(copied)
-    if manifest_file is not None:
-        manifest_file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
-    there = f", {copied.there:,} were there" if copied.there else ""
-    moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
-    done = f"replay {made.replay_id}: {copied.written:,} records copied{there}{moved}"
-    _say(done, document, as_json, as_csv)
-
-
-def _copy(replay: Replay, speed: float | None) -> Copied:
-    try:
-        with remaining("copying") as progress:
-            return replay.run(speed, progress)
-    except KeyboardInterrupt:
-        typer.echo(
-            f"interrupted. Copied records stay; continue with the same options and --resume {replay.begun.replay_id}",
-            err=True,
-        )
-        raise typer.Exit(INTERRUPTED) from None
-
-
-def _say(text: str, document: dict[str, Any], as_json: bool, as_csv: bool) -> None:
-    typer.echo(json.dumps(document, indent=2) if as_json else text, err=as_csv)
+    done = f"nothing was written: --yes copies {made.records:,} records"
+    if do_it:
+        try:
+            with remaining("copying") as progress:
+                copied = replay.run(speed, progress)
+        except KeyboardInterrupt:
+            again = f"continue with the same options and --resume {replay.begun.replay_id}"
+            typer.echo(f"interrupted. Copied records stay; {again}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        document |= asdict(copied)
+        if manifest_file is not None:
+            manifest_file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+        there = f", {copied.there:,} were there" if copied.there else ""
+        moved = f", {copied.relocated:,} with references to copies" if copied.relocated else ""
+        done = f"replay {made.replay_id}: {copied.written:,} records copied{there}{moved}"
+    typer.echo(json.dumps(document, indent=2) if as_json else done, err=as_csv)
 
 
 def print_manifest(made: ReplayManifest, as_csv: bool) -> None:
-    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC."""
-    by_topic: dict[str, list[LaneReport]] = {}
-    for lane in made.lanes:
-        by_topic.setdefault(lane.topic, []).append(lane)
-    rows = (
-        (
-            topic.removeprefix(made.source_prefix),
-            len(lanes),
-            sum(lane.records > 0 for lane in lanes),
-            sum(lane.records for lane in lanes),
-            sum(lane.n_bytes for lane in lanes),
-            min((lane.first for lane in lanes if lane.first), default=None),
-            max((lane.last for lane in lanes if lane.last), default=None),
-        )
-        for topic, lanes in by_topic.items()
-    )
-    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
-    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
-
-
-def note_lines(made: ReplayManifest) -> list[str]:
-    """What there is to know of a selection beside its numbers."""
+    """Print one row a topic: partitions, how many of them have records, records, bytes, oldest and newest, in UTC; then
+    what there is to know of the selection beside its numbers."""
     from tidemill.consumers.operate.replay.records import topic_of
     from tidemill.schemas.catalogue import CATALOGUE, ERASABLE
 
-    lines = []
+    by_topic: dict[str, list[LaneReport]] = {}
+    for lane in made.lanes:
+        by_topic.setdefault(lane.topic.removeprefix(made.source_prefix), []).append(lane)
+    rows, notes = [], []
+    for topic, lanes in by_topic.items():
+        filled = [lane for lane in lanes if lane.records]
+        firsts, lasts = [lane.first for lane in filled if lane.first], [lane.last for lane in filled if lane.last]
+        n_bytes = sum(lane.n_bytes for lane in lanes)
+        records = sum(lane.records for lane in lanes)
+        first, last = min(firsts, default=None), max(lasts, default=None)
+        rows.append((topic, len(lanes), len(filled), records, n_bytes, first, last))
+        if filled and CATALOGUE[topic_of(topic)].config == ERASABLE:
+            notes.append(f"{made.source_prefix}{topic} {ERASABLE_NOTE}")
+    heads = ("topic", "partitions", "filled", "records", "bytes", "first", "last")
+    print_rows(heads, rows, as_csv=as_csv, formats={"records": ",", "bytes": ","})
     if made.undecodable:
-        lines.append(f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out")
-    if made.missing:
-        lines.append(f"{made.missing:,} records that the steps name were erased from the log: left out")
-    if made.references_outside:
-        lines.append(
-            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
-            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason"
+        typer.echo(
+            f"{made.undecodable:,} records cannot be read, so that no filter can choose them: left out", err=as_csv
         )
-    prefix = made.source_prefix
-    personal = {
-        lane.topic
-        for lane in made.lanes
-        if lane.records and CATALOGUE[topic_of(lane.topic.removeprefix(prefix))].config == ERASABLE
-    }
-    return lines + [f"{topic} {ERASABLE_NOTE}" for topic in sorted(personal)]
+    if made.missing:
+        typer.echo(f"{made.missing:,} records that the steps name were erased from the log: left out", err=as_csv)
+    if made.references_outside:
+        typer.echo(
+            f"{made.references_outside:,} references lead to records that are not selected: they keep the place of the "
+            "original, where the copy holds something else or nothing. A trainer excludes such groups with a reason",
+            err=as_csv,
+        )
+    for note in sorted(notes):
+        typer.echo(note, err=as_csv)

@@ -1,6 +1,7 @@
-"""Rows of data as every command prints them: a table on a terminal, tab-separated values in a pipe, JSON and CSV.
+"""What a command prints: rows of data, points in time, and progress for a person.
 
-And points in time as a person reads and writes them.
+Rows are a table on a terminal, tab-separated values in a pipe, JSON or CSV. Progress is shown on standard error,
+silent where nobody watches.
 """
 
 from __future__ import annotations
@@ -8,13 +9,24 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -48,6 +60,7 @@ def print_rows(
     as_json: bool = False,
     as_csv: bool = False,
     formats: Mapping[str, str] | None = None,
+    document: object = None,
 ) -> None:
     """Print rows on standard output, whole.
 
@@ -58,10 +71,12 @@ def print_rows(
     Args:
         heads: names of the columns.
         formats: format specifications of columns of numbers, for a terminal only.
+        document: what is JSON in place of the rows.
     """
     values = [list(row) for row in rows]
     if as_json:
-        typer.echo(json.dumps([dict(zip(heads, row, strict=True)) for row in values], indent=2, default=str))
+        told = [dict(zip(heads, row, strict=True)) for row in values] if document is None else document
+        typer.echo(json.dumps(told, indent=2, default=str))
     elif as_csv:
         csv.writer(sys.stdout).writerows([heads, *([_text(value) for value in row] for row in values)])
     elif not sys.stdout.isatty():
@@ -73,6 +88,14 @@ def print_rows(
         typer.echo("no rows")
     else:
         _show(heads, values, formats or {})
+
+
+def print_told(document: object, lines: Iterable[str], as_json: bool) -> None:
+    """Print what a command found: lines for a person, or the document as JSON."""
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        Console(soft_wrap=True, highlight=False, emoji=False).print("\n".join(lines), markup=False)
 
 
 def _text(value: object) -> str:
@@ -168,3 +191,58 @@ def moment_us(text: str | None) -> int | None:
     aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     whole = aware - datetime.fromtimestamp(0, UTC)
     return (whole.days * 86_400 + whole.seconds) * 1_000_000 + whole.microseconds
+
+
+EVERY = 20
+"""Updates in between are left out: drawing costs more than copying a record."""
+
+
+class Working:
+    def __init__(self, bar: Progress, title: str, total: int | None) -> None:
+        self._bar, self._title = bar, title
+        self._task = bar.add_task(title, total=total)
+
+    def __call__(self, done: int, doing: str) -> None:
+        """`done` of the total are done, `doing` is next."""
+        self._bar.update(self._task, completed=done, description=f"{self._title} {doing}")
+
+    def say(self, doing: str) -> None:
+        """`doing` is next."""
+        self._bar.update(self._task, description=f"{self._title} {doing}")
+
+
+@contextmanager
+def working(title: str, total: int | None = None) -> Iterator[Working]:
+    """Show progress towards `total`, None where that is not known, until the context ends."""
+    counter = [] if total is None else [MofNCompleteColumn()]
+    with _bar(*counter, TimeElapsedColumn()) as bar:
+        yield Working(bar, title, total)
+
+
+@contextmanager
+def remaining(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told how much of how much is done, until the context ends."""
+    with _bar(MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(done: int, of: int) -> None:
+            if done % EVERY == 0 or done == of:
+                bar.update(task, completed=done, total=of)
+
+        yield update
+
+
+@contextmanager
+def spinner(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Show that something is under way; gives a function that shows a detail."""
+    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(text, total=1)
+        yield lambda detail: progress.update(task, description=f"{text}: {detail}")
+        progress.update(task, completed=1, description=text)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    before = (TextColumn("{task.description}"), BarColumn())
+    return Progress(*before, *columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,10 +1,10 @@
-"""`tidemill replay steps` and `tidemill replay staleness`: the trainer, run again over the log."""
+"""`tidemill replay steps|staleness` and `tidemill tune corrections`: the trainer, run again over the log."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tidemill.compose.cli.replay_copy import replay_app
+from tidemill.compose.cli.replay_stage import TimeoutOption
+from tidemill.compose.cli.tune_command import tune_app
 from tidemill.compose.config import TidemillSettings, parse_assignments
 from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
-from tidemill.compose.progress import Working, working
-from tidemill.compose.replay import replay_app
-from tidemill.compose.replay.diff import TimeoutOption
-from tidemill.compose.rows import CsvOption, JsonOption, print_rows
+from tidemill.compose.output import CsvOption, JsonOption, Working, print_rows, working
 
 if TYPE_CHECKING:
     from tidemill.trainer.config import TrainerSettings
-    from tidemill.trainer.replay.staleness import JudgedStep
+    from tidemill.trainer.mismatch import TrainedTokens
     from tidemill.trainer.replay.steps import Halt, ReplayedStep, StepReplay
 
+CORRECTIONS = ("name", "kind", "low", "high", "bias", "variance", "ess", "cut", "error")
 SHOWN = ("reward", "online/reward", "loss", "grad_norm", "entropy", "mismatch/k3")
 """Metrics that the table of a counterfactual shows; the JSON document has all of them."""
 
@@ -63,8 +64,17 @@ def steps(
     `tidemill replay steps 4..9 --what-if trainer.optimizer.learning_rate=3e-5`
     """
     first, last = step_range(which)
-    halts = _halts(break_at or [], out, first, last)
-    changed = _counterfactual(settings_of, what_if or [])
+    halts = frozenset(break_at or ())
+    outside = sorted(number for number in halts if not first <= number <= last)
+    if outside:
+        raise ValueError(f"--break-at {outside[0]} is outside of the steps {first} to {last}")
+    if bool(halts) != (out is not None):
+        raise ValueError("--break-at and --out go together: which steps to write down, and where")
+    tree = parse_assignments(what_if or [])
+    foreign = sorted(set(tree) - {"trainer"})
+    if foreign:
+        raise ValueError(f"--what-if {foreign[0]}...: a step has no other settings than those of `trainer`")
+    changed = settings_of(tree).trainer if tree else None
     settings = with_reachable_log(settings_of({}))
     done: list[ReplayedStep] = []
     with open_replay(settings, last - first + 1) as opened:
@@ -85,7 +95,10 @@ def steps(
         heads = ("step", "version", "recorded", "replayed", "same", "seconds")
         print_rows(heads, ([step[head] for head in heads] for step in _document(done, False)["steps"]), as_csv=True)
     else:
-        typer.echo("\n".join(_fingerprint_lines(done, differing)))
+        for made in done:
+            recorded = "as recorded" if made.same else f"differs, recorded {made.record.fingerprint}"
+            typer.echo(f"step {made.record.step}: {made.fingerprint} {recorded} ({made.seconds:.1f} s)")
+        typer.echo(f"identical: {len(done) - len(differing)} of {len(done)}")
     raise typer.Exit(1 if differing and changed is None else 0)
 
 
@@ -129,8 +142,74 @@ def staleness(
         )  # fmt: skip
         print_rows(heads, rows, as_csv=True)
     else:
-        typer.echo("\n".join(_staleness_lines(judged, max_policy_lag, first)))
+        for step in judged:
+            told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
+            told += "" if step.max_lag is None else f", largest lag {step.max_lag}"
+            for way, word in (("excluded", "out"), ("included", "in")):
+                moved = ", ".join(group.group_id for group in step.moved if group.moved == way)
+                told += f"; {word}: {moved}" if moved else ""
+            told += f"; {step.unknown} no longer in the log" if step.unknown else ""
+            typer.echo(told)
+        answer = "no group is judged otherwise" if first is None else f"first step that differs: {first}"
+        typer.echo(f"under a bound of {max_policy_lag}: {answer}")
     raise typer.Exit(0 if first is None else 1)
+
+
+@tune_app.command()
+@with_settings
+def corrections(
+    settings_of: SettingsOf,
+    which: Annotated[str, typer.Argument(metavar="FROM..TO", help="Steps, both included; or one step.")],
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+) -> None:
+    """Find the correction between sampler and trainer that suits a run, by trying each on its recorded steps.
+
+    Makes the steps again as `tidemill replay steps` does, with the run's own settings, and computes for each published
+    correction, and for the run's own, what it would have done to the gradients of these tokens: `bias`, how far the
+    bounded weights are from the ratios of trainer to sampler probability, as a share of the gradient; `variance`, the
+    gradient's mean square, 1 with weights of 1; `ess`, the effective sample size of the weights; `cut`, the share of
+    tokens whose weight is bounded or 0; `error`, bias and variance together for steps of this size. The smallest error
+    is chosen. Nothing is published, and nothing is written to the log.
+
+    The choice is right for the mismatch of these steps: take some from the beginning of a run and some from its end.
+
+    Example: `tidemill tune corrections 10..19 --config run.toml`
+    """
+    first, last = step_range(which)
+    settings = with_reachable_log(settings_of({}))
+    own = settings.trainer.correction
+    from tidemill.trainer.choices import CORRECT_THEMSELVES
+    from tidemill.trainer.replay.correction_trials import PUBLISHED, PublishedCorrection, try_corrections
+
+    if settings.trainer.objective in CORRECT_THEMSELVES:
+        raise ValueError(
+            f"{settings.trainer.objective} holds its own weight between sampler and trainer, trainer.behaviour_cap: "
+            "there is no correction to choose"
+        )
+    tokens: list[TrainedTokens] = []
+    with open_replay(settings, last - first + 1) as opened:
+        if opened is None:
+            return
+        replay, progress = opened
+        for made in replay.run(first, last):
+            if made.trained is not None:
+                tokens.append(made.trained)
+            progress(len(tokens), f"step {made.record.step}")
+            if not made.same:
+                typer.echo(f"step {made.record.step} comes out with other weights than recorded", err=True)
+    candidates = (*PUBLISHED, PublishedCorrection("this run", own.kind, own.low, own.high))
+    trials = try_corrections(tokens, candidates)
+    rows = [list(asdict(trial).values()) for trial in trials]
+    document = {"steps": [first, last], "trials": [asdict(trial) for trial in trials]}
+    formats = dict.fromkeys(CORRECTIONS[4:], ".4g")
+    print_rows(CORRECTIONS, rows, as_json=as_json, as_csv=as_csv, formats=formats, document=document)
+    best = trials[0]
+    typer.echo(
+        f"chosen: {best.name}: trainer.correction.kind={best.kind}, trainer.correction.low={best.low:g}, "
+        f"trainer.correction.high={best.high:g} (error {best.error:.4g})",
+        err=True,
+    )
 
 
 @contextmanager
@@ -160,25 +239,6 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _halts(numbers: Sequence[int], out: Path | None, first: int, last: int) -> frozenset[int]:
-    outside = sorted(number for number in numbers if not first <= number <= last)
-    if outside:
-        raise ValueError(f"--break-at {outside[0]} is outside of the steps {first} to {last}")
-    if bool(numbers) != (out is not None):
-        raise ValueError("--break-at and --out go together: which steps to write down, and where")
-    return frozenset(numbers)
-
-
-def _counterfactual(
-    settings_of: Callable[[dict[str, Any]], TidemillSettings], assignments: list[str]
-) -> TrainerSettings | None:
-    tree = parse_assignments(assignments)
-    foreign = sorted(set(tree) - {"trainer"})
-    if foreign:
-        raise ValueError(f"--what-if {foreign[0]}...: a step has no other settings than those of `trainer`")
-    return settings_of(tree).trainer if tree else None
-
-
 def _made(
     replay: StepReplay,
     first: int,
@@ -200,16 +260,6 @@ def _made(
         if made.record.step in folders:
             write_metrics(folders[made.record.step], made)
         yield made
-
-
-def _fingerprint_lines(done: Sequence[ReplayedStep], differing: Sequence[int]) -> list[str]:
-    lines = [
-        f"step {made.record.step}: {made.fingerprint} "
-        + ("as recorded" if made.same else f"differs, recorded {made.record.fingerprint}")
-        + f" ({made.seconds:.1f} s)"
-        for made in done
-    ]
-    return [*lines, f"identical: {len(done) - len(differing)} of {len(done)}"]
 
 
 def _print_metrics(done: Sequence[ReplayedStep], as_csv: bool) -> None:
@@ -244,18 +294,3 @@ def _document(done: Sequence[ReplayedStep], what_if: bool) -> dict[str, Any]:
             for made in done
         ],
     }
-
-
-def _staleness_lines(judged: Sequence[JudgedStep], bound: int, first: int | None) -> list[str]:
-    lines = []
-    for step in judged:
-        out = [moved.group_id for moved in step.moved if moved.moved == "excluded"]
-        back = [moved.group_id for moved in step.moved if moved.moved == "included"]
-        told = f"step {step.step} from version {step.version}: {step.trained} trained, {step.stale} too stale"
-        told += "" if step.max_lag is None else f", largest lag {step.max_lag}"
-        told += f"; out: {', '.join(out)}" if out else ""
-        told += f"; in: {', '.join(back)}" if back else ""
-        told += f"; {step.unknown} no longer in the log" if step.unknown else ""
-        lines.append(told)
-    answer = "no group is judged otherwise" if first is None else f"first step that differs: {first}"
-    return [*lines, f"under a bound of {bound}: {answer}"]

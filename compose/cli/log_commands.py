@@ -1,0 +1,322 @@
+"""`tidemill topics`, `audit`, `trace` and `query`: what the log and its tables say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tidemill.compose.cli.users_command import pseudonym_of
+from tidemill.compose.options import (
+    BootstrapOption,
+    ConfigOption,
+    PrefixOption,
+    SetOption,
+    SettingsOf,
+    given,
+    key_values,
+    settings_from,
+    with_local_log,
+    with_reachable_log,
+)
+from tidemill.compose.output import CsvOption, JsonOption, print_rows, print_told, utc, working
+from tidemill.schemas.log.admin import check_topics, create_topics
+
+if TYPE_CHECKING:
+    from tidemill.consumers.operate.trace.interaction import InteractionPath
+    from tidemill.consumers.operate.trace.reading import RolloutPath, UserPath
+    from tidemill.consumers.operate.trace.versions import Ended, TracedVersion
+
+
+def topics(
+    create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+    bootstrap: BootstrapOption = None,
+    topic_prefix: PrefixOption = None,
+) -> None:
+    """Compare the topics with the catalogue; status 1 when a topic is missing or differs.
+
+    Example: `tidemill topics --create --bootstrap kafka:9092`
+    """
+    options = {
+        "config": config, "assignments": assignments, "bootstrap": bootstrap, "topic_prefix": topic_prefix
+    }  # fmt: skip
+    kafka = with_local_log(settings_from(options)).kafka
+    created = create_topics(kafka) if create else []
+    states = check_topics(kafka)
+    fine = {name: "created" for name in created}
+    rows = (
+        (state.name, state.partitions, "; ".join(state.drift) or fine.get(state.name, "as declared"))
+        for state in states
+    )
+    document = {"created": created, "topics": [asdict(state) for state in states]}
+    print_rows(("topic", "partitions", "state"), rows, as_json=as_json, as_csv=as_csv, document=document)
+    if any(state.drift for state in states):
+        raise typer.Exit(1)
+
+
+SECOND_US = 1_000_000
+
+
+def audit(
+    settings_of: SettingsOf,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+    complete: Annotated[
+        bool,
+        typer.Option(
+            "--complete",
+            help="The run is over: what is still open is a fault, but for groups left after step run.max_steps.",
+        ),
+    ] = False,
+    ended: Annotated[
+        bool,
+        typer.Option(
+            "--ended", help="No worker plays rollouts any more: a rollout without a result, or in no group, is lost."
+        ),
+    ] = False,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help="Records that retention deleted are no fault.")
+    ] = False,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0.0, help="Seconds of event time that something may be overdue.")
+    ] = 600.0,
+) -> None:
+    """Audit the whole log of a run: was everything trained once or ended with a reason, and is every record true?
+
+    Reads every topic except the bytes of the weights and derives the state of each rollout from them: queued,
+    dispatched, running, scored, grouped, then trained, evaluated, excluded, failed, late, rejected or unused. Then it
+    checks that
+
+    - no record is gone, unreadable without a dead letter, or on an offset that nobody can read;
+    - every rollout has one end, and none is trained twice; groups say what their rollouts say;
+    - steps form one chain, were planned as they were taken, and count what they read;
+    - versions are what the steps made, and were proved by a replica before it served them;
+    - every answer to a user has one end, lies in one batch at most, and is not trained on after an erasure.
+
+    Unfinished work is no fault: a rollout within its deadline, a group that waits for the trainer. Exit
+    status 1 means a fault; the first one is named with its topic, partition and offset, and `tidemill trace`
+    follows it. Nothing is written, and a log in use may be audited.
+
+    To audit a run that was killed, give its last step: `--complete --set run.max_steps=N`.
+
+    Examples: `tidemill audit --run-id tuesday` · `tidemill audit --complete --json`
+    """
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.operate.audit.audit import audit_log
+    from tidemill.consumers.operate.audit.endings import AuditRules
+
+    rules = AuditRules(
+        run_id=settings.run.run_id,
+        ended=ended,
+        complete=complete,
+        last_step=settings.run.max_steps,
+        allow_truncated=allow_truncated,
+        grace_us=round(grace_s * SECOND_US),
+        horizon_us=round((settings.join.map.wait_s + settings.join.grace_s) * SECOND_US),
+    )
+    with working("auditing") as bar:
+        report = audit_log(settings.kafka, rules, lambda topic, n, of: bar.say(f"{topic}: {n:,} of {of:,} records"))
+    if as_json:
+        typer.echo(json.dumps(report.document(), indent=2))
+    else:
+        # What is said beside the checks goes to standard error.
+        heads = ("check", "passed", "offenders", "first_offender")
+        rows = ((one.name, one.passed, one.offenders, one.first and str(one.first)) for one in report.checks)
+        print_rows(heads, rows, as_csv=as_csv, formats={"offenders": ","})
+        for title, counts in (("rollouts", report.states), ("read", report.counts), ("done again", report.repeated)):
+            told = ", ".join(f"{number:,} {what}" for what, number in counts.items())
+            typer.echo(f"{title}: {told or 'nothing'}", err=True)
+        typer.echo(f"run {report.run_id}: {report.verdict()}", err=True)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+def trace(
+    settings_of: SettingsOf,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Id of an interaction (or its interaction token), of a feedback event, or of a rollout."),
+    ] = None,
+    user: Annotated[str | None, typer.Option("--user", help="The product's id of a user: follow their data.")] = None,
+    is_pseudonym: Annotated[bool, typer.Option("--pseudonym", help="--user is already the log's pseudonym.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Follow one event through the log: served, judged, batched, trained, decided and served again, with offsets.
+
+    Says where the path ends and why: excluded, dropped, waiting, erased, or served now by which replicas. With --user
+    lists the versions that learnt from a user's data, also after their erasure.
+
+    Examples: `tidemill trace 3f2a…` · `tidemill trace --user 4711 --json`
+    """
+    if (name is None) == (user is None):
+        raise typer.BadParameter("give the id of an interaction, event or rollout, or --user, and not both")
+    settings = with_reachable_log(settings_of({}))
+    from tidemill.consumers.operate.trace.reading import RolloutPath, TraceReader
+
+    with working("reading the log") as bar:
+        reader = TraceReader(settings.kafka, lambda done, of: bar.say(f"{done:,} of {of:,} records"))
+        if user is not None:
+            of_user = reader.user(pseudonym_of(settings, user, is_pseudonym))
+            document, lines = asdict(of_user), user_lines(of_user)
+        else:
+            path = reader.trace(name or "")
+            document = asdict(path)
+            lines = rollout_lines(path) if isinstance(path, RolloutPath) else path_lines(path)
+    print_told(document, lines, as_json)
+
+
+def path_lines(path: InteractionPath) -> list[str]:
+    served, feedback, outcomes = [], [], []
+    if path.served is not None:
+        one = path.served
+        consent = "consent" if one.consent else "NO consent"
+        served = [
+            f"{utc(one.served_at)} by {one.replica_id}, version {_span(one.version_min, one.version_max)}, "
+            f"arm {one.arm} (p {one.propensity:g}), {consent}, user {one.user_id}, {one.finish_reason} · {one.place}",
+            *(f"the same record again · {place}" for place in one.repeats),
+        ]
+    if path.erased is not None:
+        served.append(f"erased · {path.erased}")
+    for event in path.feedback:
+        said = event.kind if event.value is None else f"{event.kind} {event.value:g}"
+        corrects = f" correcting {event.corrects}" if event.corrects else ""
+        told = f"{utc(event.observed_at)} {said}{corrects} from {event.source}, {event.event_id}"
+        feedback.append(f"{told}: {event.fate} · {event.place}")
+    feedback += (f"refused by {letter.found_by}: {letter.reason} · {letter.place}" for letter in path.letters)
+    for end in path.outcomes:
+        what = f"excluded: {end.exclusion}" if end.exclusion else f"reward {_number(end.reward)}"
+        before = "" if end.revision == 0 else f", revision {end.revision}, before {_number(end.previous_reward)}"
+        outcomes.append(f"{utc(end.closed_at)} {what}{before}, map {end.map_version} · {end.place}")
+    batches = (
+        f"{batch.batch_id} of version {batch.version}, {'correction' if batch.correction else 'reward'} "
+        f"{batch.reward:+g}, {_ended(batch.ended)} · {batch.place}"
+        for batch in path.batches
+    )
+    return [
+        f"interaction {path.interaction_id}",
+        *_stage("served", served),
+        *_stage("feedback", feedback),
+        *_stage("outcome", outcomes),
+        *_stage("batch", batches),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def rollout_lines(path: RolloutPath) -> list[str]:
+    reward = "failed: " + path.failure if path.failure else f"reward {_number(path.reward)}"
+    groups = (
+        f"{one.group_id} closed by {one.closed_by}, advantage {_number(one.advantage)}, {_ended(one.ended)} · "
+        f"{one.place}"
+        for one in path.groups
+    )
+    return [
+        f"rollout {path.rollout_id}",
+        f"sampled   {path.replica_id}, version {_span(path.version_min, path.version_max)}, {reward} · {path.place}",
+        *_stage("group", groups),
+        *_stage("version", _versions(path.versions)),
+        f"end       {path.end}",
+    ]
+
+
+def user_lines(path: UserPath) -> list[str]:
+    demands = (f"{one.wish.value} by {one.requested_by} at {utc(one.at)}" for one in path.demands)
+    endings = (f"{n:,} interactions ended: {ending}" for ending, n in sorted(path.outcomes.items()))
+    batches = (
+        f"{one.batch_id}: {one.interactions} interactions, reward {one.reward:+g}, {one.trained} trained, "
+        f"{'; '.join(_ended(ending) for ending in one.ended)} · {one.place}"
+        for one in path.batches
+    )
+    lines = [
+        f"user {path.user_id}",
+        *_stage("demands", demands),
+        *_stage("outcomes", endings),
+        *_stage("batches", batches),
+    ]
+    for run in path.runs:
+        trained = ", ".join(str(made.version) for made in run.trained) or "none"
+        lines.append(f"run {run.run_id}: trained into version {trained}; contained in {run.contained_in or 'none'}")
+        lines += _stage("version", _versions(run.trained))
+    return lines if path.runs else [*lines, "end       their data touched no version"]
+
+
+def _stage(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for n, line in enumerate(lines):
+        yield f"{title if n == 0 else '':<9} {line}"
+
+
+def _versions(versions: list[TracedVersion]) -> Iterator[str]:
+    for made in versions:
+        yield f"{made.version} from {made.parent}, step {made.step} · {made.step_place or 'step no longer kept'}"
+        published = f"published · {made.manifest_place}" if made.manifest_place else "not published yet"
+        yield f"  {published}"
+        for decision in made.decisions:
+            yield f"  {decision.verdict} by {decision.by}: {decision.reason} · {decision.place}"
+        if made.served_first_at is not None:
+            yield f"  served first at {utc(made.served_first_at)}; proved by {', '.join(made.proved_by) or 'nobody'}"
+        serving = ", ".join(f"{replica} (version {version})" for replica, version in made.served_by.items())
+        yield f"  served now by {serving or 'nobody'}; contained in later versions {made.contained_in or 'none'}"
+
+
+def _ended(ending: Ended) -> str:
+    if ending.reason:
+        return f"left out ({ending.reason}) by {ending.step}"
+    return "waits for the trainer" if ending.version is None else f"trained by {ending.step}"
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:+g}"
+
+
+def query(
+    sql: Annotated[str | None, typer.Argument(help="SQL, or the name of a query from --list.")] = None,
+    parameters: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--param",
+            metavar="NAME=VALUE",
+            help="Value of a parameter, which stands as {NAME:Type} in the SQL; may be repeated. One of a named query "
+            "that is not given is empty; for a name that a query does not take, the error lists those that it takes.",
+        ),
+    ] = None,
+    list_names: Annotated[bool, typer.Option("--list", help="List the named queries.")] = False,
+    as_json: JsonOption = False,
+    as_csv: CsvOption = False,
+    data_dir: Annotated[Path | None, typer.Option(help="Directory of the sink's tables.")] = None,
+    config: ConfigOption = None,
+    assignments: SetOption = None,
+) -> None:
+    """Ask ClickHouse about a run, while it runs or after it.
+
+    Examples: `tidemill query held_out_by_version` · `tidemill query "SELECT count() FROM rollouts"` ·
+    `tidemill query "SELECT reward FROM rollouts WHERE run_id = {run:String}" --param run=demo-0`
+    """
+    from tidemill.consumers.sink.query import ask, named_queries
+
+    if list_names or sql is None:
+        named = named_queries()
+        print_rows(("query", "answers"), named.items(), as_json=as_json, as_csv=as_csv, document=named)
+        return
+    flags = given(sink__path=None if data_dir is None else str(data_dir))
+    settings = settings_from({"config": config, "assignments": assignments}, flags)
+    answer = ask(settings.sink, sql, key_values(parameters or [], "--param", "run=demo-0"))
+    # With a FORMAT clause of its own the answer is one text in that format, named as the format.
+    formatted = len(answer.columns) == 1 and re.search(
+        rf"\bFORMAT\s+{re.escape(answer.columns[0])}\b", sql, re.IGNORECASE
+    )
+    if formatted and not (as_json or as_csv):
+        typer.echo(answer.rows[0][0], nl=False)
+    else:
+        print_rows(answer.columns, answer.rows, as_json=as_json, as_csv=as_csv)

@@ -1,0 +1,310 @@
+"""`tidemill replay diff`: one topic under two prefixes; `tidemill replay stage`: a stream processor over the log as it
+lies, compared with what the log recorded; and what a comparison tells a person, and a script.
+
+Results that are written go to topics under a prefix of their own, which must be empty and read by nobody, and carry the
+headers of a replay.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tidemill.compose.cli.replay_copy import replay_app
+from tidemill.compose.config import TidemillSettings
+from tidemill.compose.options import SettingsOf, with_reachable_log, with_settings
+from tidemill.compose.output import JsonOption, moment_us, print_told, working
+from tidemill.consumers.operate.replay.differences import (
+    Difference,
+    DifferenceKind,
+    Item,
+    OutputComparison,
+    Window,
+    compare,
+    out_of_order,
+)
+from tidemill.schemas.catalogue import Names, Topic
+from tidemill.schemas.clock import to_us
+from tidemill.schemas.codec import Codec
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.consumed import ConsumedRecord, Position, replay_headers
+from tidemill.schemas.log.producer import RecordProducer
+from tidemill.schemas.log.reader import LogReader
+from tidemill.streams.config import ProcessorName
+
+if TYPE_CHECKING:
+    from tidemill.streams.offline import Change, Emitted, Replayed
+
+
+ShowOption = Annotated[int, typer.Option("--show", min=1, help="How many differing records to name.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds that the log may deliver nothing.")]
+CLIENT = "tidemill-replay"
+
+
+@replay_app.command("diff")
+@with_settings
+def diff(
+    settings_of: SettingsOf,
+    first: Annotated[str, typer.Argument(metavar="PREFIX_A", help="Prefix of one side's topics.")],
+    second: Annotated[str, typer.Argument(metavar="PREFIX_B", help="Prefix of the other side's topics.")],
+    topic: Annotated[Topic, typer.Option("--topic", help="Which topic.")] = Topic.GROUPS,
+    show: ShowOption = 5,
+    timeout_s: TimeoutOption = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a topic under two prefixes: the same records, byte for byte, in the same order of each partition?
+
+    Records are told apart by what they are about (a group, an outcome and its revision, a step), so that a record that
+    is missing on one side does not make all later ones differ. The first one that differs is named with its fields.
+    Status 1 when anything differs, the order included. Both sides are only read.
+
+    Example: `tidemill replay diff tidemill. what-if. --topic groups`
+    """
+    settings = with_reachable_log(settings_of({}))
+    with working(f"comparing {topic}"):
+        sides = []
+        for prefix in (first, second):
+            kafka = KafkaSettings(**{**settings.kafka.model_dump(), "topic_prefix": prefix})
+            with LogReader(kafka, [topic], client_id=CLIENT) as reader:
+                sides.append([located_item(Names(prefix), located) for located in reader.read_to_end(timeout_s)])
+    there, here = sides
+    found, moved = compare(there, here), out_of_order(there, here)
+    order = None if moved is None else [str(item.place) for item in moved]
+    lines = comparison_lines(found, first or "no prefix", second or "no prefix", show)
+    if order is not None:
+        lines.append(f"the order differs from {order[0]} and {order[1]} on")
+    document = {"topic": topic.value, **comparison_document(found, show), "out_of_order": order}
+    print_told(document, lines, as_json)
+    raise typer.Exit(1 if found.differences or order is not None else 0)
+
+
+def located_item(names: Names, located: ConsumedRecord) -> Item:
+    """A record of the log, to be compared."""
+    place = Position(names.of(located.topic), located.partition, located.offset)
+    return Item(located.key, located.value, located.record, place, located.timestamp_ms)
+
+
+SHOWN_FIELDS = 12
+
+
+def comparison_lines(found: OutputComparison, there: str, here: str, show: int) -> list[str]:
+    """Counts, then the first record that differs with its fields, then the next ones by name.
+
+    `there` and `here` name the sides; `show` is how many records are named.
+    """
+    lines = [f"identical: {found.identical} of {found.total}"]
+    counts = {
+        "changed": found.count(DifferenceKind.CHANGED),
+        f"only in {there}": found.count(DifferenceKind.ONLY_THERE),
+        f"only in {here}": found.count(DifferenceKind.ONLY_HERE),
+    }
+    told = [f"{what}: {number}" for what, number in counts.items() if number]
+    if told:
+        lines.append(", ".join(told))
+    repeated = {there: found.repeated_there, here: found.repeated_here}
+    lines += [f"repeated in {side}, byte for byte: {number}" for side, number in repeated.items() if number]
+    for number, difference in enumerate(found.differences[:show]):
+        label = "first difference" if number == 0 else "then"
+        at = f"{there} {difference.there}, {here} {difference.here}"
+        match difference.kind:
+            case DifferenceKind.CHANGED:
+                equal = "" if difference.fields else ", equal in every field: written with another schema"
+                what = f"changed, {at}{equal}"
+            case DifferenceKind.ONLY_THERE:
+                what = f"is only in {there}, {difference.there}"
+            case DifferenceKind.ONLY_HERE:
+                what = f"is only in {here}, {difference.here}"
+        lines.append(f"{label}: {difference.name} {what}")
+        if number == 0:
+            lines += field_lines(difference)
+    return lines
+
+
+def field_lines(difference: Difference) -> list[str]:
+    shown = [f"  {field.path}: {field.there} -> {field.here}" for field in difference.fields[:SHOWN_FIELDS]]
+    more = len(difference.fields) - len(shown)
+    return [*shown, *([f"  and {more} more fields"] if more > 0 else [])]
+
+
+def comparison_document(found: OutputComparison, show: int) -> dict[str, Any]:
+    """A comparison as JSON values, with the first `show` differences."""
+    return {
+        "there": found.there,
+        "here": found.here,
+        "identical": found.identical,
+        "total": found.total,
+        **{kind.value: found.count(kind) for kind in DifferenceKind},
+        "repeated_there": found.repeated_there,
+        "repeated_here": found.repeated_here,
+        "first": None if found.first is None else asdict(found.first),
+        "differences": [asdict(difference) for difference in found.differences[:show]],
+    }
+
+
+PROGRESS_EVERY = 500
+
+
+@replay_app.command("stage")
+@with_settings
+def stage(
+    settings_of: SettingsOf,
+    processor: Annotated[ProcessorName, typer.Argument(help="Which stream processor.")],
+    deadline: Annotated[
+        float, typer.Option("--deadline", help="Seconds by which every rollout's deadline is later; below 0: earlier.")
+    ] = 0.0,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option("--reward", metavar="NAME=WEIGHT", help="Weight of a reward component; may be repeated."),
+    ] = None,
+    reward_version: Annotated[
+        str, typer.Option("--reward-version", help="With --reward: only rollouts scored by this version.")
+    ] = "",
+    begin: Annotated[
+        str | None, typer.Option("--from", metavar="TIME", help="Compare what ended at this event time or later.")
+    ] = None,
+    end: Annotated[
+        str | None, typer.Option("--to", metavar="TIME", help="Compare what ended before this event time.")
+    ] = None,
+    into: Annotated[
+        str | None, typer.Option("--into", metavar="PREFIX", help="Also write the results under this topic prefix.")
+    ] = None,
+    show: ShowOption = 5,
+    timeout_s: TimeoutOption = 600.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Run group assembly, the feedback join or online batches over the log again, and compare the results with it.
+
+    With the original configuration the results are the recorded ones, byte for byte. Change a rule, and the first
+    record that comes out different is named, with its fields: `--set stream.min_completed=4`, another map by
+    `--set join.map.name=...`, other sizes by `--set batches.max_tokens=...`, another deadline, other weights of the
+    reward's parts. Status 1 when anything differs.
+
+    The topics are read to their ends as they are at the start, without a consumer group, and nothing is written, unless
+    --into names a prefix of its own for the results; they carry a replay id. On a log that is being written, --to
+    leaves out what its workers have not written yet. Records that were erased or are past their retention are not
+    there to decide anything.
+
+    Examples: `tidemill replay stage assembly --config run.toml` ·
+    `tidemill replay stage assembly --deadline -20 --into what-if.` ·
+    `tidemill replay stage assembly --reward tool_use=0.3`
+    """
+    window = Window(moment_us(begin), moment_us(end))
+    weights = {}
+    for text in reward or []:
+        name, _, value = text.partition("=")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ValueError(f"--reward {text!r}: expected NAME=WEIGHT, for instance tool_use=0.2")
+    if (deadline or weights) and processor is not ProcessorName.ASSEMBLY:
+        raise ValueError(
+            f"--deadline and --reward change rollouts, which {processor} does not read: they are of assembly"
+        )
+    if reward_version and not weights:
+        raise ValueError("--reward-version says whose rewards --reward sums again: give --reward NAME=WEIGHT as well")
+    settings = with_reachable_log(settings_of({}))
+    if into is not None:
+        from tidemill.consumers.operate.replay.target import check_prefix
+
+        check_prefix(settings.kafka.topic_prefix, into)
+    from tidemill.streams.offline import DeadlineShift, Reweighted
+
+    reweighted = Reweighted(weights, reward_version) if weights else None
+    changes: list[Change] = [DeadlineShift(to_us(deadline))] if deadline else []
+    changes += [reweighted] if reweighted is not None else []
+    topic, replayed, comparison = _run(settings, processor, changes, window, timeout_s)
+    if reweighted is not None:
+        reweighted.check()
+    lines = [f"replayed {replayed.records} records: {len(replayed.emitted)} results, {replayed.rejected} rejected"]
+    if replayed.cut:
+        lines.append(f"not whole: {'; '.join(replayed.cut)}")
+    lines += comparison_lines(comparison, "the log", "the replay", show)
+    replay_id = None
+    if into is not None:
+        with working(f"writing under {into}"):
+            replay_id = write_results(settings.kafka, topic, replayed.emitted, into)
+        lines.append(f"written under {into} as replay {replay_id}")
+    document = {
+        "processor": processor.value,
+        "records": replayed.records,
+        "results": len(replayed.emitted),
+        "rejected": replayed.rejected,
+        "cut": replayed.cut,
+        **comparison_document(comparison, show),
+        "into": into,
+        "replay_id": replay_id,
+    }
+    print_told(document, lines, as_json)
+    raise typer.Exit(1 if comparison.differences else 0)
+
+
+def _run(
+    settings: TidemillSettings, name: ProcessorName, changes: Sequence[Change], window: Window, timeout_s: float
+) -> tuple[Topic, Replayed, OutputComparison]:
+    """The output of a stage, what a replay of it made, and how that differs from what the log recorded."""
+    from tidemill.streams.offline import chained, recorded_outputs, replay
+    from tidemill.streams.runner.worker import Rules, processor_of
+
+    processor = processor_of(name, Rules(settings.run, settings.stream, settings.join, settings.batches))
+    names, codec = Names(settings.kafka.topic_prefix), Codec(settings.kafka.registry_url)
+    with working(f"replaying {name}") as progress:
+        recorded = recorded_outputs(settings.kafka, settings.run, processor, timeout_s)
+        there = [located_item(names, located) for located in recorded]
+
+        def told(done: int, total: int) -> None:
+            if done % PROGRESS_EVERY == 0:
+                progress.say(f"{done} of {total} records")
+
+        replayed = replay(settings.kafka, processor, chained(changes), timeout_s, told)
+    here = []
+    for one in replayed.emitted:
+        place = Position(names.of(Topic(one.cause.topic)), one.cause.partition, one.cause.offset)
+        value = codec.encode(one.emit.record)
+        here.append(Item(one.emit.key.encode(), value, one.emit.record, place, one.at_ms))
+    (topic,) = processor.outputs
+    return topic, replayed, compare(there, here, window)
+
+
+def write_results(kafka: KafkaSettings, topic: Topic, emitted: Sequence[Emitted], prefix: str) -> str:
+    """Write results into `topic` under `prefix`, as partitioned as the live one; the id of the replay.
+
+    Their timestamps are those of the records by which they were decided, so that two replays write the same; and the
+    topic keeps them at any age.
+
+    Raises Refused when the prefix is that of live topics, when records lie under it, or a consumer group reads there.
+    """
+    from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]  # its stubs re-export nothing
+
+    from tidemill.consumers.operate.replay.target import Target
+    from tidemill.schemas.log.admin import REQUEST_TIMEOUT_S, admin_client, wait_until_led
+    from tidemill.streams.offline import CLIENT
+
+    Target(kafka, prefix).check(None)
+    target = kafka.model_copy(update={"topic_prefix": prefix})
+    with LogReader(kafka, [topic], client_id=CLIENT) as reader:
+        partitions = len(reader.partitions(topic))
+    client, full = admin_client(target), Names(prefix).of(topic)
+    if full not in client.list_topics(timeout=REQUEST_TIMEOUT_S).topics:
+        kept = {"cleanup.policy": "delete", "retention.ms": "-1"}
+        new = NewTopic(full, partitions, replication_factor=target.replication_factor, config=kept)
+        client.create_topics([new], request_timeout=REQUEST_TIMEOUT_S)[full].result()
+        wait_until_led(client, {full})
+    replay_id, names = uuid.uuid4().hex[:12], Names(kafka.topic_prefix)
+    with RecordProducer(target, CLIENT) as producer:
+        for one in emitted:
+            cause = one.cause
+            producer.send(
+                one.emit.topic,
+                one.emit.record,
+                key=one.emit.key,
+                partition=one.emit.partition,
+                timestamp_ms=one.at_ms,
+                headers=replay_headers(replay_id, names.of(Topic(cause.topic)), cause.partition, cause.offset),
+            )
+    return replay_id

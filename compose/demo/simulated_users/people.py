@@ -1,0 +1,349 @@
+"""The simulated users: who they are, what they ask and in which order, a conversation, and their reaction to an answer.
+
+Pure, but for the conversation: the same settings give the same people and questions, and the same user, question and
+answer the same signals. Held-out users ask held-out questions only, everyone else the others; no question is asked
+twice by users of one role. Thumbs carry the hidden preference; what people do otherwise (keep the change, ask again,
+walk away) follows from whether the answer was right. What the product measures is always true. A held-out user never
+consents and never reacts, so nothing is ever learnt from them: how satisfied they are is known to them alone, by weight
+version; a conversation that saw two versions counts for neither.
+
+In a conversation the product poses a ledger question to the model, and runs the calculator for it until it answers. It
+is the ledger environment itself, with the router in place of a policy, and each request carries the whole conversation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+
+from tidemill.compose.demo.simulated_users.config import UsersSettings
+from tidemill.producers.environments.base import Policy, Reply, Split, TaskDraft, TaskQuery, split_of
+from tidemill.producers.environments.ledger import LedgerEnvironment, LedgerTask, closing, parse_ledger
+from tidemill.schemas.chat.messages import Message, Tool
+from tidemill.schemas.config import HELD_OUT_ONE_IN
+from tidemill.schemas.records import Mode, SignalKind, Task
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTurn:
+    """One answer of the router."""
+
+    message: Message
+    interaction: str
+    """Signed token of the interaction: what feedback is given on."""
+    version: int
+    """Newest weight version among its tokens, by which satisfaction is counted."""
+    latency_s: float
+    """From request to answer, as the product's side measured it; above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation that has ended. It has at least one turn."""
+
+    turns: tuple[ServedTurn, ...]
+    errors: frozenset[int]
+    """Places of the turns that the calculator could not execute."""
+    balance: int
+    """The right answer."""
+
+    @property
+    def last(self) -> int:
+        return len(self.turns) - 1
+
+    @property
+    def answered(self) -> bool:
+        """Whether the last turn is an answer; not so when the turns were spent."""
+        return closing(self.turns[-1].message) is not None
+
+    @property
+    def right(self) -> bool:
+        found = closing(self.turns[-1].message)
+        return found is not None and found[0] == self.balance
+
+    @property
+    def polite(self) -> bool:
+        found = closing(self.turns[-1].message)
+        return found is not None and found[1]
+
+
+Complete = Callable[[Sequence[Message], Sequence[Tool]], Awaitable[ServedTurn]]
+"""The router, for one user's conversation: gives the next turn after it. Raises NoAnswer."""
+
+
+class NoAnswer(RuntimeError):
+    """The router did not answer."""
+
+
+class _ServedPolicy(Policy):
+    def __init__(self, complete: Complete) -> None:
+        self._complete = complete
+        self.turns: list[ServedTurn] = []
+        self.errors: set[int] = set()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+        trained: bool = True,
+    ) -> Reply:
+        if self.turns:
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            if any(str(message["content"]).startswith("error: ") for message in messages[last + 1 :]):
+                self.errors.add(len(self.turns) - 1)
+        served = await self._complete(messages, tools)
+        self.turns.append(served)
+        return Reply(served.message, "tool_calls" if served.message.get("tool_calls") else "stop")
+
+
+async def converse(
+    environment: LedgerEnvironment, ledger: LedgerTask, max_turns: int, complete: Complete
+) -> Conversation:
+    """Pose a ledger and work it to the end. Raises NoAnswer."""
+    policy = _ServedPolicy(complete)
+    await environment.play(Task("", "", "", "ledger", ledger.payload(), Mode.EVAL, 1, max_turns, 0, 0, 0, 0), policy)
+    return Conversation(tuple(policy.turns), frozenset(policy.errors), ledger.balance)
+
+
+@dataclass(frozen=True, slots=True)
+class Satisfaction:
+    """What held-out users thought of one version's answers."""
+
+    version: int
+    satisfied: int
+    right: int
+    """Answers with the right balance, closed as the user likes it or not."""
+    answers: int
+
+    @property
+    def rate(self) -> float:
+        """Share of the answers that satisfied; 0 where there is none."""
+        return self.satisfied / self.answers if self.answers else 0.0
+
+
+class SatisfactionTally:
+    def __init__(self) -> None:
+        self._answers: Counter[int] = Counter()
+        self._satisfied: Counter[int] = Counter()
+        self._right: Counter[int] = Counter()
+
+    def count(self, answer: Conversation, *, satisfied: bool) -> None:
+        """Take one held-out user's answer and their opinion."""
+        versions = {turn.version for turn in answer.turns}
+        if len(versions) != 1:
+            return
+        (version,) = versions
+        self._answers[version] += 1
+        self._satisfied[version] += satisfied
+        self._right[version] += answer.right
+
+    def by_version(self) -> list[Satisfaction]:
+        """The counts so far, oldest version first."""
+        return [
+            Satisfaction(version, self._satisfied[version], self._right[version], count)
+            for version, count in sorted(self._answers.items())
+        ]
+
+
+BOT_VOTES = 25
+"""Votes of a bot on each of its answers."""
+UP = 1.0
+DOWN = -1.0
+LONG_AFTER = 3.0
+"""A change of mind comes this many mean delays after the vote."""
+
+
+class PersonaRole(StrEnum):
+    """What a simulated user is there for."""
+
+    ORDINARY = "ordinary"
+    """Asks, and reacts as a person does."""
+    BOT = "bot"
+    """Votes at random on everything, many times."""
+    HELD_OUT = "held_out"
+    """Asks held-out questions and keeps their opinion to themselves: satisfaction is measured on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Persona:
+    name: str
+    """The product's own identifier of the user."""
+    role: PersonaRole
+    consents: bool
+    """Whether they let the product learn from them."""
+    vote_rate: float
+    """Share of the answers that they vote on."""
+    vote_delay_s: float
+    """Mean time that they take to vote."""
+    leaves_at: int | None
+    """Number of questions after which they withdraw their consent; None: never."""
+
+
+def population(settings: UsersSettings) -> list[Persona]:
+    """Everyone, in the order in which they were drawn."""
+    rng = Random(f"users {settings.seed}")
+    everyone = []
+    for n in range(settings.ordinary):
+        consents = rng.random() < settings.consent_rate
+        # Some vote on nearly everything and some on nearly nothing; the mean over all is the configured rate.
+        vote_rate = min(1.0, settings.vote_rate * rng.uniform(0.5, 1.5))
+        delay = settings.vote_delay_s * rng.uniform(0.5, 1.5)
+        leaves = rng.randint(1, settings.leaves_within) if rng.random() < settings.leave_rate else None
+        everyone.append(Persona(f"user-{n:04d}", PersonaRole.ORDINARY, consents, vote_rate, delay, leaves))
+    everyone += (Persona(f"bot-{n:04d}", PersonaRole.BOT, True, 1.0, 0.0, None) for n in range(settings.bots))
+    held_out = range(settings.held_out)
+    everyone += (Persona(f"held-out-{n:04d}", PersonaRole.HELD_OUT, False, 0.0, 0.0, None) for n in held_out)
+    return everyone
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    name: str
+    """Unique within the conversation."""
+    turn: int
+    """Which turn it is about."""
+    kind: SignalKind
+    value: float
+    after_s: float
+    """When it is reported, counted from the end of the conversation."""
+    corrects: str | None = None
+    """Name of the signal that it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """One user: their habits and their taste."""
+
+    persona: Persona
+    settings: UsersSettings
+
+    def consents(self, question: int) -> bool:
+        """Whether the product may learn from their question of this number, counted from 0."""
+        leaves_at = self.persona.leaves_at
+        return self.persona.consents and (leaves_at is None or question < leaves_at)
+
+    def likes_polite(self, at_s: float) -> bool:
+        """Their taste, so many seconds after the start."""
+        changed_at = self.settings.changed_preference_at
+        changed = changed_at is not None and at_s >= changed_at
+        return self.settings.likes_polite != changed
+
+    def satisfied(self, answer: Conversation, at_s: float) -> bool:
+        """Whether they are content: with an answer that is right and closes as they like it."""
+        return answer.right and answer.polite == self.likes_polite(at_s)
+
+    def react(self, answer: Conversation, question: int, at_s: float) -> list[Reaction]:
+        """The signals for the answer to their question of this number, `at_s` seconds after the start."""
+        rng = Random(f"reaction {self.settings.seed} {self.persona.name} {question}")
+        match self.persona.role:
+            case PersonaRole.HELD_OUT:
+                return []
+            case PersonaRole.BOT:
+                votes = (
+                    Reaction(f"vote-{n}", answer.last, SignalKind.THUMB, rng.choice((UP, DOWN)), 0.02 * n)
+                    for n in range(BOT_VOTES)
+                )
+                return [*measured(answer), *votes]
+            case PersonaRole.ORDINARY:
+                return [*measured(answer), *self._votes(answer, at_s, rng), *self._behaviour(answer, rng)]
+
+    def _votes(self, answer: Conversation, at_s: float, rng: Random) -> Iterator[Reaction]:
+        if rng.random() >= self.persona.vote_rate:
+            return
+        honest = rng.random() >= self.settings.flip_rate
+        value = UP if self.satisfied(answer, at_s) == honest else DOWN
+        after_s = _delay(self.persona.vote_delay_s, rng)
+        yield Reaction("vote", answer.last, SignalKind.THUMB, value, after_s)
+        if rng.random() < self.settings.mind_change_rate:
+            later = after_s + LONG_AFTER * _delay(self.persona.vote_delay_s, rng)
+            yield Reaction("vote-again", answer.last, SignalKind.THUMB, -value, later, corrects="vote")
+
+    def _behaviour(self, answer: Conversation, rng: Random) -> Iterator[Reaction]:
+        mean_s = self.persona.vote_delay_s
+        if rng.random() < (0.02 if answer.right else 0.3):
+            yield Reaction("abandonment", answer.last, SignalKind.ABANDONMENT, 1.0, _delay(mean_s, rng))
+        elif rng.random() < (0.03 if answer.right else 0.4):
+            yield Reaction("retry", answer.last, SignalKind.RETRY, 1.0, _delay(mean_s, rng))
+        if answer.answered and rng.random() < 0.5:
+            soon = rng.betavariate(8, 2) if answer.right else rng.betavariate(2, 6)
+            later = soon * rng.betavariate(9, 1)
+            yield Reaction("kept-soon", answer.last, SignalKind.EDIT_KEPT_SOON, soon, mean_s)
+            yield Reaction("kept-later", answer.last, SignalKind.EDIT_KEPT_LATER, later, LONG_AFTER * mean_s)
+
+
+def measured(answer: Conversation) -> Iterator[Reaction]:
+    """What the product itself sees of an answer: true for every user."""
+    for place in sorted(answer.errors):
+        yield Reaction(f"tool-error-{place}", place, SignalKind.TOOL_ERROR, 1.0, 0.0)
+    final = answer.turns[answer.last]
+    yield Reaction("edit-made", answer.last, SignalKind.EDIT_MADE, float(answer.answered), 0.0)
+    yield Reaction(
+        "question-asked", answer.last, SignalKind.QUESTION_ASKED, float("?" in str(final.message["content"])), 0.0
+    )
+    yield Reaction("latency", answer.last, SignalKind.LATENCY, final.latency_s, 0.0)
+
+
+def _delay(mean_s: float, rng: Random) -> float:
+    """A delay in seconds, log-normal with the given mean: most are short, a few are several times the mean."""
+    spread = 0.6
+    return mean_s * math.exp(rng.gauss(0.0, spread) - spread**2 / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    user: User
+    number: int
+    """Their questions before this one."""
+    ledger: LedgerTask
+    max_turns: int
+
+    @property
+    def name(self) -> str:
+        """Unique among one seed's questions."""
+        return f"{self.user.persona.name}-{self.number}"
+
+
+def questions(
+    settings: UsersSettings, *, held_out_only: bool = False, one_in: int = HELD_OUT_ONE_IN
+) -> Iterator[Question]:
+    """Yields questions without end. Raises ValueError."""
+    rng = Random(f"questions {settings.seed} {held_out_only}")
+    everyone = population(settings)
+    people = {role: [persona for persona in everyone if persona.role is role] for role in PersonaRole}
+    shares = {PersonaRole.HELD_OUT: 1.0}
+    if not held_out_only:
+        shares = {
+            PersonaRole.ORDINARY: max(0.0, 1.0 - settings.held_out_share - settings.bot_share),
+            PersonaRole.BOT: settings.bot_share,
+            PersonaRole.HELD_OUT: settings.held_out_share,
+        }
+    roles = [role for role in shares if people[role] and shares[role] > 0]
+    if not roles:
+        raise ValueError("no user asks anything: set users.ordinary, users.bots or users.held_out above 0")
+    weights = [shares[role] for role in roles]
+    sources = {role: _drafts(role, settings, one_in) for role in roles}
+    asked: dict[str, int] = {}
+    while True:
+        (role,) = rng.choices(roles, weights)
+        persona: Persona = rng.choice(people[role])
+        number = asked.get(persona.name, 0)
+        asked[persona.name] = number + 1
+        draft = next(sources[role])
+        yield Question(User(persona, settings), number, parse_ledger(draft.payload), draft.max_turns)
+
+
+def _drafts(role: PersonaRole, settings: UsersSettings, one_in: int) -> Iterator[TaskDraft]:
+    """Distinct questions for users of a role."""
+    split = Split.EVAL if role is PersonaRole.HELD_OUT else Split.TRAIN
+    seed = Random(f"questions {settings.seed} {role}").getrandbits(62)
+    seen: set[str] = set()
+    for draft in LedgerEnvironment(settings.options).tasks(TaskQuery(seed)):
+        if split_of(draft.asks, one_in) is split and draft.asks not in seen:
+            seen.add(draft.asks)
+            yield draft
