@@ -23,7 +23,7 @@ from tidemill.compose.weights.diff import version_number
 from tidemill.schemas.records import GateDecision, GateVerdict
 
 if TYPE_CHECKING:
-    from tidemill.consumers.weights.decide import Following
+    from tidemill.consumers.weights.chain import Following
 
 VersionArgument = Annotated[str, typer.Argument(help="Version, for instance 40 or v40.")]
 BranchOption = Annotated[str | None, typer.Option("--branch", help="Branch of the weight chain.")]
@@ -116,8 +116,7 @@ def decide(
     Raises VersionError when it cannot be carried out.
     """
     from tidemill.consumers.weights.builder import anchor_exists
-    from tidemill.consumers.weights.chain import read_chain
-    from tidemill.consumers.weights.decide import Following, decision
+    from tidemill.consumers.weights.chain import Following, decision, read_chain
     from tidemill.schemas.clock import now_us, to_us
 
     chain = read_chain(settings.kafka, settings.run)

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from tests.records import build
-from tidemill.consumers.replica.follow import Follower
-from tidemill.consumers.replica.subscriber import LONGEST_S, Patience
+from tidemill.consumers.replica.subscriber import LONGEST_S, Patience, follow
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.log.consumed import ConsumedRecord
 from tidemill.schemas.records import SkipDelta, Tick
@@ -56,7 +55,7 @@ def test_records_are_read_while_a_move_is_under_way():
         stop = asyncio.Event()
         subscriber = Subscriber(stop, enough=3)
         log = Log([located(SKIP)], [located(SKIP), located(SKIP)])
-        await asyncio.wait_for(Follower(subscriber, log, lambda *_: None, 0.01).run(stop), 30)
+        await asyncio.wait_for(follow(subscriber, log, lambda *_: None, stop, poll_interval_s=0.01), 30)
         return subscriber
 
     subscriber = asyncio.run(run())
@@ -70,8 +69,8 @@ def test_what_cannot_be_used_is_put_aside_and_the_rest_is_followed():
         stop = asyncio.Event()
         subscriber = Subscriber(stop, enough=1)
         log = Log([located(None, "no record"), located(Tick("s", 0)), located(SKIP)])
-        follower = Follower(subscriber, log, lambda where, reason: buried.append(reason), 0.01)
-        await asyncio.wait_for(follower.run(stop), 30)
+        following = follow(subscriber, log, lambda _, reason: buried.append(reason), stop, poll_interval_s=0.01)
+        await asyncio.wait_for(following, 30)
 
     asyncio.run(run())
     assert buried == ["no record", "a Tick is not followed by a replica"]
@@ -90,8 +89,8 @@ def test_a_failure_ends_the_follower_with_its_reason(which):
 
     async def run():
         stop = asyncio.Event()
-        follower = Follower(Failing(stop, 1), Log(), lambda *_: None, 0.01)
-        await asyncio.wait_for(follower.run(stop, check), 30)
+        following = follow(Failing(stop, 1), Log(), lambda *_: None, stop, check=check, poll_interval_s=0.01)
+        await asyncio.wait_for(following, 30)
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
         asyncio.run(run())

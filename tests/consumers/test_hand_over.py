@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica.hand_over import DamagedChangesError, handed_over, taken_over
+from tidemill.consumers.replica.ranks import DamagedChangesError, handed_over, taken_over
 from tidemill.kernels.weights.mirror import ElementChange
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.consumers.replica.holdings import CopiesDisagreeError, Holdings
+from tidemill.consumers.replica.ranks import CopiesDisagreeError, Holdings
 from tidemill.consumers.replica.weight_map import UnsupportedModelError
 from tidemill.kernels.fingerprint import TensorKey, fingerprint, fingerprint_at
 from tidemill.kernels.weights.bits import TensorSpec

@@ -63,7 +63,7 @@ def test_every_version_is_applied_proved_and_acknowledged(harness):
 def test_the_format_of_the_values_that_are_served_is_known(harness):
     for version, form in enumerate(["", "mxfp8", ""], 1):
         harness.observe(replace(harness.next(), serving_format=form))
-        assert (harness.ledger.version, harness.ledger.serving_format) == (version, form)
+        assert (harness.ledger.status.version, harness.ledger.status.serving_format) == (version, form)
 
 
 def test_a_version_that_changes_nothing_is_proved_too(harness):

@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tidemill.compose.config import ConfigError, load_settings
-from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.vllm_args import REFUSED, flags, refusal
+from tidemill.consumers.replica.config import REFUSED, ReplicaSettings, flags, refusal
 
 PROBE = """
 import gc, json, sys
@@ -22,7 +21,7 @@ from starlette.testclient import TestClient
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from tidemill.consumers.replica.completions import ChatCompletion
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from tidemill.consumers.replica.chat_route import chat_route
+from tidemill.consumers.replica.completions import chat_route
 from tidemill.compose.config import ConfigError, load_settings
 from tidemill.consumers.replica.config import ReplicaSettings
 from tidemill.consumers.replica.server import BadArgument, server_arguments
