@@ -1,25 +1,41 @@
 """The rows of a flush: records, dead letters and tombstones with their places in the log, and when rows are flushed.
 
+Dead letters are read from their topics as bytes, with the headers that say where they came from and why.
+
 A record whose packed arrays are no whole number of elements is a dead letter: any process may have written its bytes,
 and the schema accepts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, cast
 
 import numpy as np
+from confluent_kafka import OFFSET_BEGINNING, Message
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.schemas.catalogue import Names, Topic, is_compacted
+from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, is_compacted
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
+from tidemill.schemas.config import KafkaSettings
+from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.consumed import ConsumedRecord, Partition
+from tidemill.schemas.log.producer import (
+    HEADER_APPLICATION,
+    HEADER_OFFSET,
+    HEADER_PARTITION,
+    HEADER_REASON,
+    HEADER_TIMESTAMP,
+    HEADER_TOPIC,
+)
+from tidemill.schemas.log.reader import PartitionReader
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
+CLIENT_ID = "tidemill-sink-dlq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +73,22 @@ class Row:
     """Size of the value, for bounding a flush."""
 
 
-def _objection(record: object, expected: tuple[type, ...], topic: str) -> str:
-    if not isinstance(record, expected):
-        return f"a {type(record).__name__} has no place in {topic}"
-    return packed_fault(record)
-
-
 def row_of(located: ConsumedRecord, names: Names, expected: tuple[type, ...]) -> Row:
     """The row of a record or a tombstone; of a dead letter when it is none of `expected` or no column can hold it."""
     topic = names.of(located.topic)
+    place = (topic, located.partition, located.offset, located.timestamp_ms)
     record: Record | DeadLetter | DeletedKey | None = located.record
+    value, reason = located.value or b"", ""
     if located.value is None and is_compacted(located.topic):
         record = DeletedKey(located.topic)
-    elif record is None or (reason := _objection(record, expected, topic)):
-        record = DeadLetter(
-            source_topic=topic,
-            source_partition=located.partition,
-            source_offset=located.offset,
-            source_timestamp_ms=located.timestamp_ms,
-            reason=located.error if record is None else reason,
-            found_by=APPLICATION,
-            value=located.value or b"",
-        )
-    return Row(
-        topic=topic,
-        partition=located.partition,
-        offset=located.offset,
-        timestamp_ms=located.timestamp_ms,
-        key=located.key or b"",
-        record=record,
-        n_bytes=len(located.value or b""),
-    )
+    elif record is None:
+        record = DeadLetter(*place, located.error, APPLICATION, value)
+    else:
+        if not isinstance(record, expected):
+            reason = f"a {type(record).__name__} has no place in {topic}"
+        if reason := reason or packed_fault(record):
+            record = DeadLetter(*place, reason, APPLICATION, value)
+    return Row(*place, located.key or b"", record, len(value))
 
 
 Packed = tuple[tuple[str, ...], int]
@@ -134,6 +135,68 @@ def _at(value: Any, path: tuple[str, ...]) -> Iterator[bytes]:  # noqa: ANN401 -
         yield value
 
 
+def dead_letter_row(message: Message) -> Row:
+    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
+    raw = cast("list[tuple[str, bytes | None]]", message.headers() or [])
+    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in raw}
+    topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
+    timestamp, value = message.timestamp()[1], message.value() or b""
+
+    def number(header: str, otherwise: int) -> int:
+        text = headers.get(header, "")
+        return int(text) if text.lstrip("-").isdigit() else otherwise
+
+    letter = DeadLetter(
+        source_topic=headers.get(HEADER_TOPIC, topic),
+        source_partition=number(HEADER_PARTITION, partition),
+        source_offset=number(HEADER_OFFSET, offset),
+        source_timestamp_ms=number(HEADER_TIMESTAMP, timestamp),
+        reason=headers.get(HEADER_REASON, "no reason given"),
+        found_by=headers.get(HEADER_APPLICATION, "unknown"),
+        value=value,
+    )
+    return Row(topic, partition, offset, timestamp, message.key() or b"", letter, len(value))
+
+
+class DeadLetterReader:
+    """Group-less reader of the dead-letter topics that exist, from chosen offsets.
+
+    Args:
+        start: next offsets; partitions not named begin at the beginning.
+        topics: whose dead letters; of every topic by default.
+    """
+
+    def __init__(
+        self, kafka: KafkaSettings, start: Mapping[Partition, int], topics: Iterable[Topic] = tuple(CATALOGUE)
+    ) -> None:
+        self._log = PartitionReader(kafka, CLIENT_ID)
+        names = Names(kafka.topic_prefix)
+        wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
+        known = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
+        partitions = [(topic, number) for topic in sorted(wanted & set(known)) for number in known[topic].partitions]
+        self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions})
+
+    def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
+        """The next dead letters, in offset order within each partition. Raises as `LogReader.poll`."""
+        return [dead_letter_row(message) for message in self._log.poll(timeout_s, max_records)]
+
+    def read_to_end(self) -> Iterator[Row]:
+        """Every dead letter up to the end of each topic as it is now. Raises as `LogReader.read_to_end`."""
+        for messages in self._log.read_until(self._log.ends()):
+            yield from map(dead_letter_row, messages)
+
+    def close(self) -> None:
+        self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:
     """The rows in their order, in runs of at most `most_bytes`; a longer row is a run of its own."""
     first, held = 0, 0
@@ -157,7 +220,6 @@ class PendingRows:
     """Time of the first row, in seconds of the caller's clock."""
 
     def add(self, rows: Iterable[Row], now: float) -> None:
-        """Take rows in."""
         for row in rows:
             if not self.rows:
                 self.opened_at = now
@@ -165,7 +227,6 @@ class PendingRows:
             self.n_bytes += row.n_bytes
 
     def due(self, now: float) -> bool:
-        """Whether to flush now."""
         if not self.rows:
             return False
         full = len(self.rows) >= self.settings.flush_rows or self.n_bytes >= self.settings.flush_bytes
@@ -176,5 +237,4 @@ class PendingRows:
         return {(row.topic, row.partition): row.offset + 1 for row in self.rows}
 
     def clear(self) -> None:
-        """The rows are written."""
         self.rows, self.n_bytes = [], 0

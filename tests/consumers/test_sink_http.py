@@ -16,9 +16,17 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 
 from tests.consumers.sink_support import rows_of, small_run
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.consumers.sink.engine import EngineBusy, QueryError, Reader, connect, empty_native_block
+from tidemill.consumers.sink.engine import (
+    EngineBusy,
+    QueryError,
+    Reader,
+    Refused,
+    check,
+    connect,
+    empty_native_block,
+    refused_functions,
+)
 from tidemill.consumers.sink.http_api import query_server
-from tidemill.consumers.sink.statement import Refused, check, refused_functions
 from tidemill.consumers.sink.writer import Writer
 from tidemill.schemas.config import HttpSettings
 from tidemill.schemas.http_room import PortTaken, bind
