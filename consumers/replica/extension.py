@@ -72,15 +72,15 @@ class RankWeights:
     def load(self, directory: str) -> Answer:
         """Prepare a write of everything, from a checkpoint directory."""
         started, tensors = time.monotonic(), map_checkpoint(Path(directory))
-        self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.names)
+        self.staged = self.live.prepare_whole((name, bits_in_memory(tensors, name)) for name in self.live.layouts)
         return {"stage_ms": 1e3 * (time.monotonic() - started)}
 
     def prove(self) -> Answer:
         """Fingerprint what this rank holds, in the order of `boxes`: u8[boxes, 2]."""
         found: list[tuple[int, int]] = []
-        for name in self.live.names:
+        for name, layout in self.live.layouts.items():
             key = TensorKey.of(name)
-            prints = dict.fromkeys(self.live.boxes(name), ZERO)
+            prints = dict.fromkeys(layout.boxes, ZERO)
             for box, begin, bits in self.live.pieces(name):
                 kernels = backend_for(bits)
                 if box.dense:
@@ -94,8 +94,8 @@ class RankWeights:
     def boxes(self) -> HeldBoxes:
         """The elements of each tensor that this rank holds, as `ranks.HeldBoxes`."""
         rows: list[tuple[int, ...]] = []
-        for number, name in enumerate(self.live.names):
-            for box in self.live.boxes(name):
+        for number, layout in enumerate(self.live.layouts.values()):
+            for box in layout.boxes:
                 # Neighbours are one row, whatever distance they have in this rank's storage.
                 shape = (1, box.length, box.length) if box.dense else (box.rows, box.row, box.pitch)
                 rows.append((number, box.source, *shape))

@@ -37,14 +37,11 @@ from statistics import median
 from typing import Any
 
 import vllm.model_executor.layers.utils as linear_layers
-import vllm.triton_utils.dispatcher as dispatcher
-from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.output_processor import RequestState
 
 from tidemill.consumers.replica.environment import INVARIANT_VARIABLE, PARENT_VARIABLE
 from tidemill.consumers.replica.linear import tiled_linear, unpacked_linear
@@ -286,6 +283,9 @@ def hide_llvmlite_from_kernel_search() -> None:
     llvmlite's library handle, which numba imports, answers any attribute with a function, `__dict__` included, and the
     search fails. No kernel of vLLM can be in llvmlite's modules.
     """
+    # Imported here, and below, because only the server needs it.
+    import vllm.triton_utils.dispatcher as dispatcher
+
     search = dispatcher._rebind_kernels
     if hasattr(search, "__wrapped__"):
         return
@@ -308,12 +308,14 @@ def tell_spans_before_the_end() -> None:
 
     A client that is cut off must know them too, and vLLM says them only when a request is finished.
     """
+    from vllm.v1.engine.output_processor import RequestState
+
     made = RequestState._new_completion_output
     if hasattr(made, "__wrapped__"):
         return
 
     @wraps(made)
-    def with_spans(state: RequestState, *arguments: Any) -> CompletionOutput:  # noqa: ANN401 - passed through to vLLM
+    def with_spans(state: RequestState, *arguments: Any) -> Any:  # noqa: ANN401 - passed through to vLLM
         output = made(state, *arguments)
         if output.weight_versions is None:
             output.weight_versions = state._weight_version_spans()

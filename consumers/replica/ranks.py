@@ -34,10 +34,6 @@ from tidemill.kernels.weights.mirror import ElementChange
 _ALIGNED = 8
 
 
-class DamagedChangesError(ValueError):
-    """What was handed over is not what the server wrote."""
-
-
 @contextmanager
 def handed_over(changes: Sequence[ElementChange]) -> Iterator[tuple[str, str]]:
     """Put changes where every process of this user can read them: the path and the digest, good within the context."""
@@ -61,11 +57,11 @@ def handed_over(changes: Sequence[ElementChange]) -> Iterator[tuple[str, str]]:
 
 
 def taken_over(path: str, digest: str) -> list[ElementChange]:
-    """The changes of `handed_over`, in its memory. Raises DamagedChangesError, or OSError when it is not there."""
+    """The changes of `handed_over`, in its memory. Raises ValueError where they are damaged, OSError where gone."""
     with open(path, "rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if xxhash.xxh3_128(data).hexdigest() != digest:
-        raise DamagedChangesError("the changes in shared memory are not those that were written: their digest differs")
+        raise ValueError("the changes in shared memory are not those that were written: their digest differs")
     length = int.from_bytes(data[:_ALIGNED], "little")
     at, changes = _ALIGNED + length + -length % _ALIGNED, []
     for name, count, width in json.loads(bytes(data[_ALIGNED : _ALIGNED + length])):
@@ -82,10 +78,6 @@ HeldBoxes = npt.NDArray[np.int64]
 
 BoxPrints = npt.NDArray[np.uint64]
 """u8[boxes, 2] of one rank: the fingerprint of each box, low lane and high lane."""
-
-
-class CopiesDisagreeError(ValueError):
-    """Ranks that hold the same elements hold other values; the message names the tensor and the ranks."""
 
 
 class Holdings:
@@ -126,7 +118,7 @@ class Holdings:
         """Fingerprint of each tensor, from those of its boxes on each rank.
 
         Raises:
-            CopiesDisagreeError: two ranks hold other values of the same elements.
+            ValueError: two ranks hold other values of the same elements; it names the tensor and the ranks.
         """
         every = np.concatenate([np.frombuffer(prints, np.uint64).reshape(-1, 2) for prints in ranks])
         once = every[self._first]
@@ -135,7 +127,7 @@ class Holdings:
             box = self._box_of[odd[0]]
             name = self._tensors[self._tensor_of[box]].name
             one, other = self._rank_of[self._first[box]], self._rank_of[odd[0]]
-            raise CopiesDisagreeError(f"ranks {one} and {other} hold different copies of elements of {name}")
+            raise ValueError(f"ranks {one} and {other} hold different copies of elements of {name}")
         sums = np.zeros((len(self._tensors), 2), dtype=np.uint64)
         np.add.at(sums, self._tensor_of, once)
         return {spec.name: Fingerprint(int(lo), int(hi)) for spec, (lo, hi) in zip(self._tensors, sums, strict=True)}
@@ -145,7 +137,7 @@ class Holdings:
         damage, found = "; ".join(told(cores, "damage")), {}
         try:
             found = {} if damage else self.add_up([prints for core in cores for prints in core["prints"]])
-        except CopiesDisagreeError as error:
+        except ValueError as error:
             damage = str(error)
         total = "" if damage else sum(found.values(), start=ZERO).hex()
         tensors = {name: one.hex() for name, one in found.items()}

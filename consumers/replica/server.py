@@ -52,17 +52,16 @@ _OTHER_CHATS = (
 """vLLM's own handlers of chats, by their place in the application's state."""
 
 
-class BadArgument(ValueError):
-    """vLLM does not take an argument of `replica.vllm_args`; the message is vLLM's."""
-
-
 class _Parser(FlexibleArgumentParser):  # type: ignore[misc]  # vLLM is read without its types
     def error(self, message: str) -> NoReturn:
-        raise BadArgument(f"replica.vllm_args: {message}")
+        raise ValueError(f"replica.vllm_args: {message}")
 
 
 def server_arguments(model: str, settings: ReplicaSettings) -> Namespace:
-    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser. Raises BadArgument."""
+    """vLLM's server arguments for a checkpoint directory, parsed by vLLM's own parser.
+
+    Raises ValueError with vLLM's message for an argument of `replica.vllm_args` that it does not take.
+    """
     values = {
         "model": model,
         "served-model-name": settings.served_model,

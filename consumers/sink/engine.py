@@ -160,10 +160,7 @@ class Reader:
         printed = self._run(
             "SELECT formatQuerySingleLine({statement:String})", "RawBLOB", {"statement": escaped(sql)}, None
         )
-        try:
-            return check(printed.body.decode(), self._refused)
-        except Refused as refusal:
-            raise QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {refusal}. (READONLY)") from refusal
+        return check(printed.body.decode(), self._refused)
 
     def _run(
         self,
@@ -207,10 +204,6 @@ def empty_native_block(columns: list[tuple[str, str]]) -> bytes:
     return varint(len(columns)) + varint(0) + b"".join(varint(len(text)) + text for text in texts)
 
 
-class Refused(ValueError):
-    """A statement that the read-only endpoint does not run; the message says which part and what to do instead."""
-
-
 @dataclass(frozen=True, slots=True)
 class Statement:
     """A statement that may be run."""
@@ -233,19 +226,26 @@ def refused_functions(table_functions: Iterable[str]) -> frozenset[str]:
 
 
 def check(normalized: str, refused: frozenset[str]) -> Statement:
-    """A statement, as the engine's parser prints it, if it only reads the engine's tables. Raises Refused."""
+    """A statement, as the engine's parser prints it, if it only reads the engine's tables.
+
+    Raises QueryError, which says which part is refused and what to do instead.
+    """
+
+    def refused_for(reason: str) -> QueryError:
+        return QueryError(READONLY_CODE, f"Code: {READONLY_CODE}. DB::Exception: {reason}. (READONLY)")
+
     parts = _TOKEN.findall(normalized)  # strings, quoted names, words and single signs
     phrases = set(pairwise(part.upper() for part in parts))
     verb = next((part.upper() for part in parts if part != "("), "")
     if verb not in READING:
-        raise Refused(f"{verb}: this endpoint is read-only and answers {', '.join(sorted(READING))}")
+        raise refused_for(f"{verb}: this endpoint is read-only and answers {', '.join(sorted(READING))}")
     if ("INTO", "OUTFILE") in phrases:
-        raise Refused("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
+        raise refused_for("INTO OUTFILE: this endpoint writes no files; redirect the answer instead")
     if ("PARALLEL", "WITH") in phrases:
-        raise Refused("PARALLEL WITH: only one statement per request")
+        raise refused_for("PARALLEL WITH: only one statement per request")
     called = (word for word, following in pairwise(parts) if following == "(" and word[0] != "'")
     for name in (word.strip('`"').lower() for word in called):
         if name in refused or name.startswith("ai"):
-            raise Refused(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
+            raise refused_for(f"{name}(): this endpoint reads its own tables only, no files, hosts or processes")
     formats = [name for word, name in pairwise(parts) if word == "FORMAT" and re.fullmatch(r"\w+", name)]
     return Statement(normalized, formats[-1] if formats else "")

@@ -1,41 +1,25 @@
 """The rows of a flush: records, dead letters and tombstones with their places in the log, and when rows are flushed.
 
-Dead letters are read from their topics as bytes, with the headers that say where they came from and why.
-
 A record whose packed arrays are no whole number of elements is a dead letter: any process may have written its bytes,
 and the schema accepts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any
 
 import numpy as np
-from confluent_kafka import OFFSET_BEGINNING, Message
 
 from tidemill.consumers.sink.config import SinkSettings
-from tidemill.schemas.catalogue import CATALOGUE, Names, Topic, is_compacted
+from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.codec import RECORD_TYPES, current_schema
-from tidemill.schemas.config import KafkaSettings
-from tidemill.schemas.log.client_settings import METADATA_TIMEOUT_S
 from tidemill.schemas.log.consumed import ConsumedRecord, Partition
-from tidemill.schemas.log.producer import (
-    HEADER_APPLICATION,
-    HEADER_OFFSET,
-    HEADER_PARTITION,
-    HEADER_REASON,
-    HEADER_TIMESTAMP,
-    HEADER_TOPIC,
-)
-from tidemill.schemas.log.reader import PartitionReader
 from tidemill.schemas.records import Record
 
 APPLICATION = "tidemill-sink"
-CLIENT_ID = "tidemill-sink-dlq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,68 +117,6 @@ def _at(value: Any, path: tuple[str, ...]) -> Iterator[bytes]:  # noqa: ANN401 -
         yield from _at(getattr(value, path[0]), path[1:])
     else:
         yield value
-
-
-def dead_letter_row(message: Message) -> Row:
-    """The row of a dead letter. Headers that are missing or malformed leave the letter's own place in their stead."""
-    raw = cast("list[tuple[str, bytes | None]]", message.headers() or [])
-    headers = {name: (value or b"").decode("utf-8", "replace") for name, value in raw}
-    topic, partition, offset = message.topic() or "", message.partition() or 0, message.offset() or 0
-    timestamp, value = message.timestamp()[1], message.value() or b""
-
-    def number(header: str, otherwise: int) -> int:
-        text = headers.get(header, "")
-        return int(text) if text.lstrip("-").isdigit() else otherwise
-
-    letter = DeadLetter(
-        source_topic=headers.get(HEADER_TOPIC, topic),
-        source_partition=number(HEADER_PARTITION, partition),
-        source_offset=number(HEADER_OFFSET, offset),
-        source_timestamp_ms=number(HEADER_TIMESTAMP, timestamp),
-        reason=headers.get(HEADER_REASON, "no reason given"),
-        found_by=headers.get(HEADER_APPLICATION, "unknown"),
-        value=value,
-    )
-    return Row(topic, partition, offset, timestamp, message.key() or b"", letter, len(value))
-
-
-class DeadLetterReader:
-    """Group-less reader of the dead-letter topics that exist, from chosen offsets.
-
-    Args:
-        start: next offsets; partitions not named begin at the beginning.
-        topics: whose dead letters; of every topic by default.
-    """
-
-    def __init__(
-        self, kafka: KafkaSettings, start: Mapping[Partition, int], topics: Iterable[Topic] = tuple(CATALOGUE)
-    ) -> None:
-        self._log = PartitionReader(kafka, CLIENT_ID)
-        names = Names(kafka.topic_prefix)
-        wanted = {names.dead_letter(topic) for topic in topics if CATALOGUE[topic].dead_letters}
-        known = self._log.client.list_topics(timeout=METADATA_TIMEOUT_S).topics
-        partitions = [(topic, number) for topic in sorted(wanted & set(known)) for number in known[topic].partitions]
-        self._log.assign({partition: start.get(partition, OFFSET_BEGINNING) for partition in partitions})
-
-    def poll(self, timeout_s: float, max_records: int = 500) -> list[Row]:
-        """The next dead letters, in offset order within each partition. Raises as `LogReader.poll`."""
-        return [dead_letter_row(message) for message in self._log.poll(timeout_s, max_records)]
-
-    def read_to_end(self) -> Iterator[Row]:
-        """Every dead letter up to the end of each topic as it is now. Raises as `LogReader.read_to_end`."""
-        for messages in self._log.read_until(self._log.ends()):
-            yield from map(dead_letter_row, messages)
-
-    def close(self) -> None:
-        self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def cut(rows: Sequence[Row], most_bytes: int) -> Iterator[Sequence[Row]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -17,10 +16,11 @@ from contextlib import ExitStack, closing, contextmanager
 import pyarrow as pa
 
 from tidemill.consumers.sink.config import SinkSettings
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.consumers.sink.engine import connect
 from tidemill.consumers.sink.http_api import query_server
 from tidemill.consumers.sink.query import SinkState, remove_state, write_state
-from tidemill.consumers.sink.rows import DeadLetterReader, PendingRows, Row, row_of
+from tidemill.consumers.sink.rows import PendingRows, Row, row_of
 from tidemill.consumers.sink.writer import Erasures, Writer
 from tidemill.schemas.catalogue import CATALOGUE, Names, Topic
 from tidemill.schemas.config import KafkaSettings, RunSettings
@@ -30,7 +30,12 @@ from tidemill.schemas.log.liveness import Liveness
 from tidemill.schemas.log.reader import LogReader
 from tidemill.schemas.shutdown import stop_on_signals
 
+log = logging.getLogger(__name__)
 POLL_S = 0.1
+READ_ROWS = 100
+"""Records of one read: what a batch may hold beyond its bound."""
+FLUSH_S = 900.0
+"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
 
 
 class Source:
@@ -89,14 +94,6 @@ class Source:
         self._writer.enter_gap(gap)
 
 
-log = logging.getLogger(__name__)
-
-READ_ROWS = 100
-"""Records of one read: what a batch may hold beyond its bound."""
-FLUSH_S = 900.0
-"""Longest that a flush may take, before the process is taken for hung; the engine's own time-outs are shorter."""
-
-
 def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
     """Fill the tables until SIGTERM or SIGINT, then write what has been read and close.
 
@@ -107,14 +104,28 @@ def run(kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
         PortTaken: the HTTP port cannot be bound.
         LookupError: a topic does not exist, or the log no longer holds the place to go on from (`sink.accept_gaps`).
     """
-    serve_until(stop_on_signals(), kafka, run, sink)
-
-
-def serve_until(stop: threading.Event, kafka: KafkaSettings, run: RunSettings, sink: SinkSettings) -> None:
-    """As `run`, until `stop` is set; needs no main thread."""
-    with open_tables(sink, known_erasures(kafka)) as (writer, url):
+    stop = stop_on_signals()
+    with ExitStack() as stack:
+        writer, url = stack.enter_context(open_tables(sink, known_erasures(kafka)))
         log.info("sink of run %s: tables in %s, queries at %s", run.run_id, sink.host or sink.directory, url)
-        _pump(stop, kafka, sink, writer)
+        liveness = stack.enter_context(Liveness("the sink", kafka.stall_timeout_s))
+        source = stack.enter_context(closing(Source(kafka, sink, writer)))
+        batch = PendingRows(sink)
+
+        def flush() -> None:
+            liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
+            written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
+            if written:
+                log.debug("wrote %d rows", written)
+            batch.clear()
+            release_unused_memory()
+
+        while not stop.is_set():
+            liveness.beat("reading")
+            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
+            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
+                flush()
+        flush()
 
 
 @contextmanager
@@ -145,26 +156,6 @@ def known_erasures(kafka: KafkaSettings) -> Erasures:
         for located in reader.read_to_end():
             erasures.observe(located.record)
     return erasures
-
-
-def _pump(stop: threading.Event, kafka: KafkaSettings, sink: SinkSettings, writer: Writer) -> None:
-    with Liveness("the sink", kafka.stall_timeout_s) as liveness, closing(Source(kafka, sink, writer)) as source:
-        batch = PendingRows(sink)
-
-        def flush() -> None:
-            liveness.beat(f"writing {len(batch.rows)} rows", within_s=FLUSH_S)
-            written = writer.write(batch.rows, {**batch.next_offsets(), **source.next_offsets()})
-            if written:
-                log.debug("wrote %d rows", written)
-            batch.clear()
-            release_unused_memory()
-
-        while not stop.is_set():
-            liveness.beat("reading")
-            batch.add(source.read(min(READ_ROWS, sink.flush_rows)), time.monotonic())
-            if batch.due(time.monotonic()) or (not batch.rows and source.moved(writer.next_offsets)):
-                flush()
-        flush()
 
 
 def release_unused_memory() -> None:

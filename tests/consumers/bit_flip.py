@@ -45,7 +45,7 @@ def flip_bit(core: Any, name: str, index: int, bit: int) -> None:
 def flip_on_rank(worker: Any, name: str, index: int, bit: int) -> bool:
     """Whether the element lies on this rank, where its bit is flipped."""
     live = worker._tidemill.live
-    layout = live._layouts[name]
+    layout = live.layouts[name]
     if not layout.boxes:
         return False
     storage = live._storage[layout.parameter]

@@ -20,7 +20,6 @@ from tidemill.consumers.sink.engine import (
     EngineBusy,
     QueryError,
     Reader,
-    Refused,
     check,
     connect,
     empty_native_block,
@@ -215,7 +214,7 @@ def test_each_layer_refuses_by_itself(sink: SinkSettings):
         with pytest.raises(QueryError) as by_engine:
             reader._run(sql, "CSV", {}, None)
         assert by_engine.value.code == 164
-        with pytest.raises(Refused):
+        with pytest.raises(QueryError):
             check(sql, refused_functions(["url", "numbers"]))
 
 

@@ -24,14 +24,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from tidemill.consumers.replica.completions import chat_route
 from tidemill.compose.config import ConfigError, load_settings
 from tidemill.consumers.replica.config import ReplicaSettings
-from tidemill.consumers.replica.server import BadArgument, server_arguments
+from tidemill.consumers.replica.server import server_arguments
 from tidemill.schemas.chat.serving import ChatServer
 from tidemill.schemas.config import ChatSettings
 
 def parsed(given):
     try:
         arguments = vars(server_arguments(sys.argv[1], ReplicaSettings(vllm_args=given)))
-    except BadArgument as error:
+    except ValueError as error:
         return str(error)
     return {name.replace("-", "_"): arguments.get(name.partition(".")[0].replace("-", "_")) for name in given}
 

@@ -15,7 +15,8 @@ from tidemill.consumers.operate.audit.endings import OPEN, AuditCheck, AuditedRu
 from tidemill.consumers.operate.audit.facts import TRANSACTIONAL, Facts, Partition
 from tidemill.consumers.operate.audit.report import AuditReport, AuditRules, CheckResult, Finding
 from tidemill.consumers.operate.audit.run_facts import references
-from tidemill.consumers.sink.rows import DeadLetter, DeadLetterReader
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
+from tidemill.consumers.sink.rows import DeadLetter
 from tidemill.schemas.catalogue import Names, Topic, is_compacted
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord, Position

@@ -10,7 +10,7 @@ from tidemill.consumers.operate.trace.path import InteractionPath
 from tidemill.consumers.operate.trace.rollout import RolloutPath, RolloutTrace
 from tidemill.consumers.operate.trace.user import UserPath, UserTrace
 from tidemill.consumers.operate.trace.versions import VersionHistory
-from tidemill.consumers.sink.rows import DeadLetterReader
+from tidemill.consumers.sink.dead_letters import DeadLetterReader
 from tidemill.schemas.catalogue import Topic
 from tidemill.schemas.config import KafkaSettings
 from tidemill.schemas.log.consumed import ConsumedRecord
