@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -55,19 +55,28 @@ HEADERS = {
 }
 
 
-class Guarded:
+def guarded(app: ASGIApp, settings: ViewSettings) -> ASGIApp:
     """An ASGI application behind a check of the host name and of the token, with security headers on each answer."""
+    token, names = settings.token.get_secret_value(), {settings.host, *settings.names}
 
-    def __init__(self, app: ASGIApp, settings: ViewSettings) -> None:
-        self._app, self._settings = app, settings
-        self._token = settings.token.get_secret_value()
-        self._names = {settings.host, *settings.names}
+    def refusal(request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        named = re.fullmatch(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", host, re.ASCII)
+        name = (urlsplit(f"//{host}").hostname or "") if named else ""
+        if not (settings.behind_proxy or is_loopback(name) or name in names):
+            return PlainTextResponse(f"this page is not called {name!r}: add the name to view.names\n", 421)
+        # The path that is routed by: a URL is made of the Host header too.
+        if not token or request.scope["path"].startswith(OPEN):
+            return None
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        shown = bearer if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
+        if hmac.compare_digest(shown.encode(), token.encode()):
+            return None
+        if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/enter", 303)
+        return PlainTextResponse("give the token (view.token): Authorization: Bearer TOKEN\n", 401)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -76,30 +85,12 @@ class Guarded:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        refusal = self._refusal(Request(scope))
-        await (refusal or self._app)(scope, receive, send_guarded)
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+        else:
+            await (refusal(Request(scope)) or app)(scope, receive, send_guarded)
 
-    def _refusal(self, request: Request) -> Response | None:
-        name = host_name(Headers(scope=request.scope).get("host", ""))
-        if not (self._settings.behind_proxy or is_loopback(name) or name in self._names):
-            return PlainTextResponse(f"this page is not called {name!r}: add the name to view.names\n", 421)
-        # The path that is routed by: a URL is made of the Host header too.
-        if not self._token or request.scope["path"].startswith(OPEN):
-            return None
-        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
-        shown = bearer if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
-        if hmac.compare_digest(shown.encode(), self._token.encode()):
-            return None
-        if request.method == "GET" and "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse("/enter", 303)
-        return PlainTextResponse("give the token (view.token): Authorization: Bearer TOKEN\n", 401)
-
-
-def host_name(header: str) -> str:
-    """The name in a Host header, in lower case; empty where it names none."""
-    if not re.fullmatch(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", header, re.ASCII):
-        return ""
-    return urlsplit(f"//{header}").hostname or ""
+    return answer
 
 
 def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
@@ -162,7 +153,7 @@ def application(tables: Tables, settings: ViewSettings) -> ASGIApp:
         *map(shell, PAGES),
     ]
     packed = Middleware(GZipMiddleware, compresslevel=4)
-    return Guarded(Starlette(routes=routes, lifespan=lifespan, middleware=[packed]), settings)
+    return guarded(Starlette(routes=routes, lifespan=lifespan, middleware=[packed]), settings)
 
 
 def run(sink: SinkSettings, view: ViewSettings, *, open_tables: bool) -> None:
